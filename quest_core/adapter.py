@@ -1,0 +1,130 @@
+"""The contract that a plugin implements: where a host's attention is, and how to replace it.
+
+A plugin ships one :class:`Adapter`. Everything that is the same for all hosts (refusals, random state, atomic
+replacement, the report, checkpoints) lives in :mod:`quest_core.inject`, so an adapter stays small.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from .config import DEFAULTS, AttentionConfig
+from .errors import UnsupportedError
+from .registry import parts
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a host (or one site of it) offers and asks of a mechanism.
+
+    Attributes:
+        ordered: tokens have an order; False for sets and graphs.
+        causal: the host attends causally.
+        cross: queries and keys come from different sequences.
+        cached: the host decodes incrementally.
+        packed: the host packs sequences of different lengths.
+        weights: the host reads the attention weights or passes logits on.
+        regroups: the host's key/value projections may have fewer heads than the queries.
+        fixed_length: the sequence length where it is known and constant, else None.
+    """
+
+    ordered: bool = True
+    causal: bool = False
+    cross: bool = False
+    cached: bool = False
+    packed: bool = False
+    weights: bool = False
+    regroups: bool = True
+    fixed_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module of a host model.
+
+    Attributes:
+        path: dotted path inside the model ("" for the model itself).
+        module: the module that `Adapter.replace` will be given.
+        index: position in the order of the forward pass.
+        num_heads: query heads.
+        head_dim: features per query/key head.
+        capabilities: what this site asks of a mechanism.
+    """
+
+    path: str
+    module: nn.Module
+    index: int
+    num_heads: int
+    head_dim: int
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+class Adapter(ABC):
+    """What a plugin answers for its host."""
+
+    name: ClassVar[str]
+    """The host's name, as in ``quest-<name>``."""
+    capabilities: ClassVar[Capabilities]
+    """The widest offer of the host; single sites may offer less."""
+
+    @abstractmethod
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Every attention module of this host in `model`, in the order of the forward pass.
+
+        A module that a former injection put in place is a site again.
+        """
+
+    @abstractmethod
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """A module that answers the host's own call for `site.module` with another mechanism.
+
+        It keeps the host's parameter objects, names and shapes where the mechanism has no parameters of its own;
+        it does not touch the model (the caller swaps it in). Random numbers may be drawn freely.
+        """
+
+    @abstractmethod
+    def install(self) -> None:
+        """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Why this host cannot honour `config` at `site`, or None. Override for what capabilities cannot say."""
+        return refusal(config, site.capabilities)
+
+
+def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
+    """Why a mechanism cannot give what a site asks, or None when it can."""
+    for part in config.specs():
+        for needs, gives, why in (
+            (asked.causal, part.causal, "it cannot be causal"),
+            (asked.cross, part.cross, "it cannot attend across sequences"),
+            (asked.cached, part.cached, "it cannot decode incrementally"),
+            (asked.weights, part.weights, "the host reads attention weights and it has none"),
+            (part.ordered, asked.ordered, "it needs ordered tokens"),
+            (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
+        ):
+            if needs and not gives:
+                return f"'{part.name}' is not possible here: {why}"
+    return None
+
+
+def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
+    """Raise UnsupportedError, naming the mechanisms that the site can honour, unless `config` is one."""
+    why = adapter.refusal(site, config)
+    if why is None:
+        return
+    able = [
+        part.name
+        for part in parts().values()
+        if part.name not in (DEFAULTS["normaliser"], DEFAULTS["grouping"])
+        and adapter.refusal(site, AttentionConfig.parse(part.name)) is None
+    ]
+    where = f" at '{site.path}'" if site.path else ""
+    raise UnsupportedError(
+        f"attention '{config}' cannot be used in {type(site.module).__name__}{where} of {adapter.name}: {why}. "
+        f"Possible here: {', '.join(able)}"
+    )

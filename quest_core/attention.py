@@ -1,0 +1,161 @@
+"""Attention: projections around a mechanism, with masks and a key/value cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import AttentionConfig, AttentionSpec
+from .errors import ConfigError, InputError
+from .mechanisms.mechanism import kv_heads, mechanism
+
+
+class KVCache:
+    """Keys and values of the tokens decoded so far, for one attention layer.
+
+    Keys are stored as the score prepared them: unit vectors for quest.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None  # [B, G, M, D]
+        self.values: Tensor | None = None  # [B, G, M, Dv]
+
+    def __len__(self) -> int:
+        """Tokens held, M."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys [B, G, N, D] and values [B, G, N, Dv]; return all of them, [B, G, M + N, ...]."""
+        if self.keys is not None and self.values is not None:
+            if keys.shape[0] != self.keys.shape[0]:
+                raise InputError(f"the cache holds a batch of {self.keys.shape[0]}, the new tokens are {keys.shape[0]}")
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Attention(nn.Module):
+    """Self- or cross-attention with query, key, value and output projections.
+
+    >>> layer = Attention(256, 8, "quest")
+    >>> y = layer(x)                                   # self-attention, x: [B, N, 256]
+    >>> y = layer(x, context, key_mask=real)           # cross-attention, real: [B, M], True = may be attended to
+    >>> y = layer(token, is_causal=True, cache=cache)  # one step of decoding
+
+    Args:
+        embed_dim: features E of the input and the output.
+        num_heads: query heads H.
+        attention: a name, mapping or AttentionConfig.
+        context_dim: features of `context`; `embed_dim` by default.
+        head_dim: features D a head; E / H by default.
+        bias: whether the projections have a bias.
+        dropout: dropout on the attention weights while training.
+
+    Raises:
+        ConfigError: unknown mechanism or option, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: AttentionSpec = "quest",
+        *,
+        context_dim: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and embed_dim % num_heads:
+            raise ConfigError(
+                f"embed_dim is {embed_dim}, which the {num_heads} heads do not divide; choose another or give head_dim"
+            )
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"dropout is {dropout}; it is a probability in [0, 1)")
+        self.config = AttentionConfig.parse(attention)
+        self.num_heads = num_heads
+        self.head_dim = head_dim or embed_dim // num_heads
+        self.kv_heads = kv_heads(self.config, num_heads)
+        self.dropout = dropout
+        source = context_dim or embed_dim
+        factory = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias, **factory)
+        self.k_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
+        self.v_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
+        self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
+        self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attend from `x` to `context` (to `x` itself by default).
+
+        Args:
+            x: [B, N, E].
+            context: [B, M, C].
+            key_mask: [B, M] boolean, True where a key may be attended to (False = padding).
+            attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
+            is_causal: query i sees keys j ≤ i + M − N.
+            cache: keys and values of earlier tokens; it is extended by those of `x`, and M counts both.
+
+        Returns:
+            [B, N, E].
+        """
+        if cache is not None and context is not None:
+            raise InputError("cache holds the keys of x itself; project a fixed context without one")
+        source = x if context is None else context
+        q = self._split(self.q_proj(x), self.num_heads)  # [B, H, N, D]
+        k = self._split(self.k_proj(source), self.kv_heads)  # [B, G, M, D]
+        v = self._split(self.v_proj(source), self.kv_heads)  # [B, G, M, D]
+        dropout_p = self.dropout if self.training else 0.0
+        if cache is None:
+            mask = merge_key_mask(attn_mask, key_mask)
+            out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+        else:
+            keys, values = cache.append(self.mechanism.score.key(k), v)
+            mask = merge_key_mask(attn_mask, key_mask)
+            out = self.mechanism.attend(
+                self.mechanism.score.query(q), keys, values, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p
+            )
+        merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
+        return merged
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        """[B, N, heads·D] -> [B, heads, N, D], a view."""
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_key_mask(attn_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """One mask for both: attn_mask as in `attention`, key_mask [B, M] boolean with True = may be attended to."""
+    if key_mask is None:
+        return attn_mask
+    if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
+        raise InputError(
+            f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape [B, M], "
+            "True where a key may be attended to"
+        )
+    seen = key_mask[:, None, None, :]  # [B, 1, 1, M]
+    if attn_mask is None:
+        return seen
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & seen
+    return torch.where(seen, attn_mask, -torch.inf)

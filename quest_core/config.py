@@ -1,0 +1,284 @@
+"""AttentionConfig: one grammar for attention in Python, yaml, JSON and on command lines.
+
+All of these mean the same::
+
+    "quest+gqa(kv_heads=4)"
+    {"name": "quest+gqa", "kv_heads": 4}
+    {"name": "quest", "kv_heads": 4}              # an option that only one grouping has selects it
+    '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line hands it over
+
+A name is one or more parts joined by ``+``, at most one for each axis (score, normaliser, grouping); what is
+left out is standard, softmax, mha. Families (linear, aft-simple, ...) stand alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .errors import ConfigError, one_of
+
+AXES = ("score", "normaliser", "grouping")
+DEFAULTS = {"score": "standard", "normaliser": "softmax", "grouping": "mha"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a part: its name, type, default and the values it takes."""
+
+    name: str
+    kind: type  # int, float, bool or str
+    default: Any
+    doc: str
+    minimum: float | None = None
+    nullable: bool = False
+    choices: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        """The values this option takes, in words for an error message."""
+        if self.choices:
+            words = "one of " + ", ".join(self.choices)
+        else:
+            words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[self.kind]
+            if self.minimum is not None:
+                words += f" of at least {self.minimum:g}"
+        return words + (" or null" if self.nullable else "")
+
+    def check(self, value: Any, owner: str) -> Any:
+        """`value` as this option's type; raises ConfigError naming the key, the value and what is allowed."""
+        good = value
+        if value is None:
+            if self.nullable:
+                return None
+        elif self.kind is bool:
+            if isinstance(value, bool):
+                return value
+        elif self.kind is int:
+            if isinstance(value, float) and value.is_integer():
+                good = int(value)
+            if isinstance(good, int) and not isinstance(good, bool) and self._large_enough(good):
+                return good
+        elif self.kind is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                good = float(value)
+                if math.isfinite(good) and self._large_enough(good):
+                    return good
+        elif isinstance(value, str) and (not self.choices or value in self.choices):
+            return value
+        raise ConfigError(f"attention '{owner}': option '{self.name}' is {value!r}, but takes {self.allowed}")
+
+    def _large_enough(self, value: float) -> bool:
+        return self.minimum is None or value >= self.minimum
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named choice on one axis, declared as data: what `quest list` and the support table show."""
+
+    name: str
+    axis: str  # "score", "normaliser", "grouping" or "family"
+    summary: str  # the formula, in a line
+    source: str  # paper and equation
+    build: Callable[..., Any]  # (dims, **options) -> nn.Module
+    options: tuple[Option, ...] = ()
+    learnable: bool = False  # adds parameters
+    reshapes: bool = False  # changes the shape of the host's projections
+    causal: bool = True
+    cross: bool = True
+    ordered: bool = False  # needs an order of tokens: refused on sets and graphs
+    cached: bool = True  # incremental decoding
+    dropout: bool = True  # has weights that dropout can act on
+    weights: bool = True  # can return the attention weights
+    complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A validated choice of attention. Build it with :meth:`parse`; equal configurations compare and hash equal.
+
+    Attributes:
+        parts: axis -> name, for all three axes, or ``{"family": name}``.
+        options: the options that were given, checked and converted; defaults are not filled in.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    @classmethod
+    def parse(cls, spec: AttentionSpec) -> AttentionConfig:
+        """Read a name, ``name(key=value)``, a mapping, JSON text or an AttentionConfig.
+
+        Raises:
+            ConfigError: naming the key, the value, the valid choices and the nearest spelling.
+        """
+        if isinstance(spec, AttentionConfig):
+            return spec
+        if isinstance(spec, str):
+            text = spec.strip()
+            if text.startswith("{"):
+                try:
+                    spec = json.loads(text)
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"attention {text!r} starts like JSON but is not: {error}") from None
+            else:
+                return _validate(*_read_text(text))
+        if isinstance(spec, Mapping):
+            given = dict(spec)
+            if not isinstance(given.get("name"), str):
+                raise ConfigError(
+                    f"attention {dict(spec)!r} has no 'name'; write for example {{'name': 'quest', 'kv_heads': 4}}"
+                )
+            names, options = _read_text(given.pop("name").strip())
+            for key, value in given.items():
+                if key in options:
+                    raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
+                options[str(key)] = value
+            return _validate(names, options)
+        raise ConfigError(
+            f"attention is {spec!r} ({type(spec).__name__}); write a name such as 'quest', "
+            "a mapping such as {'name': 'quest', 'kv_heads': 4}, or 'quest+gqa(kv_heads=4)'"
+        )
+
+    @property
+    def family(self) -> str | None:
+        """The family's name, or None for a combination of score, normaliser and grouping."""
+        return dict(self.parts).get("family")
+
+    @property
+    def name(self) -> str:
+        """The shortest name that means this choice of parts: 'quest', 'quest+gqa', 'standard'."""
+        if self.family:
+            return self.family
+        chosen = [name for axis, name in self.parts if DEFAULTS[axis] != name]
+        return "+".join(chosen) or DEFAULTS["score"]
+
+    def __getitem__(self, axis: str) -> str:
+        return dict(self.parts)[axis]
+
+    def specs(self) -> Iterator[Part]:
+        """The declared parts, axis by axis."""
+        from .registry import parts
+
+        for _, name in self.parts:
+            yield parts()[name]
+
+    def option(self, key: str) -> Any:
+        """The value of an option: the one given or the part's default; None when no part has it."""
+        given = dict(self.options)
+        if key in given:
+            return given[key]
+        return next((o.default for p in self.specs() for o in p.options if o.name == key), None)
+
+    def build_arguments(self, part: Part) -> dict[str, Any]:
+        """The options of one part, with defaults filled in."""
+        return {o.name: self.option(o.name) for o in part.options}
+
+    def to_dict(self) -> dict[str, Any]:
+        """A mapping that :meth:`parse` reads back to an equal configuration; plain JSON types only."""
+        return {"name": self.name, **dict(self.options)}
+
+    def __str__(self) -> str:
+        """The one-line text that :meth:`parse` reads back."""
+        inside = ", ".join(f"{key}={_write_value(value)}" for key, value in self.options)
+        return f"{self.name}({inside})" if inside else self.name
+
+
+AttentionSpec: TypeAlias = str | Mapping[str, Any] | AttentionConfig
+"""What every `attention=` argument accepts."""
+
+
+_TERM = re.compile(r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*")
+
+
+def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
+    """'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
+    names: list[str] = []
+    options: dict[str, Any] = {}
+    position = 0
+    while True:
+        match = _TERM.match(text, position)
+        if not match:
+            raise ConfigError(
+                f"attention {text!r} cannot be read at character {position + 1}; "
+                "write a name, name(key=value, ...) or names joined by '+', for example 'quest+gqa(kv_heads=4)'"
+            )
+        names.append(match[1])
+        for item in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
+            key, equals, value = item.partition("=")
+            if not equals or not value.strip():
+                raise ConfigError(f"attention {text!r}: {item!r} is not key=value")
+            key = key.strip()
+            if key in options:
+                raise ConfigError(f"attention {text!r}: option '{key}' is given twice")
+            options[key] = _read_value(value.strip())
+        position = match.end()
+        if position == len(text):
+            return names, options
+        if text[position] != "+":
+            raise ConfigError(
+                f"attention {text!r}: unexpected {text[position]!r} at character {position + 1}; parts are joined by '+'"
+            )
+        position += 1
+
+
+def _read_value(text: str) -> Any:
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _write_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
+    from .registry import parts
+
+    known = parts()
+    written = "+".join(names)
+    chosen: dict[str, str] = {}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"attention: '{name}' is not a mechanism; {one_of(name, known)}")
+        axis = known[name].axis
+        if axis in chosen:
+            raise ConfigError(
+                f"attention '{written}' names two choices for the {axis}: '{chosen[axis]}' and '{name}'; keep one"
+            )
+        chosen[axis] = name
+    if "family" in chosen:
+        if len(chosen) > 1:
+            others = ", ".join(f"'{n}'" for a, n in chosen.items() if a != "family")
+            raise ConfigError(
+                f"attention '{written}': '{chosen['family']}' never forms attention weights, so it stands alone; "
+                f"drop {others}"
+            )
+    else:
+        _select_grouping(chosen, options, known)
+        chosen = {axis: chosen.get(axis, DEFAULTS[axis]) for axis in AXES}
+
+    specs = {o.name: o for axis in chosen for o in known[chosen[axis]].options}
+    checked: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in specs:
+            holders = sorted(p.name for p in known.values() if any(o.name == key for o in p.options))
+            hint = f"; '{key}' belongs to {', '.join(holders)}" if holders else ""
+            raise ConfigError(f"attention '{written}' has no option '{key}'; {one_of(key, specs)}{hint}")
+        checked[key] = specs[key].check(value, written)
+    return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))
+
+
+def _select_grouping(chosen: dict[str, str], options: dict[str, Any], known: Mapping[str, Part]) -> None:
+    """`{"name": "quest", "kv_heads": 4}` means gqa: fewer key/value heads are what grouping is."""
+    if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
+        chosen["grouping"] = "gqa"

@@ -1,0 +1,42 @@
+"""Every error the library raises on purpose: each says what was found, what is allowed and how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuestError(Exception):
+    """Base of all errors raised by quest_core and its plugins."""
+
+
+class ConfigError(QuestError, ValueError):
+    """A configuration names something that does not exist or has a value that is not allowed."""
+
+
+class InputError(QuestError, ValueError):
+    """A tensor handed to an attention mechanism has the wrong shape, type or device."""
+
+
+class UnsupportedError(QuestError):
+    """A mechanism exists but cannot be honoured here; the message names the ones that can."""
+
+
+class InjectionError(QuestError):
+    """A model has no attention that an adapter could replace, or a replacement went wrong."""
+
+
+class PluginError(QuestError):
+    """A plugin was asked for that is missing, broken, unsupported, incompatible or duplicated."""
+
+
+def one_of(found: object, choices: Iterable[str]) -> str:
+    """The tail of an error message: the valid choices and, when one is close, the nearest spelling.
+
+    >>> one_of("qest", ["quest", "standard"])
+    "choose from: quest, standard (did you mean 'quest'?)"
+    """
+    names = sorted(choices)
+    text = "choose from: " + (", ".join(names) if names else "(nothing is available)")
+    near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
+    return f"{text} (did you mean '{near[0]}'?)" if near else text

@@ -1,0 +1,166 @@
+"""inject: put another attention into a model that exists already, and say what was replaced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .adapter import Adapter, Site, require
+from .config import AttentionConfig, AttentionSpec
+from .errors import InjectionError
+from .registry import adapter as find_adapter
+from .registry import discover, running_adapters
+from .torch_mha import TorchAdapter
+
+REPORT = "attention_report"
+"""The attribute of an injected model that holds its Report."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One replaced module: where it was, what it was, and its parameters before and after."""
+
+    path: str
+    host_class: str
+    adapter: str
+    parameters_before: int
+    parameters_after: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an injection did.
+
+    Attributes:
+        attention: the mechanism, as AttentionConfig writes it.
+        replacements: one entry a replaced module, in the order of the forward pass.
+    """
+
+    attention: str
+    replacements: tuple[Replacement, ...]
+
+    def __str__(self) -> str:
+        before = sum(r.parameters_before for r in self.replacements)
+        after = sum(r.parameters_after for r in self.replacements)
+        kinds = sorted({r.host_class for r in self.replacements})
+        count = len(self.replacements)
+        size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
+        return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size})"
+
+    def table(self) -> str:
+        """All replaced modules, one a line."""
+        width = max(len(r.path) for r in self.replacements)
+        return "\n".join(
+            f"{r.path:<{width}}  {r.host_class}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            for r in self.replacements
+        )
+
+    def announce(self) -> None:
+        """Print the report in one line on standard error, as a plugin does when a host's config asked for it."""
+        print(f"quest: {self}", file=sys.stderr)
+
+
+def inject(
+    model: nn.Module, attention: AttentionSpec, *, adapter: str | Adapter | None = None
+) -> tuple[nn.Module, Report]:
+    """Replace every attention module of `model`, in place.
+
+    Inject before the optimizer, EMA, DDP/FSDP and torch.compile: new parameters would not be seen by them. The random
+    state is left as it was found. Either every module is replaced or, on any error, none.
+
+    >>> model, report = quest_core.inject(model, "quest")
+
+    Args:
+        model: any model whose attention an adapter knows; torch.nn.MultiheadAttention always is known, and the hosts
+            of installed plugins are while their framework is imported.
+        attention: a name, mapping or AttentionConfig.
+        adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
+
+    Returns:
+        The model (a new module only if the model itself was the attention) and the report, which the model also
+        carries as ``model.attention_report``.
+
+    Raises:
+        ConfigError: unknown mechanism or option.
+        InjectionError: no attention was found, or the model is wrapped already.
+        UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
+        PluginError: the named plugin is missing or not ok.
+    """
+    config = AttentionConfig.parse(attention)
+    _refuse_wrapped(model)
+    if isinstance(adapter, Adapter):
+        adapters: list[Adapter] = [adapter]
+    elif adapter is not None:
+        adapters = [TorchAdapter() if adapter == TorchAdapter.name else find_adapter(adapter)]
+    else:
+        adapters = [*running_adapters(), TorchAdapter()]
+
+    chosen = _choose_sites(model, adapters)
+    if not chosen:
+        raise InjectionError(_nothing_found(model, adapters))
+    for owner, site in chosen:
+        require(owner, site, config)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+        made = [owner.replace(site, config) for owner, site in chosen]
+
+    rows = []
+    for (owner, site), module in zip(chosen, made, strict=True):
+        rows.append(
+            Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module))
+        )
+        if site.path:
+            parent, _, leaf = site.path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module)
+        else:
+            model = module
+    report = Report(str(config), tuple(rows))
+    setattr(model, REPORT, report)
+    return model, report
+
+
+def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[Adapter, Site]]:
+    """Each attention once: where two adapters find the same module or one inside the other, the first adapter wins."""
+    chosen: list[tuple[Adapter, Site]] = []
+    for owner in adapters:
+        taken = [site.path for _, site in chosen]
+        chosen += [
+            (owner, site)
+            for site in owner.sites(model)
+            if not any(_inside(site.path, path) or _inside(path, site.path) for path in taken)
+        ]
+    return chosen
+
+
+def _inside(path: str, other: str) -> bool:
+    return path == other or other == "" or path.startswith(other + ".")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    wrappers = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "FSDPModule")
+    for kind in type(model).__mro__:
+        if kind.__name__ in wrappers:
+            raise InjectionError(
+                f"the model is wrapped in {kind.__name__} already, which would not see the replaced modules; "
+                "inject first, then wrap"
+            )
+
+
+def _nothing_found(model: nn.Module, adapters: Iterable[Adapter]) -> str:
+    tried = ", ".join(a.name for a in adapters)
+    lookalikes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
+    if lookalikes:
+        text += f"; modules that look like attention: {', '.join(lookalikes)}"
+    others = [r for r in discover() if r.status != "ok" and "module" in r.info]
+    if others:
+        text += "; plugins that could not be used: " + "; ".join(f"{r.name} ({r.detail})" for r in others)
+    return text + "; write an adapter (docs/writing-an-adapter.md) or use quest_core.Attention in your model"

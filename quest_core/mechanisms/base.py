@@ -1,0 +1,121 @@
+"""What a part of a mechanism implements: one class for each axis.
+
+A mechanism is score × normaliser × grouping. The score prepares queries and keys so that the logits are
+``scale · q kᵀ``; the normaliser turns logits into weights and applies them to the values; the grouping says which
+key/value head a query head uses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a part may need to know when it is built.
+
+    Attributes:
+        num_heads: query heads H.
+        kv_heads: key/value heads G.
+        head_dim: features D per query/key head.
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Score(nn.Module):
+    """How q and k meet. A subclass overrides `query`, `key` and `default_scale`."""
+
+    def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.given_scale = scale
+
+    def scale(self, head_dim: int) -> float:
+        """The factor on q kᵀ: the `scale` option, or the score's own."""
+        return self.default_scale(head_dim) if self.given_scale is None else self.given_scale
+
+    def default_scale(self, head_dim: int) -> float:
+        return 1.0
+
+    def query(self, q: Tensor) -> Tensor:
+        """[B, H, N, D] -> [B, H, N, D], ready for the dot product."""
+        return q
+
+    def key(self, k: Tensor) -> Tensor:
+        """[B, G, M, D] -> [B, G, M, D], ready for the dot product; this is what a cache stores."""
+        return k
+
+
+class Normaliser(nn.Module):
+    """How logits become weights."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool, dropout_p: float
+    ) -> Tensor:
+        """The attention output [B, H, N, Dv], without the weights where a fused path can avoid them.
+
+        Args:
+            q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
+            v: [B, G, M, Dv].
+            mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+            is_causal: query i sees keys j ≤ i + M − N.
+        """
+        weights = self.weights(logits(q, k, scale), mask=mask, is_causal=is_causal)
+        weights = torch.dropout(weights, dropout_p, dropout_p > 0)
+        return apply_weights(weights, v)
+
+    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Logits [B, H, N, M] -> weights [B, H, N, M]; masked weights are exactly 0, rows with no visible key too."""
+        raise NotImplementedError
+
+
+class Grouping(nn.Module):
+    """Which key/value head a query head uses. By default query head h uses head h · G // H."""
+
+    def __init__(self, kv_heads: int | None) -> None:
+        super().__init__()
+        self.requested = kv_heads
+
+    def kv_heads(self, num_heads: int) -> int:
+        """Key/value heads G for H query heads."""
+        raise NotImplementedError
+
+
+def logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """scale · q kᵀ: q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M]."""
+    batch, heads, n, dim = q.shape
+    groups, m = k.shape[1:3]
+    if groups == heads:
+        return (q * scale) @ k.transpose(-1, -2)
+    grouped = (q * scale).reshape(batch, groups, heads // groups * n, dim)
+    return (grouped @ k.transpose(-1, -2)).reshape(batch, heads, n, m)
+
+
+def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
+    """weights [B, H, N, M] times v [B, G, M, Dv] -> [B, H, N, Dv]."""
+    batch, heads, n, m = weights.shape
+    groups = v.shape[1]
+    if groups == heads:
+        return weights @ v
+    return (weights.reshape(batch, groups, heads // groups * n, m) @ v).reshape(batch, heads, n, v.shape[-1])
+
+
+def causal_mask(n: int, m: int, device: torch.device) -> Tensor:
+    """[N, M], True where query i may attend to key j: j ≤ i + M − N (the last query sees every key)."""
+    return torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
+
+
+def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:
+    """One mask that means `mask` and causal."""
+    causal = causal_mask(n, m, device)
+    if mask is None:
+        return causal
+    if mask.dtype == torch.bool:
+        return mask & causal
+    return mask.masked_fill(~causal, -math.inf)

@@ -1,0 +1,104 @@
+"""The truth that everything else is compared with: plain formulas, float64, written to be read.
+
+Nothing here is fast and nothing here is shared with the implementations it checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def unit(x: Tensor) -> Tensor:
+    """x̄ = x / ‖x‖₂ over the last axis; zero stays zero."""
+    norm = x.pow(2).sum(-1, keepdim=True).sqrt()
+    return torch.where(norm > 0, x / torch.where(norm > 0, norm, 1), 0)
+
+
+def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """[N, M] or wider, True where query i sees key j; causal means j ≤ i + M − N."""
+    seen = torch.ones(n, m, dtype=torch.bool)
+    if is_causal:
+        for i in range(n):
+            for j in range(m):
+                seen[i, j] = j <= i + m - n
+    if mask is None:
+        return seen
+    return seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
+
+
+def softmax(logits: Tensor, seen: Tensor) -> Tensor:
+    """exp(l) / Σ exp(l) over the visible keys; a row that sees nothing gives zeros."""
+    shifted = torch.where(seen, logits, -math.inf)
+    top = shifted.amax(-1, keepdim=True)
+    weight = torch.where(seen, (shifted - torch.where(top > -math.inf, top, 0)).exp(), 0)
+    total = weight.sum(-1, keepdim=True)
+    return torch.where(total > 0, weight / torch.where(total > 0, total, 1), 0)
+
+
+def standard(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ / √D."""
+    return q @ k.mT / math.sqrt(q.shape[-1])
+
+
+def quest(q: Tensor, k: Tensor) -> Tensor:
+    """q k̄ᵀ (QUEST, section 2.1)."""
+    return q @ unit(k).mT
+
+
+def qnorm(q: Tensor, k: Tensor) -> Tensor:
+    """q̄ kᵀ (QUEST, table 1)."""
+    return unit(q) @ k.mT
+
+
+def qknorm_hs(q: Tensor, k: Tensor, log_scale: Tensor, cap: float = 100.0) -> Tensor:
+    """C_h · q̄ k̄ᵀ with C = exp(log_scale), at most `cap` (QUEST, table 1; Swin v2)."""
+    return log_scale.exp().clamp(max=cap) * (unit(q) @ unit(k).mT)
+
+
+def qknorm(q: Tensor, k: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
+    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ (QUEST, table 1; shared by heads: ViT-22B)."""
+    return (query_scale * unit(q)) @ (key_scale * unit(k)).mT
+
+
+SCORES: Mapping[str, Callable[..., Tensor]] = {
+    "standard": standard,
+    "quest": quest,
+    "qnorm": qnorm,
+    "qknorm-hs": qknorm_hs,
+    "qknorm-ds": qknorm,
+    "qknorm": qknorm,
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: str = "standard",
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention in float64: q [B, H, N, D], k and v [B, G, M, D] -> output [B, H, N, Dv], weights [B, H, N, M].
+
+    Args:
+        score: a name of SCORES.
+        parameters: the score's learnable tensors by name, per key/value head already repeated to H heads.
+        scale: replaces 1/√D of standard and multiplies the logits of the others.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    logits = SCORES[score](q, k, **{name: p.double() for name, p in (parameters or {}).items()})
+    if scale is not None:
+        logits = logits * scale * (math.sqrt(q.shape[-1]) if score == "standard" else 1)
+    if mask is not None and mask.dtype != torch.bool:
+        logits = logits + mask.double()
+    weights = softmax(logits, visible(q.shape[-2], k.shape[-2], mask, is_causal))
+    return weights @ v, weights

@@ -1,0 +1,115 @@
+"""Scores: how queries and keys meet. Formulas: [Q] is QUEST, arXiv 2604.00199."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Option, Part
+from ..kernels import unit
+from .base import Dims, Score
+
+SCALE = Option(
+    "scale", float, None, "factor on the logits in place of the score's own", nullable=True
+)
+
+
+class Standard(Score):
+    """q kᵀ / √D (Vaswani et al., 2017)."""
+
+    def default_scale(self, head_dim: int) -> float:
+        return 1 / math.sqrt(head_dim)
+
+
+class Quest(Score):
+    """q k̄ᵀ with no other scale: each query keeps its own sharpness, no key can grow loud ([Q], section 2.1)."""
+
+    def key(self, k: Tensor) -> Tensor:
+        return unit(k)
+
+
+class QNorm(Score):
+    """q̄ kᵀ with no other scale ([Q], the ablation of table 1)."""
+
+    def query(self, q: Tensor) -> Tensor:
+        return unit(q)
+
+
+class QKNormHS(Score):
+    """C_h · q̄ k̄ᵀ, one learnable scale a head, stored as its logarithm and capped ([Q], table 1, after Swin v2)."""
+
+    def __init__(self, dims: Dims, *, scale: float | None, init: float, cap: float) -> None:
+        super().__init__(dims, scale=scale)
+        self.cap = math.log(cap)
+        self.log_scale = nn.Parameter(torch.full((dims.num_heads, 1, 1), math.log(init)))  # [H, 1, 1]
+
+    def query(self, q: Tensor) -> Tensor:
+        return unit(q) * self.log_scale.clamp(max=self.cap).exp().to(q.dtype)
+
+    def key(self, k: Tensor) -> Tensor:
+        return unit(k)
+
+
+class QKNorm(Score):
+    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ with C_q, C_k learnable for every head and feature ([Q], table 1, last row).
+
+    With `shared`, one vector serves all heads: qknorm-ds, after ViT-22B.
+    """
+
+    def __init__(self, dims: Dims, *, scale: float | None, init: float | None, shared: bool = False) -> None:
+        super().__init__(dims, scale=scale)
+        # √D·cos at the start: D^¼ on either side.
+        start = dims.head_dim**0.25 if init is None else init
+        heads_q, heads_k = (1, 1) if shared else (dims.num_heads, dims.kv_heads)
+        self.query_scale = nn.Parameter(torch.full((heads_q, 1, dims.head_dim), start))  # [H or 1, 1, D]
+        self.key_scale = nn.Parameter(torch.full((heads_k, 1, dims.head_dim), start))  # [G or 1, 1, D]
+
+    def query(self, q: Tensor) -> Tensor:
+        return unit(q) * self.query_scale.to(q.dtype)
+
+    def key(self, k: Tensor) -> Tensor:
+        return unit(k) * self.key_scale.to(k.dtype)
+
+
+def _qknorm_ds(dims: Dims, *, scale: float | None, init: float | None) -> Score:
+    return QKNorm(dims, scale=scale, init=init, shared=True)
+
+
+PARTS = (
+    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,)),
+    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, (SCALE,)),
+    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, (SCALE,)),
+    Part(
+        "qknorm-hs",
+        "score",
+        "C_h · q̄ k̄ᵀ",
+        "QUEST, table 1; Swin v2",
+        QKNormHS,
+        (
+            SCALE,
+            Option("init", float, 10.0, "starting value of the scale C_h of every head", minimum=1e-6),
+            Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
+        ),
+        learnable=True,
+    ),
+    Part(
+        "qknorm-ds",
+        "score",
+        "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C shared by heads",
+        "QUEST, table 1; ViT-22B",
+        _qknorm_ds,
+        (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        learnable=True,
+    ),
+    Part(
+        "qknorm",
+        "score",
+        "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C for each head",
+        "QUEST, table 1, last row",
+        QKNorm,
+        (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        learnable=True,
+    ),
+)

@@ -1,0 +1,298 @@
+"""MultiheadAttention: torch.nn.MultiheadAttention with another mechanism inside, and the adapter that puts it there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .adapter import Adapter, Capabilities, Site
+from .config import AttentionConfig, AttentionSpec
+from .convert import pool_heads, pool_in_projection
+from .errors import InputError
+from .mechanisms.mechanism import kv_heads, mechanism
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Drop-in for :class:`torch.nn.MultiheadAttention`: same signature, parameter names, masks and outputs.
+
+    Differences: `attention` names the mechanism; a query with no visible key gives zeros in place of NaN; `is_causal`
+    works without an `attn_mask`; and with fewer key/value heads (gqa, mqa) the projections of keys and values are
+    smaller, and a checkpoint of the full size is pooled on load.
+
+    None of PyTorch's native fast paths, which read the weights and bypass `forward`, can apply to it.
+
+    Args:
+        attention: a name, mapping or AttentionConfig. The other arguments are those of torch.nn.MultiheadAttention.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        attention: AttentionSpec = "quest",
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.config = AttentionConfig.parse(attention)
+        self.kv_heads = kv_heads(self.config, num_heads)
+        if self.kv_heads != num_heads:
+            self._shrink()
+        # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
+        self._qkv_same_embed_dim = False
+        self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
+        self.mechanism.to(device=device, dtype=dtype)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, attention: AttentionSpec) -> MultiheadAttention:
+        """A module with the same settings and the same Parameter objects (pooled copies where gqa needs smaller ones)."""
+        if isinstance(module, cls) and module.kv_heads != module.num_heads:
+            raise InputError(
+                f"this module has {module.kv_heads} key/value heads already; build the model anew to choose another "
+                "attention"
+            )
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            module.in_proj_bias is not None,
+            module.bias_k is not None,
+            module.add_zero_attn,
+            module.kdim,
+            module.vdim,
+            module.batch_first,
+            device="meta",
+            attention=attention,
+        )
+        for name, parameter in module._parameters.items():
+            made._parameters[name] = parameter
+        made.out_proj = module.out_proj
+        anchor = module.out_proj.weight
+        made.mechanism = mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
+        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
+        if made.kv_heads != made.num_heads:
+            made._shrink()
+        return made.train(module.training)
+
+    def _shrink(self) -> None:
+        """Pool the key and value rows of every projection to `kv_heads` heads."""
+        with torch.no_grad():
+            for name, pool in self._pooled_names():
+                parameter = self._parameters.get(name)
+                if parameter is not None:
+                    self._parameters[name] = nn.Parameter(pool(parameter), parameter.requires_grad)
+
+    def _pooled_names(self) -> list[tuple[str, Any]]:
+        def packed(x: Tensor) -> Tensor:
+            return pool_in_projection(x, self.num_heads, self.kv_heads)
+
+        def single(x: Tensor) -> Tensor:
+            return pool_heads(x, self.num_heads, self.kv_heads)
+
+        def last_axis(x: Tensor) -> Tensor:
+            return single(x.reshape(-1)).reshape(1, 1, -1)
+
+        return [
+            ("in_proj_weight", packed),
+            ("in_proj_bias", packed),
+            ("k_proj_weight", single),
+            ("v_proj_weight", single),
+            ("bias_k", last_axis),
+            ("bias_v", last_axis),
+        ]
+
+    def _full_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
+        """The shape of a parameter in torch.nn.MultiheadAttention, where keys have as many heads as queries."""
+        if name.startswith("bias_"):
+            return (1, 1, self.embed_dim)
+        return (3 * self.embed_dim if name.startswith("in_proj") else self.embed_dim, *own.shape[1:])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        if self.kv_heads != self.num_heads:
+            for name, pool in self._pooled_names():
+                own, given = self._parameters.get(name), state_dict.get(prefix + name)
+                if own is not None and given is not None and given.shape == self._full_shape(name, own):
+                    state_dict[prefix + name] = pool(given)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over embeddings; shapes, masks (True = may NOT attend) and outputs of torch.nn.MultiheadAttention.
+
+        Returns:
+            The output in the layout of `query`, and the weights ([B, N, M] averaged over heads, [B, H, N, M] with
+            ``average_attn_weights=False``) or None without ``need_weights``, which is the fast path.
+        """
+        if query.is_nested:
+            return self._forward_nested(query, need_weights, average_attn_weights)
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise InputError(
+                f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} axes; all need 3 (or 2, "
+                "without a batch)"
+            )
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        batch, n, m = query.shape[0], query.shape[1], key.shape[1]  # query [B, N, E], key [B, M, Ek]
+
+        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D]
+        mask = self._visible(attn_mask, key_padding_mask, batch, n, m)
+        causal = is_causal and (attn_mask is None or (key_padding_mask is None and not need_weights and n == m))
+        if causal and attn_mask is not None:
+            mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
+        k, v, mask = self._extend(k, v, mask, batch, causal)
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, D]
+        k = k.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # [B, G, M, D]
+        v = v.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # [B, G, M, D]
+
+        dropout_p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            out, weights = self.mechanism.forward_with_weights(
+                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
+            )
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out = self.mechanism(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+        bias = self.in_proj_bias
+        if self.in_proj_weight is not None and query is key and key is value:
+            packed = F.linear(query, self.in_proj_weight, bias)  # [B, N, (H + 2·G)·D]
+            return packed.split(sizes, dim=-1)  # type: ignore[return-value, no-untyped-call]
+        if self.in_proj_weight is not None:
+            w_q, w_k, w_v = self.in_proj_weight.split(sizes)  # type: ignore[no-untyped-call]
+        else:
+            w_q, w_k, w_v = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(sizes)  # type: ignore[no-untyped-call]
+        return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
+
+    def _visible(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, n: int, m: int
+    ) -> Tensor | None:
+        """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
+        if attn_mask is not None:
+            fitting = {(n, m), (1, n, m), (batch * self.num_heads, n, m)}
+            if tuple(attn_mask.shape) not in fitting:
+                raise InputError(
+                    f"attn_mask has shape {list(attn_mask.shape)}; it needs [N, M] = [{n}, {m}] or "
+                    f"[B·H, N, M] = [{batch * self.num_heads}, {n}, {m}]"
+                )
+            if attn_mask.dim() == 3 and attn_mask.shape[0] > 1:
+                attn_mask = attn_mask.view(batch, self.num_heads, n, m)
+            elif attn_mask.dim() == 3:
+                attn_mask = attn_mask[0]
+        if key_padding_mask is not None:
+            if tuple(key_padding_mask.shape) != (batch, m):
+                raise InputError(
+                    f"key_padding_mask has shape {list(key_padding_mask.shape)}; it needs [B, M] = [{batch}, {m}]"
+                )
+            key_padding_mask = key_padding_mask[:, None, None, :]  # [B, 1, 1, M]
+        masks = [x for x in (attn_mask, key_padding_mask) if x is not None]
+        if not masks:
+            return None
+        if all(x.dtype == torch.bool for x in masks):
+            return ~masks[0] if len(masks) == 1 else ~(masks[0] | masks[1])
+        dtype = next(x.dtype for x in masks if x.dtype != torch.bool)
+        added = [
+            torch.zeros_like(x, dtype=dtype).masked_fill_(x, -math.inf) if x.dtype == torch.bool else x for x in masks
+        ]
+        return added[0] if len(added) == 1 else added[0] + added[1]
+
+    def _extend(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, batch: int, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible."""
+        extra = []
+        if self.bias_k is not None and self.bias_v is not None:
+            extra.append((self.bias_k.expand(batch, -1, -1), self.bias_v.expand(batch, -1, -1)))
+        if self.add_zero_attn:
+            extra.append((k.new_zeros(batch, 1, k.shape[-1]), v.new_zeros(batch, 1, v.shape[-1])))
+        if not extra:
+            return k, v, mask
+        if causal:
+            raise InputError("is_causal without attn_mask does not say whether added keys are visible; pass attn_mask")
+        k = torch.cat([k, *(pair[0] for pair in extra)], dim=1)
+        v = torch.cat([v, *(pair[1] for pair in extra)], dim=1)
+        if mask is not None:
+            mask = F.pad(mask, (0, len(extra)), value=True if mask.dtype == torch.bool else 0.0)
+        return k, v, mask
+
+    def _forward_nested(
+        self, query: Tensor, need_weights: bool, average_attn_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """nn.TransformerEncoder hands over a nested tensor when it evaluates with padding; pad, attend, nest again."""
+        lengths = torch.tensor([len(row) for row in query.unbind()], device=query.device)
+        padded = query.to_padded_tensor(0.0)  # [B, N, E]
+        padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]  # [B, N]
+        batch_first, self.batch_first = self.batch_first, True
+        try:
+            out, weights = self.forward(
+                padded,
+                padded,
+                padded,
+                key_padding_mask=padding,
+                need_weights=need_weights,
+                average_attn_weights=average_attn_weights,
+            )
+        finally:
+            self.batch_first = batch_first
+        rows = [row[:length] for row, length in zip(out, lengths.tolist(), strict=True)]
+        return torch.nested.nested_tensor(rows), weights
+
+
+class TorchAdapter(Adapter):
+    """Plain PyTorch models: every torch.nn.MultiheadAttention becomes a MultiheadAttention of this module."""
+
+    name: ClassVar[str] = "torch"
+    capabilities: ClassVar[Capabilities] = Capabilities(cross=True)
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        found = (
+            (path, module)
+            for path, module in model.named_modules()
+            # A subclass with its own forward is somebody else's attention, which this adapter does not know.
+            if isinstance(module, nn.MultiheadAttention)
+            and (isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward)
+        )
+        for index, (path, module) in enumerate(found):
+            yield Site(path, module, index, module.num_heads, module.head_dim)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        assert isinstance(site.module, nn.MultiheadAttention)
+        return MultiheadAttention.from_torch(site.module, config)
+
+    def install(self) -> None:
+        """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""

@@ -1,0 +1,92 @@
+"""One grammar everywhere: what is accepted, what it means, and how mistakes are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quest_core import AttentionConfig, ConfigError, available
+from quest_core.mechanisms import PARTS
+
+SAME = [
+    "quest+gqa(kv_heads=4)",
+    "gqa(kv_heads=4)+quest",
+    " quest + gqa ( kv_heads = 4 ) ",
+    {"name": "quest+gqa", "kv_heads": 4},
+    {"name": "quest", "kv_heads": 4},
+    {"name": "quest", "kv_heads": 4.0},
+    {"name": "quest(kv_heads=4)"},
+    '{"name": "quest", "kv_heads": 4}',
+]
+
+
+@pytest.mark.parametrize("spec", SAME)
+def test_all_spellings_mean_the_same(spec: object) -> None:
+    assert AttentionConfig.parse(spec) == AttentionConfig.parse("quest+gqa(kv_heads=4)")  # type: ignore[arg-type]
+
+
+def test_defaults_are_standard_softmax_mha() -> None:
+    config = AttentionConfig.parse("standard")
+    assert (config["score"], config["normaliser"], config["grouping"]) == ("standard", "softmax", "mha")
+    assert config.name == str(config) == "standard"
+    assert AttentionConfig.parse("gqa(kv_heads=2)").name == "gqa"
+    assert AttentionConfig.parse("quest+softmax+mha") == AttentionConfig.parse("quest")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AttentionConfig:
+    chosen = []
+    for axis in ("score", "normaliser", "grouping"):
+        chosen.append(draw(st.sampled_from([p for p in PARTS if p.axis == axis])))
+    options: dict[str, object] = {}
+    for option in (o for part in chosen for o in part.options):
+        value = {int: st.integers(1, 64), float: st.floats(1e-3, 1e3), bool: st.booleans(), str: st.text()}[option.kind]
+        if draw(st.booleans()):
+            options[option.name] = draw(st.none() | value if option.nullable else value)
+    return AttentionConfig.parse({"name": "+".join(p.name for p in chosen), **options})
+
+
+@given(configs())
+def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
+    assert AttentionConfig.parse(str(config)) == config
+    assert AttentionConfig.parse(config.to_dict()) == config
+    assert AttentionConfig.parse(json.dumps(config.to_dict())) == config
+    assert hash(AttentionConfig.parse(str(config))) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("qest", r"'qest' is not a mechanism; choose from: .*quest.* \(did you mean 'quest'\?\)"),
+        ("quest(kvheads=3)", r"'quest' has no option 'kvheads'; choose from: scale"),
+        ("quest+gqa(kvheads=3)", r"no option 'kvheads'; choose from: kv_heads, scale \(did you mean 'kv_heads'\?\)"),
+        ({"name": "quest", "init": 2.0}, r"no option 'init'.*'init' belongs to qknorm"),
+        ("quest+gqa(kv_heads=0)", "'kv_heads' is 0, but takes a whole number of at least 1 or null"),
+        ("quest+gqa(kv_heads=two)", "'kv_heads' is 'two', but takes a whole number"),
+        ("quest(scale=true)", "'scale' is True, but takes a number"),
+        ("quest(scale=nan)", "'scale' is 'nan', but takes a number"),
+        ("quest+qnorm", "two choices for the score: 'quest' and 'qnorm'"),
+        ("quest(scale=1)+gqa(scale=2)", "option 'scale' is given twice"),
+        ({"name": "quest(scale=1)", "scale": 2}, "option 'scale' is given twice"),
+        ("quest(", "cannot be read|unexpected"),
+        ("quest gqa", "unexpected 'g' at character 7; parts are joined by '\\+'"),
+        ("quest+", "cannot be read at character 7"),
+        ("", "cannot be read at character 1"),
+        ("quest(scale)", "'scale' is not key=value"),
+        ({"kv_heads": 4}, "has no 'name'"),
+        ('{"name": "quest"', "starts like JSON but is not"),
+        (3, r"attention is 3 \(int\)"),
+        (None, "attention is None"),
+    ],
+)
+def test_mistakes_are_named(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AttentionConfig.parse(spec)  # type: ignore[arg-type]
+
+
+def test_available_lists_every_part() -> None:
+    assert set(available()) == {part.name for part in PARTS}
+    assert "quest" in available()

@@ -1,0 +1,158 @@
+"""inject: what is replaced, what is left alone, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+from quest_core import InjectionError, MultiheadAttention, UnsupportedError
+
+
+def encoder(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def test_every_attention_is_replaced_and_reported() -> None:
+    model, report = quest_core.inject(nn.Transformer(8, 4, 1, 2, 16), "quest")
+    assert [r.path for r in report.replacements] == [
+        "encoder.layers.0.self_attn",
+        "decoder.layers.0.self_attn",
+        "decoder.layers.0.multihead_attn",
+        "decoder.layers.1.self_attn",
+        "decoder.layers.1.multihead_attn",
+    ]
+    assert all(isinstance(model.get_submodule(r.path), MultiheadAttention) for r in report.replacements)
+    assert all(r.parameters_before == r.parameters_after == 4 * 8 * 8 + 4 * 8 for r in report.replacements)
+    assert model.attention_report is report
+    assert str(report) == "attention=quest in 5 modules (MultiheadAttention; 1,440 parameters as before)"
+    assert len(report.table().splitlines()) == 5
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    model = encoder()
+    before = dict(model.named_parameters())
+    model, _ = quest_core.inject(model, "quest")
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
+
+
+def test_learnable_mechanisms_are_seen_by_an_optimizer_made_afterwards() -> None:
+    model, report = quest_core.inject(encoder(), "qknorm-hs")
+    extra = [p for name, p in model.named_parameters() if "log_scale" in name]
+    assert len(extra) == 2
+    assert report.replacements[0].parameters_after - report.replacements[0].parameters_before == 4
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(2, 5, 8)).square().sum().backward()
+    before = [p.clone() for p in extra]
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, extra, strict=True))
+
+
+def test_random_state_is_left_alone() -> None:
+    model = encoder()
+    state = torch.get_rng_state()
+    quest_core.inject(model, "qknorm+gqa(kv_heads=2)")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_model_itself_may_be_the_attention() -> None:
+    model, report = quest_core.inject(nn.MultiheadAttention(8, 2), "quest")
+    assert isinstance(model, MultiheadAttention)
+    assert report.replacements[0].path == ""
+
+
+def test_injecting_again_changes_the_mechanism() -> None:
+    model, _ = quest_core.inject(encoder(), "quest")
+    model, report = quest_core.inject(model, "qnorm")
+    assert {str(m.config) for m in model.modules() if isinstance(m, MultiheadAttention)} == {"qnorm"}
+    assert len(report.replacements) == 2
+
+
+def test_grouped_projections_shrink_and_cannot_grow_back() -> None:
+    model, report = quest_core.inject(encoder(), "quest+gqa(kv_heads=2)")
+    assert report.replacements[0].parameters_after < report.replacements[0].parameters_before
+    assert "->" in str(report)
+    model(torch.randn(2, 5, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(quest_core.InputError, match="has 2 key/value heads already"):
+        quest_core.inject(model, "quest")
+
+
+def test_training_mode_type_and_frozen_parameters_are_kept() -> None:
+    model = encoder().eval().bfloat16()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model, _ = quest_core.inject(model, "qknorm-ds+gqa(kv_heads=2)")
+    assert not any(m.training for m in model.modules())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "scale" not in name)
+
+
+def test_injected_models_copy_and_pickle() -> None:
+    model, _ = quest_core.inject(encoder().eval(), "quest")
+    x = torch.randn(2, 5, 8)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(x), model(x))
+        assert str(twin.attention_report) == str(model.attention_report)
+
+
+def test_a_model_without_attention_is_an_error() -> None:
+    class OddAttention(nn.Module):
+        pass
+
+    with pytest.raises(InjectionError, match=r"Sequential has no attention .* look like attention: OddAttention"):
+        quest_core.inject(nn.Sequential(nn.Linear(2, 2), OddAttention()), "quest")
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
+    class Changed(nn.MultiheadAttention):
+        def forward(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    with pytest.raises(InjectionError, match="Changed"):
+        quest_core.inject(Changed(8, 2), "quest")
+
+
+def test_wrapped_models_are_refused() -> None:
+    compiled = torch.compile(encoder(), backend="eager")
+    with pytest.raises(InjectionError, match="wrapped in OptimizedModule already"):
+        quest_core.inject(compiled, "quest")
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    model = encoder()
+    model.layers[1].self_attn = nn.MultiheadAttention(8, 2, batch_first=True)  # 4 heads fit kv_heads=4, 2 do not
+    before = copy.deepcopy(model)
+    with pytest.raises(quest_core.ConfigError, match="kv_heads is 4, which does not divide the 2 heads"):
+        quest_core.inject(model, "quest+gqa(kv_heads=4)")
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert not hasattr(model, "attention_report")
+
+
+def test_unknown_adapter_is_named() -> None:
+    with pytest.raises(quest_core.PluginError, match="no plugin for 'nonsense' is installed"):
+        quest_core.inject(encoder(), "quest", adapter="nonsense")
+
+
+def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
+    from quest_core.torch_mha import TorchAdapter
+
+    class Fixed(TorchAdapter):
+        name = "fixed"
+
+        def sites(self, model: nn.Module):  # type: ignore[no-untyped-def]
+            from dataclasses import replace
+
+            for site in super().sites(model):
+                yield replace(site, capabilities=quest_core.Capabilities(regroups=False))
+
+    model = encoder()
+    with pytest.raises(UnsupportedError, match=r"'gqa' is not possible here: .*shape.*Possible here: standard, quest"):
+        quest_core.inject(model, "quest+gqa(kv_heads=2)", adapter=Fixed())
+    quest_core.inject(model, "quest", adapter=Fixed())

@@ -1,0 +1,328 @@
+"""Every mechanism against its float64 reference: values, gradients, masks, dtypes, layouts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import quest_core
+from quest_core.kernels import unit
+from quest_core.mechanisms import reference
+from quest_core.mechanisms.scores import PARTS
+
+SCORES = [part.name for part in PARTS]
+FREE = [part.name for part in PARTS if not part.learnable]
+
+
+def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """q [B, H, N, D], k and v [B, G, M, D] in float64, laid out as projections leave them."""
+    made = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, tokens, h, dim, generator=made, dtype=torch.float64).transpose(1, 2)
+        for h, tokens in ((heads, n), (groups, m), (groups, m))
+    )
+
+
+def build(score: str, heads: int, groups: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
+    """A mechanism whose learnable tensors are random, so that a test sees each of them."""
+    spec = score if groups == heads else f"{score}+gqa(kv_heads={groups})"
+    made = quest_core.mechanism(spec, num_heads=heads, head_dim=dim).double()
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=noise, dtype=torch.float64))
+    return made
+
+
+def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    share = q.shape[1] // k.shape[1]
+    parameters = {
+        name: (p.repeat_interleave(share, 0) if name == "key_scale" and p.shape[0] == k.shape[1] else p).detach()
+        for name, p in made.score.named_parameters()
+    }
+    return reference.attention(q, k, v, made.config["score"], parameters=parameters, **options)  # type: ignore[arg-type]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, object]:
+    heads = draw(st.sampled_from([1, 2, 4, 6]))
+    n, m = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    kind = draw(st.sampled_from(["none", "bool", "bool per head", "additive", "key padding"]))
+    return {
+        "score": draw(st.sampled_from(SCORES)),
+        "shape": (
+            draw(st.integers(1, 3)),
+            heads,
+            draw(st.sampled_from([g for g in range(1, heads + 1) if heads % g == 0])),
+            n,
+            m,
+            draw(st.sampled_from([1, 3, 8])),
+        ),
+        "mask": kind,
+        "is_causal": draw(st.booleans()),
+        "seed": draw(st.integers(0, 10_000)),
+    }
+
+
+def make_mask(kind: str, batch: int, heads: int, n: int, m: int, seed: int) -> Tensor | None:
+    made = torch.Generator().manual_seed(seed + 1)
+    if kind == "none":
+        return None
+    if kind == "bool":
+        return torch.rand(n, m, generator=made) > 0.4
+    if kind == "bool per head":
+        return torch.rand(batch, heads, n, m, generator=made) > 0.4
+    if kind == "key padding":
+        return torch.rand(batch, 1, 1, m, generator=made) > 0.4
+    noise = torch.randn(batch, 1, n, m, generator=made, dtype=torch.float64)
+    return noise.masked_fill(torch.rand(batch, 1, n, m, generator=made) > 0.7, -math.inf)
+
+
+@given(problems())
+def test_outputs_and_weights_equal_the_reference(problem: dict[str, object]) -> None:
+    batch, heads, groups, n, m, dim = shape = problem["shape"]  # type: ignore[misc]
+    q, k, v = tensors(*shape, seed=problem["seed"])  # type: ignore[has-type]
+    mask = make_mask(problem["mask"], batch, heads, n, m, problem["seed"])  # type: ignore[arg-type]
+    made = build(problem["score"], heads, groups, dim, problem["seed"])  # type: ignore[arg-type]
+    options = {"is_causal": problem["is_causal"]}
+    wanted, wanted_weights = truth(made, q, k, v, mask=mask, **options)
+    fast = made(q, k, v, attn_mask=mask, **options)
+    slow, weights = made.forward_with_weights(q, k, v, attn_mask=mask, **options)
+    for got, want in ((fast, wanted), (slow, wanted), (weights, wanted_weights)):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_pass_gradcheck(score: str, masked: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(2, 4, 2, 5, 6, 3))
+    made = build(score, 4, 2, 3)
+    mask = None
+    if masked:
+        mask = torch.rand(5, 6) > 0.4
+        mask[2] = False  # a query that sees nothing
+        mask[0, 0] = True
+    inputs = (q, k, v, *made.parameters())
+    assert torch.autograd.gradcheck(lambda *x: made(x[0], x[1], x[2], attn_mask=mask), inputs)
+    assert torch.autograd.gradcheck(lambda *x: made.forward_with_weights(x[0], x[1], x[2], attn_mask=mask), inputs)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_that_of_plain_arithmetic(score: str, dtype: torch.dtype) -> None:
+    """`Plain` is the formula written down with operations of the same type."""
+    q, k, v = (x.to(dtype) for x in tensors(4, 4, 4, 64, 64, 16))
+    made = build(score, 4, 4, 16).to(dtype)
+    exact = truth(made, q, k, v)[0]
+    parameters = {name: p.detach() for name, p in made.score.named_parameters()}
+    plain = reference.SCORES[score](q, k, **parameters).softmax(-1) @ v
+    error, allowed = ((x.double() - exact).pow(2).mean().sqrt() for x in (made(q, k, v), plain))
+    assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_zero_vectors_and_blind_rows_stay_finite(score: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in tensors(2, 2, 2, 4, 5, 8))
+    q[0, 0, 1], k[:, :, 2], k[0] = 0, 0, 0
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    made = build(score, 2, 2, 8).to(dtype)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[3] = False
+    out = made(q, k, v, attn_mask=mask)
+    assert out.isfinite().all()
+    assert (out[:, :, 3] == 0).all()
+    out.float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, *made.parameters()))
+
+
+def test_quest_ignores_how_loud_a_key_is() -> None:
+    """The property that QUEST is made for: a key's norm cannot draw attention, a query's norm sharpens its own."""
+    q, k, v = tensors(1, 2, 2, 5, 7, 4)
+    loud = k.clone()
+    loud[:, :, 3] *= 1000
+    torch.testing.assert_close(quest_core.attention(q, k, v, "quest"), quest_core.attention(q, loud, v, "quest"))
+    assert not torch.allclose(quest_core.attention(q, k, v, "standard"), quest_core.attention(q, loud, v, "standard"))
+
+
+def test_large_norms_in_bfloat16() -> None:
+    q, k, v = (x.bfloat16() for x in tensors(1, 2, 2, 16, 16, 32))
+    out = quest_core.attention(q, k * 1e4, v, "quest")
+    torch.testing.assert_close(out, quest_core.attention(q, k, v, "quest"), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("score", FREE)
+def test_scale_option_replaces_the_own_factor(score: str) -> None:
+    q, k, v = tensors(2, 2, 2, 4, 4, 8)
+    got = quest_core.attention(q, k, v, {"name": score, "scale": 0.7})
+    want = reference.attention(q, k, v, score, scale=0.7)[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_starting_values_are_those_of_the_specification() -> None:
+    hs = quest_core.mechanism("qknorm-hs", num_heads=3, head_dim=16).score
+    ds = quest_core.mechanism("qknorm-ds", num_heads=3, head_dim=16).score
+    full = quest_core.mechanism("qknorm+gqa(kv_heads=1)", num_heads=3, head_dim=16).score
+    torch.testing.assert_close(hs.log_scale.exp(), torch.full((3, 1, 1), 10.0))
+    assert ds.query_scale.shape == ds.key_scale.shape == (1, 1, 16)
+    assert full.query_scale.shape == (3, 1, 16)
+    assert full.key_scale.shape == (1, 1, 16)
+    torch.testing.assert_close(ds.query_scale, torch.full((1, 1, 16), 2.0))
+    q, k, _ = tensors(1, 3, 3, 4, 4, 16)
+    cosine = (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
+    got = quest_core.mechanism("qknorm-ds", num_heads=3, head_dim=16).double().logits(q, k)
+    torch.testing.assert_close(got, math.sqrt(16) * cosine)
+
+
+def test_head_scale_is_capped() -> None:
+    made = quest_core.mechanism("qknorm-hs", num_heads=1, head_dim=2)
+    with torch.no_grad():
+        made.score.log_scale.fill_(50.0)
+    unit_vector = torch.tensor([[[[1.0, 0.0]]]])
+    assert made.logits(unit_vector, unit_vector).item() == pytest.approx(100.0)
+
+
+def test_dropout_acts_on_the_weights_and_repeats_under_a_seed() -> None:
+    q, k, v = (x.float() for x in tensors(8, 4, 4, 32, 32, 8))
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        return quest_core.attention(q, k, v, "quest", dropout_p=0.5)
+
+    first = run()
+    assert torch.equal(first, run())
+    assert not torch.allclose(first, quest_core.attention(q, k, v, "quest"))
+    ones = torch.ones_like(v)
+    torch.manual_seed(0)
+    kept = quest_core.attention(q, k, ones, "quest", dropout_p=0.5)
+    assert kept.mean().item() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_unit_vectors_for_every_layout(
+    mode: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUEST_KERNELS", mode)
+    base = torch.randn(2, 6, 3, 8, dtype=torch.float64).to(dtype)
+    x = {
+        "contiguous": base,
+        "transposed": base.transpose(1, 2),
+        "sliced": torch.randn(2, 6, 3, 24, dtype=torch.float64).to(dtype)[..., 8:16].transpose(1, 2),
+        "expanded": base[:, :1].expand(2, 6, 3, 8),
+    }[layout].detach()
+    x.requires_grad_()
+    weight = torch.randn(x.shape, dtype=torch.float64)
+    exact = x.detach().double().requires_grad_()
+    (reference.unit(exact) * weight).sum().backward()
+    (unit(x).double() * weight).sum().backward()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(unit(x).double(), reference.unit(exact), rtol=tolerance, atol=tolerance)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
+    assert unit(x).dtype == dtype
+
+
+def test_an_unknown_kernel_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUEST_KERNELS", "fast")
+    with pytest.raises(quest_core.ConfigError, match="QUEST_KERNELS is 'fast'; choose from: auto, eager"):
+        unit(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_compiles_without_a_graph_break_and_exports(score: str) -> None:
+    q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 2, 6, 6, 8))
+    made = build(score, 4, 2, 8).float()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, is_causal=True), made(q, k, v, is_causal=True))
+    exported = torch.export.export(made, (q, k, v)).module()
+    torch.testing.assert_close(exported(q, k, v), made(q, k, v))
+
+
+def test_per_sample_gradients_through_torch_func() -> None:
+    q, k, v = tensors(3, 2, 2, 4, 4, 5)
+
+    def loss(key: Tensor, i: int) -> Tensor:
+        return quest_core.attention(q[i : i + 1], key[None], v[i : i + 1], "quest").square().sum()
+
+    for i in range(3):
+        leaf = k[i].clone().requires_grad_()
+        loss(leaf, i).backward()
+        torch.testing.assert_close(torch.func.grad(loss)(k[i], i), leaf.grad)
+
+
+def test_autocast_gives_the_lower_type() -> None:
+    q, k, v = (x.float() for x in tensors(2, 2, 2, 8, 8, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = quest_core.attention(q, k, v, "quest")
+        mixed = quest_core.attention(q.bfloat16(), k, v.bfloat16(), "quest")
+    assert out.dtype == mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), quest_core.attention(q, k, v, "quest"), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_token_order_does_not_matter_without_a_mask(score: str) -> None:
+    q, k, v = tensors(1, 2, 2, 5, 7, 4)
+    order = torch.randperm(7)
+    made = build(score, 2, 2, 4)
+    torch.testing.assert_close(made(q, k, v), made(q, k[:, :, order], v[:, :, order]))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_future_never_changes_the_past(score: str) -> None:
+    q, k, v = tensors(1, 2, 2, 6, 6, 4)
+    made = build(score, 2, 2, 4)
+    before = made(q, k, v, is_causal=True)
+    for x in (q, k, v):
+        x[:, :, 4:] += 10
+    torch.testing.assert_close(made(q, k, v, is_causal=True)[:, :, :4], before[:, :, :4])
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
+    q, k, v = tensors(3, 2, 2, 5, 6, 4)
+    made = build(score, 2, 2, 4)
+    mask = torch.ones(3, 1, 1, 6, dtype=torch.bool)
+    mask[0, ..., 4:] = False
+    alone = made(q[:1], k[:1, :, :4], v[:1, :, :4])
+    padded = made(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(padded[:1], alone)
+    torch.testing.assert_close(padded[1:], made(q[1:], k[1:], v[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v, None), "q has shape .*four axes"),
+        (lambda q, k, v: (q, k.float(), v, None), "q is torch.float64 but k is torch.float32"),
+        (lambda q, k, v: (q.long(), k, v, None), "needs a floating-point type"),
+        (lambda q, k, v: (q, k[..., :3], v, None), "q has 8 features a head, k has 3"),
+        (lambda q, k, v: (q, k[:1], v, None), "batch sizes differ: q 2, k 1"),
+        (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads write 'quest\+gqa'"),
+        (lambda q, k, v: (q, k, v[:, :, :3], None), r"k has .* but v has"),
+        (lambda q, k, v: (q, k, v, torch.ones(2, 5, 6, dtype=torch.bool)), r"mask\[:, None\]"),
+        (lambda q, k, v: (q, k, v, torch.ones(6, 5, dtype=torch.bool)), r"attn_mask has shape \[6, 5\]"),
+        (lambda q, k, v: (q, k, v, torch.ones(5, 6, dtype=torch.long)), "attn_mask is torch.int64"),
+    ],
+)
+def test_wrong_inputs_are_named(change: object, message: str) -> None:
+    q, k, v, mask = change(*tensors(2, 4, 4, 5, 6, 8))  # type: ignore[operator]
+    with pytest.raises(quest_core.InputError, match=message):
+        quest_core.attention(q, k, v, "quest", attn_mask=mask)
+
+
+def test_dropout_must_be_a_probability() -> None:
+    with pytest.raises(quest_core.InputError, match="dropout_p is 1.5"):
+        quest_core.attention(*tensors(1, 1, 1, 2, 2, 2), "quest", dropout_p=1.5)
+
+
+def test_grouped_functional_needs_a_divisor() -> None:
+    q, k, v = tensors(1, 4, 3, 2, 2, 2)
+    with pytest.raises(quest_core.InputError, match="4 heads, which the 3 key/value heads do not divide"):
+        quest_core.attention(q, k, v, "quest+gqa")

@@ -1,0 +1,254 @@
+"""MultiheadAttention as a drop-in: everything torch.nn.MultiheadAttention does, with another mechanism inside."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core import MultiheadAttention
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False, "batch_first": True},
+    "other key and value sizes": {"kdim": 6, "vdim": 10, "batch_first": True},
+    "added keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    "odd heads": {"num_heads": 3, "batch_first": True},
+}
+
+
+def pair(attention: str = "standard", **settings: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    """PyTorch's module and ours with the same weights."""
+    torch.manual_seed(0)
+    heads = settings.pop("num_heads", 4)
+    stock = nn.MultiheadAttention(12, heads, **settings)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.uniform_(-0.5, 0.5)
+    ours = MultiheadAttention(12, heads, **settings, attention=attention)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return stock, ours
+
+
+def inputs(stock: nn.MultiheadAttention, n: int = 5, m: int = 7, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    shapes = ((n, 12), (m, stock.kdim), (m, stock.vdim))
+    made = [torch.randn(batch, length, dim) for length, dim in shapes]
+    return tuple(x if stock.batch_first else x.transpose(0, 1) for x in made)  # type: ignore[return-value]
+
+
+def masks(batch: int, heads: int, n: int, m: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(2)
+    hidden = torch.rand(n, m) > 0.6
+    hidden[:, 0] = False
+    padding = torch.zeros(batch, m, dtype=torch.bool)
+    padding[0, m - 2 :] = True
+    per_head = torch.rand(batch * heads, n, m) > 0.6
+    per_head[..., 0] = False
+    yield {}
+    yield {"attn_mask": hidden}
+    yield {"key_padding_mask": padding}
+    yield {"attn_mask": hidden, "key_padding_mask": padding}
+    yield {"attn_mask": per_head}
+    yield {"attn_mask": torch.randn(n, m)}
+    yield {"attn_mask": torch.randn(n, m), "key_padding_mask": torch.zeros(batch, m).masked_fill(padding, -math.inf)}
+
+
+def test_signature_is_that_of_torch() -> None:
+    ours, stock = inspect.signature(MultiheadAttention), inspect.signature(nn.MultiheadAttention)
+    assert list(ours.parameters)[: len(stock.parameters)] == list(stock.parameters)
+    assert list(inspect.signature(MultiheadAttention.forward).parameters) == list(
+        inspect.signature(nn.MultiheadAttention.forward).parameters
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_standard_equals_torch(settings: dict[str, Any]) -> None:
+    stock, ours = pair(**settings)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    for options in masks(2, stock.num_heads, 5, 7):
+        for need_weights in (True, False):
+            for average in (True, False):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch warns of masks of two types
+                    given = [
+                        [x.clone().requires_grad_() for x in inputs(stock)] for _ in range(2)
+                    ]
+                    (a, wa), (b, wb) = (
+                        module(*x, need_weights=need_weights, average_attn_weights=average, **options)
+                        for module, x in zip((stock, ours), given, strict=True)
+                    )
+                torch.testing.assert_close(b, a)
+                if need_weights:
+                    torch.testing.assert_close(wb, wa)
+                else:
+                    assert wa is None
+                    assert wb is None
+                for module in (stock, ours):
+                    module.zero_grad()
+                a.square().sum().backward()
+                b.square().sum().backward()
+                for x, y in zip(given[0], given[1], strict=True):
+                    torch.testing.assert_close(y.grad, x.grad)
+                for (name, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
+                    torch.testing.assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_self_attention_equals_torch_in_every_layout() -> None:
+    for batch_first in (True, False):
+        stock, ours = pair(batch_first=batch_first)
+        x = inputs(stock)[0]
+        torch.testing.assert_close(ours(x, x, x)[0], stock(x, x, x)[0])
+        flat = x[0] if batch_first else x[:, 0]  # without a batch
+        (a, wa), (b, wb) = stock(flat, flat, flat), ours(flat, flat, flat)
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(wb, wa)
+
+
+def test_dropout_uses_the_same_random_numbers() -> None:
+    stock, ours = pair(dropout=0.4, batch_first=True)
+    x = inputs(stock)[0]
+    for need_weights in (True, False):
+        results = []
+        for module in (stock, ours):
+            torch.manual_seed(3)
+            results.append(module(x, x, x, need_weights=need_weights)[0])
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_causal_hint() -> None:
+    stock, ours = pair(batch_first=True)
+    x = inputs(stock)[0]
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    want = stock(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0], want)
+    torch.testing.assert_close(ours(x, x, x, attn_mask=mask, is_causal=True)[0], want)
+    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], want)
+
+
+def test_a_query_that_sees_nothing_gives_zero_weights() -> None:
+    _, ours = pair("quest", batch_first=True)
+    x = inputs(ours)[0]
+    out, weights = ours(x, x, x, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
+    assert (weights == 0).all()
+    torch.testing.assert_close(out, ours.out_proj.bias.expand_as(out))
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "left-aligned padding"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_no_native_fast_path_bypasses_it(mask: str, norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nn.TransformerEncoder in eval, without gradients, would run the native kernel on the raw weights."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=not norm_first)
+    stock = copy.deepcopy(encoder).eval()
+    model, _ = quest_core.inject(encoder, "quest")
+    calls = []
+    attend = quest_core.Mechanism.attend
+    monkeypatch.setattr(
+        quest_core.Mechanism, "attend", lambda self, *a, **k: (calls.append(1), attend(self, *a, **k))[1]
+    )
+    x = torch.randn(2, 6, 8)
+    padding = None
+    if mask != "none":
+        padding = torch.zeros(2, 6, dtype=torch.bool)
+        padding[0, 4:] = True
+        if mask == "padding":
+            padding[1, 0] = True
+    real = slice(None) if padding is None else ~padding
+    model.train()
+    want = model(x, src_key_padding_mask=padding)[real]
+    model.eval()
+    with torch.no_grad():
+        got = model(x, src_key_padding_mask=padding)[real]
+        plain = stock(x, src_key_padding_mask=padding)[real]
+    assert len(calls) == 6
+    torch.testing.assert_close(got, want)
+    assert not torch.allclose(got, plain)
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "qknorm+mqa"])
+def test_need_weights_and_the_fast_path_agree(attention: str) -> None:
+    torch.manual_seed(0)
+    ours = MultiheadAttention(12, 4, batch_first=True, attention=attention)
+    query, key, value = inputs(ours)
+    for options in masks(2, 4, 5, 7):
+        slow = ours(query, key, value, **options)[0]
+        torch.testing.assert_close(ours(query, key, value, need_weights=False, **options)[0], slow)
+
+
+def test_full_checkpoints_are_pooled_on_load() -> None:
+    for settings in ({}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}):
+        stock, _ = pair(batch_first=True, **settings)
+        ours = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
+        ours.load_state_dict(stock.state_dict(), strict=True)
+        query, key, value = inputs(stock)
+        # The same mean, written with heads instead of rows: project with all heads, then average pairs of heads.
+        q, k, v = (
+            torch.nn.functional.linear(x, w, b)
+            for x, w, b in zip(
+                (query, key, value),
+                stock.in_proj_weight.chunk(3)
+                if stock.in_proj_weight is not None
+                else (stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight),
+                (None,) * 3 if stock.in_proj_bias is None else stock.in_proj_bias.chunk(3),
+                strict=True,
+            )
+        )
+        if stock.bias_k is not None:
+            k = torch.cat([k, stock.bias_k.expand(2, -1, -1)], 1)
+            v = torch.cat([v, stock.bias_v.expand(2, -1, -1)], 1)
+        heads = [x.unflatten(-1, (4, 3)).transpose(1, 2) for x in (q, k, v)]
+        k, v = (x.unflatten(1, (2, 2)).mean(2) for x in heads[1:])
+        want = stock.out_proj(quest_core.attention(heads[0], k, v, "gqa(kv_heads=2)").transpose(1, 2).flatten(2))
+        torch.testing.assert_close(ours(query, key, value)[0], want)
+        again = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
+        again.load_state_dict(ours.state_dict(), strict=True)
+        torch.testing.assert_close(again(query, key, value)[0], want)
+
+
+def test_checkpoints_remember_their_mechanism() -> None:
+    _, quest = pair("quest")
+    stored = io.BytesIO()
+    torch.save(quest.state_dict(), stored)
+    stored.seek(0)
+    state = torch.load(stored, weights_only=True)
+    _, standard = pair("standard")
+    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest' .* into 'standard'"):
+        standard.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair("quest")[1].load_state_dict(state)
+        nn.MultiheadAttention(12, 4).load_state_dict(state, strict=True)  # and back into stock PyTorch
+
+
+def test_copies_and_pickles() -> None:
+    ours = MultiheadAttention(12, 4, attention="qknorm+gqa(kv_heads=2)")
+    x = torch.randn(5, 2, 12)
+    want = ours(x, x, x)[0]
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(twin(x, x, x)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_mask": torch.zeros(5, 5, dtype=torch.bool)}, r"attn_mask has shape \[5, 5\].*\[5, 7\]"),
+        ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"key_padding_mask has shape .*\[2, 7\]"),
+    ],
+)
+def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message: str) -> None:
+    stock, ours = pair("quest", batch_first=True)
+    with pytest.raises(quest_core.InputError, match=message):
+        ours(*inputs(stock), **options)
