@@ -141,7 +141,8 @@ class Attention(nn.Module):
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
         """[B, N, heads·D] -> [B, heads, N, D], a view."""
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        split: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return split
 
 
 def merge_key_mask(attn_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:

@@ -222,7 +222,8 @@ def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
             return names, options
         if text[position] != "+":
             raise ConfigError(
-                f"attention {text!r}: unexpected {text[position]!r} at character {position + 1}; parts are joined by '+'"
+                f"attention {text!r}: unexpected {text[position]!r} at character {position + 1}; "
+                "parts are joined by '+'"
             )
         position += 1
 

@@ -110,9 +110,7 @@ def inject(
 
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
-        rows.append(
-            Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module))
-        )
+        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module)))
         if site.path:
             parent, _, leaf = site.path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, module)

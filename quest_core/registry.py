@@ -174,7 +174,8 @@ def load_info(value: str) -> Mapping[str, Any]:
         path = Path(folder, *leaf.split(".")).with_suffix(".py")
         if path.is_file():
             source = importlib.util.spec_from_file_location(f"_quest_info_{package}", path)
-            assert source is not None and source.loader is not None
+            assert source is not None
+            assert source.loader is not None
             module = importlib.util.module_from_spec(source)
             source.loader.exec_module(module)
             info = getattr(module, attribute)
@@ -223,11 +224,7 @@ def load_adapter(record: Record) -> Adapter:
 
 def running_adapters() -> list[Adapter]:
     """Adapters whose host is imported in this process: the ones a model at hand can belong to."""
-    return [
-        load_adapter(record)
-        for record in discover()
-        if str(record.info.get("module", "")) in sys.modules
-    ]
+    return [load_adapter(record) for record in discover() if str(record.info.get("module", "")) in sys.modules]
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

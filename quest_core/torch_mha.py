@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +60,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, attention: AttentionSpec) -> MultiheadAttention:
-        """A module with the same settings and the same Parameter objects (pooled copies where gqa needs smaller ones)."""
+        """A module with the same settings and the same Parameter objects (pooled copies for gqa)."""
         if isinstance(module, cls) and module.kv_heads != module.num_heads:
             raise InputError(
                 f"this module has {module.kv_heads} key/value heads already; build the model anew to choose another "
@@ -156,21 +156,22 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "without a batch)"
             )
         if not batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            axis = 0 if self.batch_first else 1
+            query, key, value = _each(lambda x: x.unsqueeze(axis), query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        batch, n, m = query.shape[0], query.shape[1], key.shape[1]  # query [B, N, E], key [B, M, Ek]
+        tokens = 1 if self.batch_first else 0  # the axis of the tokens; the other is the batch
+        batch, n, m = query.shape[1 - tokens], query.shape[tokens], key.shape[tokens]
 
-        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D]
+        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D], or tokens first
         mask = self._visible(attn_mask, key_padding_mask, batch, n, m)
         causal = is_causal and (attn_mask is None or (key_padding_mask is None and not need_weights and n == m))
         if causal and attn_mask is not None:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
-        k, v, mask = self._extend(k, v, mask, batch, causal)
-        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, D]
-        k = k.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # [B, G, M, D]
-        v = v.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # [B, G, M, D]
+        q, k, v = (
+            x.unflatten(-1, (heads, -1)).movedim((1 - tokens, 2), (0, 1))
+            for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))
+        )  # [B, H, N, D], [B, G, M, D], [B, G, M, D]
+        k, v, mask = self._extend(k, v, mask, causal)
 
         dropout_p = self.dropout if self.training else 0.0
         weights = None
@@ -181,22 +182,29 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
+        if self.batch_first and not self.training:
+            out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
+        else:
+            # PyTorch's output lies tokens-first in memory, whatever batch_first says, and a dropout that follows
+            # draws its random numbers in memory order: the same seed must give the same training.
+            out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [N, B, E]
+            out = out.transpose(0, 1) if self.batch_first else out
         if not batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return out if self.batch_first else out.transpose(0, 1), weights
+            return out.squeeze(axis), None if weights is None else weights.squeeze(0)
+        return out, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
             packed = F.linear(query, self.in_proj_weight, bias)  # [B, N, (H + 2·G)·D]
-            return packed.split(sizes, dim=-1)  # type: ignore[return-value, no-untyped-call]
+            q, k, v = packed.split(sizes, dim=-1)
+            return q, k, v
         if self.in_proj_weight is not None:
-            w_q, w_k, w_v = self.in_proj_weight.split(sizes)  # type: ignore[no-untyped-call]
+            w_q, w_k, w_v = self.in_proj_weight.split(sizes)
         else:
             w_q, w_k, w_v = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(sizes)  # type: ignore[no-untyped-call]
+        b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(sizes)
         return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
 
     def _visible(
@@ -231,21 +239,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         ]
         return added[0] if len(added) == 1 else added[0] + added[1]
 
-    def _extend(
-        self, k: Tensor, v: Tensor, mask: Tensor | None, batch: int, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible."""
+    def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible.
+
+        k and v: [B, G, M, D] -> [B, G, M + added, D].
+        """
+        batch, groups, _, dim = k.shape
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
-            extra.append((self.bias_k.expand(batch, -1, -1), self.bias_v.expand(batch, -1, -1)))
+            shape = (1, groups, 1, dim)
+            extra.append(
+                (self.bias_k.view(shape).expand(batch, -1, -1, -1), self.bias_v.view(shape).expand(batch, -1, -1, -1))
+            )
         if self.add_zero_attn:
-            extra.append((k.new_zeros(batch, 1, k.shape[-1]), v.new_zeros(batch, 1, v.shape[-1])))
+            extra.append((k.new_zeros(batch, groups, 1, dim), v.new_zeros(batch, groups, 1, dim)))
         if not extra:
             return k, v, mask
         if causal:
             raise InputError("is_causal without attn_mask does not say whether added keys are visible; pass attn_mask")
-        k = torch.cat([k, *(pair[0] for pair in extra)], dim=1)
-        v = torch.cat([v, *(pair[1] for pair in extra)], dim=1)
+        k = torch.cat([k, *(pair[0] for pair in extra)], dim=2)
+        v = torch.cat([v, *(pair[1] for pair in extra)], dim=2)
         if mask is not None:
             mask = F.pad(mask, (0, len(extra)), value=True if mask.dtype == torch.bool else 0.0)
         return k, v, mask
@@ -271,6 +284,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.batch_first = batch_first
         rows = [row[:length] for row, length in zip(out, lengths.tolist(), strict=True)]
         return torch.nested.nested_tensor(rows), weights
+
+
+def _each(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """`change` on all three, keeping "is": self-attention projects one tensor once."""
+    changed = change(query)
+    new_key = changed if key is query else change(key)
+    return changed, new_key, new_key if value is key else change(value)
 
 
 class TorchAdapter(Adapter):

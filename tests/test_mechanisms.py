@@ -304,7 +304,7 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
         (lambda q, k, v: (q.long(), k, v, None), "needs a floating-point type"),
         (lambda q, k, v: (q, k[..., :3], v, None), "q has 8 features a head, k has 3"),
         (lambda q, k, v: (q, k[:1], v, None), "batch sizes differ: q 2, k 1"),
-        (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads write 'quest\+gqa'"),
+        (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads add a grouping"),
         (lambda q, k, v: (q, k, v[:, :, :3], None), r"k has .* but v has"),
         (lambda q, k, v: (q, k, v, torch.ones(2, 5, 6, dtype=torch.bool)), r"mask\[:, None\]"),
         (lambda q, k, v: (q, k, v, torch.ones(6, 5, dtype=torch.bool)), r"attn_mask has shape \[6, 5\]"),

@@ -82,9 +82,7 @@ def test_standard_equals_torch(settings: dict[str, Any]) -> None:
             for average in (True, False):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns of masks of two types
-                    given = [
-                        [x.clone().requires_grad_() for x in inputs(stock)] for _ in range(2)
-                    ]
+                    given = [[x.clone().requires_grad_() for x in inputs(stock)] for _ in range(2)]
                     (a, wa), (b, wb) = (
                         module(*x, need_weights=need_weights, average_attn_weights=average, **options)
                         for module, x in zip((stock, ours), given, strict=True)

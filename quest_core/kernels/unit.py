@@ -35,7 +35,7 @@ def unit(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _plain(x)
-    return _Unit.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _Unit.apply(x)  # type: ignore[no-any-return]
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _has_fused() -> bool:
 
 def _memory_order(x: Tensor) -> tuple[list[int], list[int]]:
     """The permutation that makes a dense tensor contiguous (last axis kept last), and its inverse."""
-    order = sorted(range(x.dim() - 1), key=lambda axis: -x.stride(axis)) + [x.dim() - 1]
+    order = [*sorted(range(x.dim() - 1), key=x.stride().__getitem__, reverse=True), x.dim() - 1]
     inverse = [0] * len(order)
     for position, axis in enumerate(order):
         inverse[axis] = position
@@ -70,16 +70,13 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.fused = (
-            mode() == "auto"
-            and x.device.type == "cpu"
-            and x.dtype in FUSED_DTYPES
-            and x.numel() > 0
-            and _has_fused()
+            mode() == "auto" and x.device.type == "cpu" and x.dtype in FUSED_DTYPES and x.numel() > 0 and _has_fused()
         )
         if not ctx.fused:
             inverse = _inverse_norm(x)  # [..., 1]
             ctx.save_for_backward(x, inverse)
-            return (x * inverse).to(x.dtype)
+            scaled: Tensor = (x * inverse).to(x.dtype)
+            return scaled
         order, ctx.back = _memory_order(x)
         rows = x.permute(order).reshape(-1, x.shape[-1]).contiguous()  # [R, D]; copies only a slice of a packed tensor
         ones = x.new_ones(rows.shape[0], 1)  # [R, 1]
@@ -92,12 +89,13 @@ class _Unit(torch.autograd.Function):
         return out.view([x.shape[axis] for axis in order]).permute(ctx.back)  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if not ctx.fused:
             x, inverse = ctx.saved_tensors
-            along = (grad * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse * inverse  # [..., 1]
-            return (torch.addcmul(grad.to(inverse.dtype), x.to(inverse.dtype), along, value=-1) * inverse).to(x.dtype)
+            wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
+            along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
+            return (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
         rows, ones, norm = ctx.saved_tensors
         grad = grad.permute(ctx.order)
         grad_rows = grad.reshape(rows.shape).contiguous()  # [R, D]

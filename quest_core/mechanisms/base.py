@@ -78,12 +78,12 @@ class Normaliser(nn.Module):
 class Grouping(nn.Module):
     """Which key/value head a query head uses. By default query head h uses head h · G // H."""
 
-    def __init__(self, kv_heads: int | None) -> None:
-        super().__init__()
-        self.requested = kv_heads
-
     def kv_heads(self, num_heads: int) -> int:
         """Key/value heads G for H query heads."""
+        raise NotImplementedError
+
+    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
+        """Why tensors with these heads do not fit, or None."""
         raise NotImplementedError
 
 

@@ -10,18 +10,21 @@ from .base import Grouping
 class MultiHead(Grouping):
     """Every query head has a key/value head of its own."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
-
     def kv_heads(self, num_heads: int) -> int:
         return num_heads
+
+    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
+        if kv_heads == num_heads:
+            return None
+        return f"q has {num_heads} heads and k has {kv_heads}; for shared key heads add a grouping, as in 'quest+gqa'"
 
 
 class Grouped(Grouping):
     """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2)."""
 
     def __init__(self, *, kv_heads: int | None) -> None:
-        super().__init__(kv_heads)
+        super().__init__()
+        self.requested = kv_heads
 
     def kv_heads(self, num_heads: int) -> int:
         if self.requested is None:
@@ -34,15 +37,19 @@ class Grouped(Grouping):
             )
         return self.requested
 
+    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
+        if self.requested is not None and kv_heads != self.requested:
+            return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
+        if kv_heads == 0 or num_heads % kv_heads:
+            return f"q has {num_heads} heads, which the {kv_heads} key/value heads do not divide"
+        return None
 
-class MultiQuery(Grouping):
+
+class MultiQuery(Grouped):
     """All query heads share one key/value head (Shazeer, 2019)."""
 
     def __init__(self) -> None:
-        super().__init__(1)
-
-    def kv_heads(self, num_heads: int) -> int:
-        return 1
+        super().__init__(kv_heads=1)
 
 
 PARTS = (

@@ -62,7 +62,7 @@ class Mechanism(nn.Module):
         Raises:
             InputError: naming the shape or type that does not fit.
         """
-        check_inputs(q, k, v, attn_mask, dropout_p, self.config)
+        self._check(q, k, v, attn_mask, dropout_p)
         return self.attend(
             self.score.query(q), self.score.key(k), v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
         )
@@ -88,7 +88,7 @@ class Mechanism(nn.Module):
 
         Arguments as in `forward`.
         """
-        check_inputs(q, k, v, attn_mask, dropout_p, self.config)
+        self._check(q, k, v, attn_mask, dropout_p)
         weights = self.normaliser.weights(self.logits(q, k), mask=attn_mask, is_causal=is_causal)
         weights = torch.dropout(weights, dropout_p, dropout_p > 0)
         return apply_weights(weights, v), weights
@@ -96,6 +96,11 @@ class Mechanism(nn.Module):
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """The logits [B, H, N, M] before any mask: q [B, H, N, D], k [B, G, M, D]."""
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> None:
+        check_inputs(q, k, v, mask, dropout_p)
+        if why := self.grouping.mismatch(q.shape[1], k.shape[1]):
+            raise InputError(f"attention '{self.config}': {why}")
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -198,9 +203,7 @@ def _stateless(spec: str | AttentionConfig) -> Mechanism:
     return Mechanism(config, None)
 
 
-def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, config: AttentionConfig
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> None:
     """Raise InputError unless q, k, v and mask fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -212,24 +215,13 @@ def check_inputs(
         if x.device != q.device:
             raise InputError(f"q is on {q.device} but {name} is on {x.device}")
     batch, heads, n, dim = q.shape
-    groups, m = k.shape[1:3]
+    m = k.shape[2]
     if k.shape[0] != batch or v.shape[0] != batch:
         raise InputError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
     if k.shape[-1] != dim:
         raise InputError(f"q has {dim} features a head, k has {k.shape[-1]}; they meet in a dot product")
     if v.shape[1:3] != k.shape[1:3]:
-        raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {tuple(v.shape[1:3])}")
-    if groups != heads:
-        if config["grouping"] == "mha":
-            raise InputError(
-                f"q has {heads} heads and k has {groups}; attention '{config}' gives every query head a key head of "
-                f"its own; for shared key heads write '{config.name}+gqa'"
-            )
-        if groups == 0 or heads % groups:
-            raise InputError(f"q has {heads} heads, which the {groups} key/value heads do not divide")
-    wanted = config.option("kv_heads") if config["grouping"] != "mqa" else 1
-    if wanted is not None and wanted != groups:
-        raise InputError(f"attention '{config}' means {wanted} key/value heads, but k has {groups}")
+        raise InputError(f"k has (heads, tokens) {tuple(k.shape[1:3])} but v has {tuple(v.shape[1:3])}")
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}; it is a probability in [0, 1)")
     if mask is not None:

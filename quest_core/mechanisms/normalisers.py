@@ -33,13 +33,10 @@ class Softmax(Normaliser):
 
     def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
         if is_causal:
-            mask = merge_causal(mask, *logits.shape[-2:], logits.device)
+            mask = merge_causal(mask, logits.shape[-2], logits.shape[-1], logits.device)
         if mask is None:
             return logits.softmax(-1)
-        if mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask, -math.inf)
-        else:
-            logits = logits + mask
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         blind = (logits == -math.inf).all(-1, keepdim=True)  # [B, H, N, 1]: rows with no visible key
         return logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 

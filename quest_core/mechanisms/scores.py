@@ -11,9 +11,7 @@ from ..config import Option, Part
 from ..kernels import unit
 from .base import Dims, Score
 
-SCALE = Option(
-    "scale", float, None, "factor on the logits in place of the score's own", nullable=True
-)
+SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
 
 
 class Standard(Score):

@@ -1,0 +1,388 @@
+"""AdapterConformance: what every adapter promises, as tests to inherit.
+
+The chain of proof: `standard` through the adapter equals the host's own attention (so the plumbing is right), and
+another mechanism differs from `standard` only inside the module that the reference checks (so the mathematics is).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core import Adapter, Mechanism
+from quest_core.adapter import refusal
+from quest_core.inject import REPORT
+from quest_core.mechanisms import reference
+from quest_core.mechanisms.base import Normaliser, Score
+
+
+class AdapterConformance(ABC):
+    """Inherit, name the class ``Test...``, and fill in what is marked.
+
+    Attributes:
+        adapter: the adapter under test.
+        sites: the number of attention modules in the model of `make_model`.
+        mechanisms: mechanisms that the host must honour.
+        refused: mechanisms that this host must refuse by name.
+        compiles: whether the host's own model can be compiled; an adapter must not take that away.
+        pickles: whether the host's own model can be pickled.
+        tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Drop the tests that say nothing about this host, so that none is skipped."""
+        super().__init_subclass__()
+        for applies, test in (
+            (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
+            (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
+            (cls.compiles, "test_compiles"),
+            (bool(cls.refused), "test_what_the_host_cannot_honour_is_refused_by_name"),
+        ):
+            if not applies:
+                setattr(cls, test, None)
+
+    adapter: ClassVar[Adapter]
+    sites: ClassVar[int]
+    mechanisms: ClassVar[tuple[str, ...]] = ("quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm")
+    refused: ClassVar[tuple[str, ...]] = ()
+    compiles: ClassVar[bool] = True
+    pickles: ClassVar[bool] = True
+    tolerance: ClassVar[float] = 2e-5
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """The host's own small model with dropout, freshly built; the caller seeds."""
+
+    @abstractmethod
+    def make_inputs(self) -> tuple[Any, ...]:
+        """Arguments for the model's forward; the caller seeds."""
+
+    def make_padded(self) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Tensor], Tensor]]:
+        """Two sets of arguments that differ only where padding hides it, and a function that picks the real outputs.
+
+        Override unless the host has no padding.
+        """
+        raise NotImplementedError
+
+    def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+        """Call the model and return one tensor of its outputs."""
+        out = model(*inputs)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def stock(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.make_model()
+
+    def inputs(self, seed: int = 1) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        return self.make_inputs()
+
+    def injected(self, attention: quest_core.AttentionSpec, seed: int = 0) -> nn.Module:
+        return quest_core.inject(self.stock(seed), attention, adapter=self.adapter)[0]
+
+    def seeded(self, model: nn.Module, inputs: tuple[Any, ...], seed: int = 2) -> Tensor:
+        torch.manual_seed(seed)
+        return self.run(model, inputs)
+
+    def grouped(self) -> str | None:
+        """A grouping that fits every site, or None when the host's projections cannot change."""
+        found = list(self.adapter.sites(self.stock()))
+        if all(site.num_heads % 2 == 0 for site in found):
+            spec = quest_core.AttentionConfig.parse(f"quest+gqa(kv_heads={min(s.num_heads // 2 for s in found)})")
+            if all(self.adapter.refusal(site, spec) is None for site in found):
+                return str(spec)
+        return None
+
+    def assert_close(self, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+        allowed = self.tolerance if tolerance is None else tolerance
+        torch.testing.assert_close(_plain(got), _plain(want), rtol=allowed, atol=allowed)
+
+    # --- injection -------------------------------------------------------------------------------------------------
+
+    def test_every_site_is_replaced_and_reported(self) -> None:
+        model = self.stock()
+        found = list(self.adapter.sites(model))
+        assert len(found) == self.sites
+        assert [site.index for site in found] == sorted(site.index for site in found)
+        model, report = quest_core.inject(model, "quest", adapter=self.adapter)
+        assert [r.path for r in report.replacements] == [site.path for site in found]
+        assert all(r.parameters_before == r.parameters_after for r in report.replacements)
+        assert getattr(model, REPORT) == report
+        assert report.attention == "quest"
+
+    def test_random_state_is_left_as_it_was(self) -> None:
+        model = self.stock()
+        state = torch.get_rng_state()
+        quest_core.inject(model, "qknorm", adapter=self.adapter)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_a_replaced_module_is_a_site_again(self) -> None:
+        model = self.injected("quest")
+        model, report = quest_core.inject(model, "standard", adapter=self.adapter)
+        assert len(report.replacements) == self.sites
+        model.eval()
+        self.assert_close(self.run(model, self.inputs()), self.run(self.stock().eval(), self.inputs()))
+
+    def test_every_attention_goes_through_its_mechanism(self) -> None:
+        """In training, and in evaluation without gradients, where hosts and PyTorch keep shortcuts."""
+        model = self.injected("quest")
+        for training in (True, False):
+            model.train(training)
+            with _touched(model) as touched, torch.set_grad_enabled(training):
+                self.run(model, self.inputs())
+            assert len(touched) == self.sites
+
+    def test_install_is_idempotent(self) -> None:
+        self.adapter.install()
+        self.adapter.install()
+        self.seeded(self.stock(), self.inputs())
+
+    # --- standard is the host's own --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_standard_equals_the_host(self, training: bool) -> None:
+        """Outputs, gradients of every parameter, and the stream of random numbers of dropout."""
+        stock, ours = self.stock().train(training), self.injected("standard").train(training)
+        want, got = (self.seeded(model, self.inputs()) for model in (stock, ours))
+        self.assert_close(got, want)
+        _loss(want).backward()
+        _loss(got).backward()
+        theirs = dict(stock.named_parameters())
+        for name, parameter in ours.named_parameters():
+            assert (parameter.grad is None) == (theirs[name].grad is None), name
+            if parameter.grad is not None:
+                self.assert_close(parameter.grad, theirs[name].grad)  # type: ignore[arg-type]
+
+    def test_standard_trains_like_the_host(self) -> None:
+        losses = []
+        for model in (self.stock(), self.injected("standard")):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            torch.manual_seed(3)
+            run = []
+            for _ in range(4):
+                loss = _loss(self.run(model, self.inputs()))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.append(loss.item())
+            losses.append(run)
+        assert losses[1] == pytest.approx(losses[0], rel=10 * self.tolerance)
+        assert losses[0][0] != losses[0][-1]
+
+    # --- other mechanisms ------------------------------------------------------------------------------------------
+
+    def test_mechanisms_equal_their_reference_inside_the_host(self) -> None:
+        for attention in self.mechanisms:
+            model = self.injected(attention).double().eval()
+            inputs = _map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
+            got = self.run(model, inputs)
+            for part in model.modules():
+                if isinstance(part, Mechanism):
+                    part.score = _ReferenceScore(part)
+                    part.normaliser = _ReferenceSoftmax()
+            self.assert_close(got, self.run(model, inputs), 1e-9)
+            standard = self.injected("standard").double().eval()
+            assert not torch.allclose(_plain(got), _plain(self.run(standard, inputs)), atol=1e-9), attention
+
+    def test_mechanisms_train(self) -> None:
+        for attention in (*self.mechanisms, self.grouped()):
+            if attention is None:
+                continue
+            model = self.injected(attention)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # made after injection, so it sees everything
+            own = [p for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()]
+            before = [p.detach().clone() for p in own]
+            for _ in range(2):
+                _loss(self.run(model, self.inputs())).backward()
+                optimizer.step()
+            assert all(p.isfinite().all() for p in model.parameters())
+            assert all(p.grad is not None for p in own)
+            moved = [not torch.equal(a, b) for a, b in zip(before, own, strict=True)]
+            assert not own or any(moved), f"{attention}: its parameters do not train"
+
+    def test_padding_never_matters(self) -> None:
+        torch.manual_seed(1)
+        one, other, real = self.make_padded()
+        for attention in ("standard", *self.mechanisms):
+            model = self.injected(attention).eval()
+            self.assert_close(real(self.run(model, one)), real(self.run(model, other)))
+        stock, ours = self.stock().eval(), self.injected("standard").eval()
+        self.assert_close(real(self.run(ours, one)), real(self.run(stock, one)))
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def test_checkpoints_load_strictly_both_ways(self) -> None:
+        stock, ours = self.stock(seed=5).eval(), self.injected("quest", seed=6).eval()
+        shapes = {name: x.shape for name, x in stock.state_dict().items()}
+        assert {name: x.shape for name, x in ours.state_dict().items()} == shapes
+        ours.load_state_dict(stock.state_dict(), strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+            self.stock(seed=7).load_state_dict(ours.state_dict(), strict=True)
+        standard = self.injected("standard", seed=8).eval()
+        standard.load_state_dict(stock.state_dict(), strict=True)
+        self.assert_close(self.run(standard, self.inputs()), self.run(stock, self.inputs()))
+
+    def test_a_host_checkpoint_loads_into_fewer_key_heads(self) -> None:
+        attention = self.grouped()
+        assert attention is not None, "the adapter offers fewer key heads, but no site of this model can have them"
+        stock = self.stock(seed=5)
+        model = self.injected(attention, seed=6).eval()
+        model.load_state_dict(stock.state_dict(), strict=True)
+        converted = quest_core.inject(stock, attention, adapter=self.adapter)[0].eval()
+        self.assert_close(self.run(model, self.inputs()), self.run(converted, self.inputs()))
+
+    def test_state_dicts_remember_the_mechanism(self) -> None:
+        stored = io.BytesIO()
+        torch.save(self.injected("quest").state_dict(), stored)
+        stored.seek(0)
+        state = torch.load(stored, weights_only=True)
+        with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
+            self.injected("standard").load_state_dict(state)
+
+    def test_learnable_mechanisms_round_trip(self) -> None:
+        first, second = self.injected("qknorm-hs", seed=5).eval(), self.injected("qknorm-hs", seed=6).eval()
+        with torch.no_grad():
+            for parameter in first.parameters():
+                parameter.add_(0.01)
+        second.load_state_dict(first.state_dict(), strict=True)
+        self.assert_close(self.run(second, self.inputs()), self.run(first, self.inputs()))
+
+    def test_copies_and_pickles(self) -> None:
+        model = self.injected("quest").eval()
+        want = self.run(model, self.inputs())
+        self.assert_close(self.run(copy.deepcopy(model), self.inputs()), want)
+        if not self.pickles:
+            return
+        twin = pickle.loads(pickle.dumps(model))
+        self.assert_close(self.run(twin, self.inputs()), want)
+        assert getattr(twin, REPORT) == getattr(model, REPORT)
+
+    # --- types and compilers ---------------------------------------------------------------------------------------
+
+    def test_autocast(self) -> None:
+        model = self.injected("quest").eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.run(model, self.inputs())
+        self.assert_close(low.float(), self.run(model, self.inputs()).float(), 0.1)
+
+    def test_compiles(self) -> None:
+        model = self.injected("quest").eval()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        self.assert_close(self.run(compiled, self.inputs()), self.run(model, self.inputs()))
+        torch._dynamo.reset()
+
+    # --- refusals --------------------------------------------------------------------------------------------------
+
+    def test_a_model_of_another_kind_has_no_site(self) -> None:
+        with pytest.raises(quest_core.InjectionError, match="has no attention"):
+            quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", adapter=self.adapter)
+
+    def test_misspelt_mechanisms_are_named(self) -> None:
+        with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+            quest_core.inject(self.stock(), "quset", adapter=self.adapter)
+
+    def test_what_the_host_cannot_honour_is_refused_by_name(self) -> None:
+        for attention in self.refused:
+            model = self.stock()
+            before = [type(m) for m in model.modules()]
+            with pytest.raises(quest_core.UnsupportedError, match="Possible here: .*quest"):
+                quest_core.inject(model, attention, adapter=self.adapter)
+            assert [type(m) for m in model.modules()] == before
+
+    def test_capabilities_of_sites_are_within_those_of_the_adapter(self) -> None:
+        """What the adapter offers at most refuses nothing that a site accepts."""
+        for site in self.adapter.sites(self.stock()):
+            for attention in self.mechanisms:
+                config = quest_core.AttentionConfig.parse(attention)
+                if self.adapter.refusal(site, config) is None:
+                    assert refusal(config, self.adapter.capabilities) is None
+
+
+class _ReferenceScore(Score):
+    """The score of a mechanism, computed by the reference's own lines."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        super().__init__(None)
+        self.name = mechanism.config["score"]
+        self.parameters_by_name = dict(mechanism.score.named_parameters())
+        self.factor = mechanism.score.scale
+
+    def scale(self, head_dim: int) -> float:
+        return self.factor(head_dim)
+
+    def query(self, q: Tensor) -> Tensor:
+        if self.name == "qknorm-hs":
+            return self.parameters_by_name["log_scale"].exp().clamp(max=100) * reference.unit(q)
+        if self.name in ("qknorm", "qknorm-ds"):
+            return self.parameters_by_name["query_scale"] * reference.unit(q)
+        return reference.unit(q) if self.name == "qnorm" else q
+
+    def key(self, k: Tensor) -> Tensor:
+        if self.name in ("qknorm", "qknorm-ds"):
+            return self.parameters_by_name["key_scale"] * reference.unit(k)
+        return k if self.name in ("qnorm", "standard") else reference.unit(k)
+
+
+class _ReferenceSoftmax(Normaliser):
+    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+        if mask is not None and mask.dtype != torch.bool:
+            logits = logits + mask
+        return reference.softmax(logits, reference.visible(logits.shape[-2], logits.shape[-1], mask, is_causal))
+
+
+@contextmanager
+def _touched(model: nn.Module) -> Iterator[set[int]]:
+    """The mechanisms of `model` that are used inside the block."""
+    touched: set[int] = set()
+    wrapped = []
+    for module in model.modules():
+        if isinstance(module, Mechanism):
+            for name in ("forward", "attend", "forward_with_weights", "logits"):
+                method = getattr(module, name)
+
+                def spy(*args: Any, _method: Any = method, _owner: int = id(module), **kwargs: Any) -> Any:
+                    touched.add(_owner)
+                    return _method(*args, **kwargs)
+
+                setattr(module, name, spy)
+                wrapped.append((module, name))
+    try:
+        yield touched
+    finally:
+        for module, name in wrapped:
+            delattr(module, name)
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(x, change) for x in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(x, change) for key, x in value.items()}
+    return value
+
+
+def _loss(out: Tensor) -> Tensor:
+    """A loss that no normalisation at the end of a host makes constant."""
+    flat = out.float().flatten()
+    return (flat - torch.linspace(-1, 1, len(flat))).square().mean()
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Hosts return subclasses of Tensor, which comparisons should not dispatch on."""
+    return x.detach().as_subclass(Tensor)

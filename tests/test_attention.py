@@ -1,0 +1,100 @@
+"""The Attention module: projections, cross-attention, masks and the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quest_core
+from quest_core import Attention, KVCache
+from quest_core.mechanisms.scores import PARTS
+
+MECHANISMS = [*(part.name for part in PARTS), "quest+gqa(kv_heads=2)", "qknorm+mqa"]
+
+
+@pytest.mark.parametrize("attention", MECHANISMS)
+def test_is_projections_around_the_mechanism(attention: str) -> None:
+    layer = Attention(12, 4, attention, context_dim=6).eval()
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 6)
+    real = torch.rand(2, 7) > 0.3
+    q = layer.q_proj(x).view(2, 5, 4, 3).transpose(1, 2)
+    k, v = (p(context).view(2, 7, layer.kv_heads, 3).transpose(1, 2) for p in (layer.k_proj, layer.v_proj))
+    want = layer.mechanism(q, k, v, attn_mask=real[:, None, None]).transpose(1, 2).reshape(2, 5, 12)
+    torch.testing.assert_close(layer(x, context, key_mask=real), layer.out_proj(want))
+
+
+@pytest.mark.parametrize("attention", MECHANISMS)
+def test_incremental_decoding_equals_full_decoding(attention: str) -> None:
+    layer = Attention(12, 4, attention).eval()
+    x = torch.randn(2, 9, 12)
+    want = layer(x, is_causal=True)
+    for chunks in ([1] * 9, [4, 1, 3, 1], [9]):
+        cache = KVCache()
+        parts = [layer(piece, is_causal=True, cache=cache) for piece in x.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+        assert len(cache) == 9
+
+
+def test_the_cache_holds_unit_keys_and_reorders() -> None:
+    layer = Attention(12, 4, "quest+gqa(kv_heads=2)").eval()
+    x = torch.randn(3, 4, 12)
+    cache = KVCache()
+    layer(x[:, :3], is_causal=True, cache=cache)
+    assert cache.keys is not None
+    torch.testing.assert_close(cache.keys.norm(dim=-1), torch.ones(3, 2, 3))
+    rows = torch.tensor([2, 2, 0])
+    cache.reorder(rows)
+    torch.testing.assert_close(layer(x[rows, 3:], is_causal=True, cache=cache), layer(x[rows], is_causal=True)[:, 3:])
+
+
+def test_masks_combine() -> None:
+    layer = Attention(8, 2, "quest").eval()
+    x = torch.randn(2, 5, 8)
+    real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    band = torch.ones(5, 5).tril(1).bool()
+    additive = torch.zeros(5, 5).masked_fill(~band, -torch.inf)
+    want = layer(x, attn_mask=band & real[:, None, None, :])
+    torch.testing.assert_close(layer(x, attn_mask=band, key_mask=real), want)
+    torch.testing.assert_close(layer(x, attn_mask=additive, key_mask=real), want)
+
+
+def test_dropout_only_while_training() -> None:
+    layer = Attention(8, 2, "quest", dropout=0.5)
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_half_precision_modules() -> None:
+    layer = Attention(8, 2, "qknorm", dtype=torch.bfloat16)
+    assert layer(torch.randn(1, 3, 8).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Attention(10, 4, "quest"), "embed_dim is 10, which the 4 heads do not divide"),
+        (lambda: Attention(8, 4, "quest+gqa(kv_heads=3)"), "kv_heads is 3, .*the 4 heads; choose from: 1, 2, 4"),
+        (lambda: Attention(8, 4, "gqa"), r"needs 'kv_heads'.*gqa\(kv_heads=2\)"),
+        (lambda: Attention(8, 4, "quest", dropout=1.0), "dropout is 1.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(build: object, message: str) -> None:
+    with pytest.raises(quest_core.ConfigError, match=message):
+        build()  # type: ignore[operator]
+
+
+def test_wrong_masks_are_named() -> None:
+    layer = Attention(8, 2)
+    x = torch.randn(2, 5, 8)
+    with pytest.raises(quest_core.InputError, match="True where a key may be attended to"):
+        layer(x, key_mask=torch.ones(2, 5))
+    with pytest.raises(quest_core.InputError, match=r"attn_mask has shape \[2, 1, 1, 4\]"):
+        layer(x, key_mask=torch.ones(2, 4, dtype=torch.bool))
+    cache = KVCache()
+    layer(x, cache=cache)
+    with pytest.raises(quest_core.InputError, match="cache holds a batch of 2, the new tokens are 1"):
+        layer(x[:1], cache=cache)
+    with pytest.raises(quest_core.InputError, match="cache holds the keys of x itself"):
+        layer(x, x, cache=cache)

@@ -1,0 +1,249 @@
+"""Plugins: what discovery finds, in every state a plugin can be in, and what asking for one says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import entrypoints
+import pytest
+
+import quest_core
+from quest_core import PluginError, cli, registry
+from quest_core.config import Part
+from quest_core.registry import Requirement, discover
+
+ADAPTER = """
+from quest_core import Adapter, Capabilities
+
+class HostAdapter(Adapter):
+    name = "{name}"
+    capabilities = Capabilities()
+    def sites(self, model): return []
+    def replace(self, site, config): raise AssertionError
+    def install(self): pass
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """install(name, ...) writes a plugin's package and metadata as pip would, into a folder on sys.path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(
+        name: str,
+        *,
+        distribution: str | None = None,
+        info: str | None = None,
+        init: str = "raise RuntimeError('listing plugins must not run this')",
+        adapter: str | None = None,
+        requires: tuple[str, ...] = (),
+        extra_entry_points: str = "",
+    ) -> None:
+        distribution = distribution or f"quest-{name}"
+        package = "plugin_" + distribution.replace("-", "_")
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "__init__.py").write_text(init)
+        if info is None:
+            info = f"INFO = {{'name': '{name}', 'host': '{name}', 'module': 'json', 'api': (1, 0)}}"
+        (folder / "info.py").write_text(info)
+        (folder / "adapter.py").write_text(ADAPTER.format(name=name) if adapter is None else adapter)
+        meta = tmp_path / f"{distribution.replace('-', '_')}-1.2.dist-info"
+        meta.mkdir()
+        lines = [
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        (meta / "METADATA").write_text("\n".join(lines) + "\n")
+        (meta / "entry_points.txt").write_text(
+            f"[quest.adapter_info]\n{name} = {package}.info:INFO\n"
+            f"[quest.adapters]\n{name} = {package}.adapter:HostAdapter\n" + textwrap.dedent(extra_entry_points)
+        )
+        importlib.invalidate_caches()
+
+    yield write
+    registry.parts.cache_clear()
+    registry._loaded.cache_clear()
+    for module in set(sys.modules) - before:
+        if module.startswith("plugin_"):
+            del sys.modules[module]
+
+
+def record(name: str) -> registry.Record:
+    return next(r for r in discover() if r.name == name)
+
+
+def test_listing_reads_info_alone(install: Install) -> None:
+    install("mini")  # its __init__ raises
+    assert record("mini").status == "ok"
+    assert record("mini").version == "1.2"
+    with pytest.raises(PluginError, match="'mini' .* fails to import: RuntimeError"):
+        registry.adapter("mini")
+
+
+def test_an_ok_plugin_gives_its_adapter(install: Install) -> None:
+    install("mini", init="")
+    made = registry.adapter("mini")
+    assert made.name == "mini"
+    assert registry.adapter("mini") is made
+
+
+def test_a_broken_info_is_a_record(install: Install) -> None:
+    install("torn", info="INFO = 1 / 0")
+    assert record("torn").status == "broken"
+    assert "ZeroDivisionError" in record("torn").detail
+    with pytest.raises(PluginError, match="'torn' is broken: .*fix: pip install --force-reinstall quest-torn"):
+        registry.adapter("torn")
+
+
+def test_a_missing_host_is_a_record(install: Install) -> None:
+    install("lost", requires=('no-such-host>=2.0,<3; extra == "host"',))
+    found = record("lost")
+    assert found.status == "unsupported"
+    assert found.supported == "no-such-host>=2.0,<3"
+    with pytest.raises(PluginError, match=r"lost is not installed; supported: no-such-host>=2.0,<3; fix: pip install"):
+        registry.adapter("lost")
+
+
+def test_an_unsupported_host_version_is_a_record(install: Install) -> None:
+    have = importlib.metadata.version("torch").split("+")[0]
+    install("old", requires=('torch<1.0; extra == "host"',))
+    assert f"found torch {have}" in record("old").detail
+    assert "supported: torch<1.0" in record("old").detail
+    assert record("old").status == "unsupported"
+
+
+def test_one_of_several_hosts_is_enough(install: Install) -> None:
+    install(
+        "two", requires=('no-such-host>=2; extra == "host"', 'torch>=2; extra == "host-fork"', 'x; extra == "test"')
+    )
+    assert record("two").status == "ok"
+
+
+def test_a_host_outside_the_package_index_is_found_by_its_module(install: Install) -> None:
+    install("far", info="INFO = {'name': 'far', 'module': 'no_such_module', 'api': (1, 0), 'install': 'git clone it'}")
+    assert record("far").status == "unsupported"
+    assert record("far").fix == "git clone it"
+
+
+@pytest.mark.parametrize("api", [(2, 0), (1, 99), (0, 9)])
+def test_another_api_version_is_a_record(install: Install, api: tuple[int, int]) -> None:
+    install("future", info=f"INFO = {{'name': 'future', 'module': 'json', 'api': {api}}}")
+    assert record("future").status == "incompatible"
+    assert f"plugin API {api[0]}.{api[1]}, this quest-core has 1.0" in record("future").detail
+
+
+def test_two_plugins_with_one_name_are_a_record(install: Install) -> None:
+    install("twin", distribution="quest-twin")
+    install("twin", distribution="other-twin")
+    assert record("twin").status == "duplicate"
+    with pytest.raises(PluginError, match="both provide 'twin'; fix: pip uninstall"):
+        registry.adapter("twin")
+
+
+def test_a_plugin_without_an_adapter_says_so(install: Install) -> None:
+    install("bare", init="", adapter="")
+    with pytest.raises(PluginError, match="fails to import: AttributeError"):
+        registry.adapter("bare")
+
+
+def test_the_entrypoints_package_lists_the_same_plugins(install: Install) -> None:
+    install("mini")
+    install("torn", info="INFO = 1 / 0")
+    theirs = {entry.name for entry in entrypoints.get_group_all("quest.adapter_info")}
+    assert theirs == {r.name for r in discover()}
+    assert {"mini", "torn"} <= theirs
+
+
+def test_installed_packages_add_mechanisms(install: Install) -> None:
+    source = """
+from quest_core.config import Part
+from quest_core.mechanisms.scores import Standard
+from quest_core.kernels import unit
+
+class Cosine10(Standard):
+    def default_scale(self, head_dim): return 10.0
+    def query(self, q): return unit(q)
+    def key(self, k): return unit(k)
+
+PARTS = [Part("cosine10", "score", "10 cos(q, k)", "a test", Cosine10)]
+"""
+    install(
+        "mech",
+        init="",
+        adapter=source,
+        extra_entry_points="""
+        [quest.attention]
+        mech = plugin_quest_mech.adapter:PARTS
+        """,
+    )
+    registry.parts.cache_clear()
+    assert "cosine10" in quest_core.available()
+    assert isinstance(registry.parts()["cosine10"], Part)
+    import torch
+
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    want = (10 * torch.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)).softmax(-1) @ v
+    torch.testing.assert_close(quest_core.attention(q, k, v, "cosine10"), want)
+
+
+@pytest.mark.parametrize(
+    ("specifier", "inside", "outside"),
+    [
+        (">=1.0.1,<1.1", ["1.0.1", "1.0.9+cpu", "1.0.10"], ["1.0", "1.1", "1.1.0", "2"]),
+        ("==1.2.2", ["1.2.2", "1.2.2.0", "1.2.2+cu121"], ["1.2.3", "1.2"]),
+        ("~=2.8.1", ["2.8.1", "2.8.7"], ["2.9", "2.8.0"]),
+        ("==1.2.*", ["1.2", "1.2.9"], ["1.3", "1.20"]),
+        ("!=1.5,>1", ["1.6", "1.5.1"], ["1.5", "1", "1.0.0"]),
+        ("", ["0.1", "99"], []),
+    ],
+)
+def test_version_specifiers(specifier: str, inside: list[str], outside: list[str]) -> None:
+    wanted = Requirement("host", specifier)
+    assert all(wanted.accepts(version) for version in inside)
+    assert not any(wanted.accepts(version) for version in outside)
+
+
+def test_doctor_names_what_is_wrong_and_how_to_mend_it(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("mini", init="")
+    install("lost", requires=('no-such-host>=2.0; extra == "host"',))
+    install("torn", adapter="import no_such_thing", init="")
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out
+    assert "mini         quest-mini 1.2: ok" in lines
+    assert 'fix: pip install "quest-lost[host]"' in lines
+    assert "torn         quest-torn 1.2: broken - plugin 'torn'" in lines
+
+
+def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in quest_core.available())
+    assert cli.main(["check", "quest+gqa(kv_heads=4)"]) == 0
+    assert "kv_heads = 4" in capsys.readouterr().out
+    assert cli.main(["check", "qest"]) == 2
+    assert "did you mean 'quest'?" in capsys.readouterr().err
+
+
+def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(
+        "shout",
+        init="",
+        adapter="def main(argv):\n    print(*argv)\n    return 7",
+        extra_entry_points="""
+        [quest.commands]
+        shout = plugin_quest_shout.adapter:main
+        moan = plugin_quest_shout.adapter:missing
+        """,
+    )
+    assert cli.main(["shout", "a", "--flag"]) == 7
+    assert capsys.readouterr().out == "a --flag\n"
+    assert cli.main(["moan"]) == 2
+    assert "the command 'moan' of quest-shout fails to import" in capsys.readouterr().err
