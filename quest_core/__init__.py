@@ -10,7 +10,7 @@ from .adapter import Adapter as Adapter
 from .adapter import Capabilities as Capabilities
 from .adapter import Site as Site
 from .attention import Attention as Attention
-from .attention import KVCache as KVCache
+from .cache import Cache as Cache
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
 from .errors import ConfigError as ConfigError

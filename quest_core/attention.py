@@ -1,4 +1,4 @@
-"""Attention: projections around a mechanism, with masks and a key/value cache."""
+"""Attention: projections around a mechanism, with masks and a cache."""
 
 from __future__ import annotations
 
@@ -7,39 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError
-from .mechanisms.mechanism import kv_heads, mechanism
-
-
-class KVCache:
-    """Keys and values of the tokens decoded so far, for one attention layer.
-
-    Keys are stored as the score prepared them: unit vectors for quest.
-    """
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None  # [B, G, M, D]
-        self.values: Tensor | None = None  # [B, G, M, Dv]
-
-    def __len__(self) -> int:
-        """Tokens held, M."""
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys [B, G, N, D] and values [B, G, N, Dv]; return all of them, [B, G, M + N, ...]."""
-        if self.keys is not None and self.values is not None:
-            if keys.shape[0] != self.keys.shape[0]:
-                raise InputError(f"the cache holds a batch of {self.keys.shape[0]}, the new tokens are {keys.shape[0]}")
-            keys = torch.cat([self.keys, keys], dim=2)
-            values = torch.cat([self.values, values], dim=2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
 
 class Attention(nn.Module):
@@ -91,7 +62,7 @@ class Attention(nn.Module):
         source = context_dim or embed_dim
         factory = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias, **factory)
-        self.k_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
+        self.k_proj = nn.Linear(source, self.kv_heads * key_features(self.config, self.head_dim), bias, **factory)
         self.v_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
         self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
@@ -104,7 +75,7 @@ class Attention(nn.Module):
         key_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Attend from `x` to `context` (to `x` itself by default).
 
@@ -114,27 +85,25 @@ class Attention(nn.Module):
             key_mask: [B, M] boolean, True where a key may be attended to (False = padding).
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N.
-            cache: keys and values of earlier tokens; it is extended by those of `x`, and M counts both.
+            cache: what the layer remembers of earlier tokens; it is extended by `x`, and M counts both.
 
         Returns:
             [B, N, E].
         """
         if cache is not None and context is not None:
             raise InputError("cache holds the keys of x itself; project a fixed context without one")
+        if cache is not None and not is_causal:
+            raise InputError("a cache is for causal decoding; say is_causal=True, or leave it out")
         source = x if context is None else context
         q = self._split(self.q_proj(x), self.num_heads)  # [B, H, N, D]
         k = self._split(self.k_proj(source), self.kv_heads)  # [B, G, M, D]
         v = self._split(self.v_proj(source), self.kv_heads)  # [B, G, M, D]
         dropout_p = self.dropout if self.training else 0.0
+        mask = merge_key_mask(attn_mask, key_mask)
         if cache is None:
-            mask = merge_key_mask(attn_mask, key_mask)
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
-            keys, values = cache.append(self.mechanism.score.key(k), v)
-            mask = merge_key_mask(attn_mask, key_mask)
-            out = self.mechanism.attend(
-                self.mechanism.score.query(q), keys, values, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p
-            )
+            out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
 

@@ -95,6 +95,7 @@ class Part:
     cached: bool = True  # incremental decoding
     dropout: bool = True  # has weights that dropout can act on
     weights: bool = True  # can return the attention weights
+    key_features: int | None = None  # features of a key head where they differ from the query's
     complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quest_core
-from quest_core import Attention, KVCache
+from quest_core import Attention, Cache
 from quest_core.mechanisms.scores import PARTS
 
 MECHANISMS = [*(part.name for part in PARTS), "quest+gqa(kv_heads=2)", "qknorm+mqa"]
@@ -29,7 +29,7 @@ def test_incremental_decoding_equals_full_decoding(attention: str) -> None:
     x = torch.randn(2, 9, 12)
     want = layer(x, is_causal=True)
     for chunks in ([1] * 9, [4, 1, 3, 1], [9]):
-        cache = KVCache()
+        cache = Cache()
         parts = [layer(piece, is_causal=True, cache=cache) for piece in x.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), want)
         assert len(cache) == 9
@@ -38,10 +38,9 @@ def test_incremental_decoding_equals_full_decoding(attention: str) -> None:
 def test_the_cache_holds_unit_keys_and_reorders() -> None:
     layer = Attention(12, 4, "quest+gqa(kv_heads=2)").eval()
     x = torch.randn(3, 4, 12)
-    cache = KVCache()
+    cache = Cache()
     layer(x[:, :3], is_causal=True, cache=cache)
-    assert cache.keys is not None
-    torch.testing.assert_close(cache.keys.norm(dim=-1), torch.ones(3, 2, 3))
+    torch.testing.assert_close(cache["k"].norm(dim=-1), torch.ones(3, 2, 3))
     rows = torch.tensor([2, 2, 0])
     cache.reorder(rows)
     torch.testing.assert_close(layer(x[rows, 3:], is_causal=True, cache=cache), layer(x[rows], is_causal=True)[:, 3:])
@@ -92,9 +91,11 @@ def test_wrong_masks_are_named() -> None:
         layer(x, key_mask=torch.ones(2, 5))
     with pytest.raises(quest_core.InputError, match=r"attn_mask has shape \[2, 1, 1, 4\]"):
         layer(x, key_mask=torch.ones(2, 4, dtype=torch.bool))
-    cache = KVCache()
-    layer(x, cache=cache)
+    cache = Cache()
+    layer(x, is_causal=True, cache=cache)
     with pytest.raises(quest_core.InputError, match="cache holds a batch of 2, the new tokens are 1"):
-        layer(x[:1], cache=cache)
+        layer(x[:1], is_causal=True, cache=cache)
+    with pytest.raises(quest_core.InputError, match="say is_causal=True"):
+        layer(x, cache=cache)
     with pytest.raises(quest_core.InputError, match="cache holds the keys of x itself"):
-        layer(x, x, cache=cache)
+        layer(x, x, is_causal=True, cache=cache)

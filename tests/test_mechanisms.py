@@ -302,7 +302,7 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
         (lambda q, k, v: (q[0], k, v, None), "q has shape .*four axes"),
         (lambda q, k, v: (q, k.float(), v, None), "q is torch.float64 but k is torch.float32"),
         (lambda q, k, v: (q.long(), k, v, None), "needs a floating-point type"),
-        (lambda q, k, v: (q, k[..., :3], v, None), "q has 8 features a head, k has 3"),
+        (lambda q, k, v: (q, k[..., :3], v, None), "k has 3 features a head where q's 8 ask for 8"),
         (lambda q, k, v: (q, k[:1], v, None), "batch sizes differ: q 2, k 1"),
         (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads add a grouping"),
         (lambda q, k, v: (q, k, v[:, :, :3], None), r"k has .* but v has"),

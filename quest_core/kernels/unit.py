@@ -95,7 +95,8 @@ class _Unit(torch.autograd.Function):
             x, inverse = ctx.saved_tensors
             wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
             along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
-            return (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
+            across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
+            return across
         rows, ones, norm = ctx.saved_tensors
         grad = grad.permute(ctx.order)
         grad_rows = grad.reshape(rows.shape).contiguous()  # [R, D]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..cache import Cache
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -30,7 +32,7 @@ class Dims:
 
 
 class Score(nn.Module):
-    """How q and k meet. A subclass overrides `query`, `key` and `default_scale`."""
+    """How q and k meet. A subclass overrides `default_scale`, and `query` and `key` or, to see values, `prepare`."""
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__()
@@ -50,6 +52,16 @@ class Score(nn.Module):
     def key(self, k: Tensor) -> Tensor:
         """[B, G, M, D] -> [B, G, M, D], ready for the dot product; this is what a cache stores."""
         return k
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
+
+        Args:
+            cache: the layer's state while decoding; `v` and `k` are then the new tokens alone.
+        """
+        return self.query(q), self.key(k)
 
 
 class Normaliser(nn.Module):
@@ -84,6 +96,45 @@ class Grouping(nn.Module):
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
         """Why tensors with these heads do not fit, or None."""
+        raise NotImplementedError
+
+    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor | None:
+        """The key/value head of each query head, [H] on the device of `k`, or None for equal consecutive groups.
+
+        Args:
+            k: keys before any normalisation, [B, G, M, D].
+            mask: as in `Mechanism.forward`; keys that no query sees do not count.
+        """
+        return None
+
+    def perturb(self, weights: Tensor, kv_heads: int) -> Tensor:
+        """Change the weights [B, H, N, M] before they meet the values; only for groupings that say `needs_weights`."""
+        return weights
+
+    needs_weights: bool = False
+    """Whether `perturb` does anything, so that no fused path applies."""
+
+
+class Family(nn.Module):
+    """A mechanism that never forms the N×M weights and therefore stands alone.
+
+    A subclass computes `forward` and, where it can be causal, `decode`. Masks reach it as a key mask only.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """[B, H, N, D] from q [B, H, N, D], k [B, H, M, Dk], v [B, H, M, D].
+
+        Args:
+            key_mask: None, boolean (True = visible) or additive (−inf hides), [B or 1, M].
+            is_causal: query i sees keys j ≤ i + M − N.
+        """
+        raise NotImplementedError
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+        """The causal output [B, H, N, D] of N new tokens, given those the cache has seen; updates the cache.
+
+        `Mechanism.decode` counts ``cache.tokens``; this must not.
+        """
         raise NotImplementedError
 
 

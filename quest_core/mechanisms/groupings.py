@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from ..config import Option, Part
 from ..errors import ConfigError
-from .base import Grouping
+from .base import Dims, Grouping
 
 
 class MultiHead(Grouping):
     """Every query head has a key/value head of its own."""
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
 
     def kv_heads(self, num_heads: int) -> int:
         return num_heads
@@ -22,7 +25,7 @@ class MultiHead(Grouping):
 class Grouped(Grouping):
     """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2)."""
 
-    def __init__(self, *, kv_heads: int | None) -> None:
+    def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
         super().__init__()
         self.requested = kv_heads
 
@@ -48,8 +51,8 @@ class Grouped(Grouping):
 class MultiQuery(Grouped):
     """All query heads share one key/value head (Shazeer, 2019)."""
 
-    def __init__(self) -> None:
-        super().__init__(kv_heads=1)
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims, kv_heads=1)
 
 
 PARTS = (

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, UnsupportedError
 from ..registry import parts
-from .base import Dims, Grouping, Normaliser, Score, apply_weights, logits
+from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -24,6 +25,11 @@ class Mechanism(nn.Module):
 
     Build it with :func:`mechanism`. It remembers its configuration in every state dict (as module metadata, so no
     key is added) and warns when a checkpoint of another mechanism is loaded.
+
+    Attributes:
+        config: what was asked for.
+        family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
+            are `score`, `normaliser` and `grouping`.
     """
 
     score: Score
@@ -33,9 +39,18 @@ class Mechanism(nn.Module):
     def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
         super().__init__()
         self.config = config
-        self.score = _build(config, "score", dims)
-        self.normaliser = _build(config, "normaliser", dims)
-        self.grouping = _build(config, "grouping", None)
+        self.family: Family | None = None
+        if config.family is not None:
+            self.family = _build(config, "family", dims)
+        else:
+            self.score = _build(config, "score", dims)
+            self.normaliser = _build(config, "normaliser", dims)
+            self.grouping = _build(config, "grouping", dims)
+        specs = list(config.specs())
+        self._key_features = specs[0].key_features
+        self._no_causal = [part.name for part in specs if not part.causal]
+        self._no_cache = [part.name for part in specs if not part.cached]
+        self._no_dropout = [part.name for part in specs if not part.dropout]
 
     def forward(
         self,
@@ -61,17 +76,25 @@ class Mechanism(nn.Module):
 
         Raises:
             InputError: naming the shape or type that does not fit.
+            UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
         """
-        self._check(q, k, v, attn_mask, dropout_p)
-        return self.attend(
-            self.score.query(q), self.score.key(k), v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
-        )
+        self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        if self.family is not None:
+            return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
+        head = self.grouping.assign(k, q.shape[1], attn_mask)
+        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
+        return self.attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
-        """The output for queries and keys that the score has prepared already (as a cache holds them)."""
+        """The output for queries and keys that the score has prepared already."""
         scale = self.score.scale(q.shape[-1])
+        if self.grouping.needs_weights:
+            weights = self._weights(q, k, attn_mask, is_causal, dropout_p)
+            return apply_weights(weights, v)
         return self.normaliser(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)  # type: ignore[no-any-return]
 
     def forward_with_weights(
@@ -88,18 +111,89 @@ class Mechanism(nn.Module):
 
         Arguments as in `forward`.
         """
-        self._check(q, k, v, attn_mask, dropout_p)
-        weights = self.normaliser.weights(self.logits(q, k), mask=attn_mask, is_causal=is_causal)
-        weights = torch.dropout(weights, dropout_p, dropout_p > 0)
+        self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        if self.family is not None:
+            raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
+        head = self.grouping.assign(k, q.shape[1], attn_mask)
+        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
+        weights = self._weights(q, k, attn_mask, is_causal, dropout_p)
         return apply_weights(weights, v), weights
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Cache,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
+
+        Args:
+            q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: the new tokens alone.
+            cache: this layer's state; it is extended.
+            attn_mask: as in `forward`, with M counting the cached tokens too.
+
+        Returns:
+            [B, H, N, Dv].
+        """
+        if self._no_cache:
+            raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
+        self._check(q, k, v, None, True, dropout_p)
+        if self.family is not None:
+            if attn_mask is not None:
+                raise UnsupportedError(f"attention '{self.config}' takes no mask while decoding; drop padded rows")
+            out = self.family.decode(q, k, v, cache)
+        else:
+            head = self.grouping.assign(k, q.shape[1], attn_mask)
+            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=True, cache=cache)
+            k, v = cache.append("k", k), cache.append("v", v)
+            if head is not None:
+                k, v = k.index_select(1, head), v.index_select(1, head)
+            out = self.attend(q, k, v, attn_mask=attn_mask, is_causal=True, dropout_p=dropout_p)
+        cache.tokens += q.shape[2]
+        return out
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """The logits [B, H, N, M] before any mask: q [B, H, N, D], k [B, G, M, D]."""
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> None:
-        check_inputs(q, k, v, mask, dropout_p)
-        if why := self.grouping.mismatch(q.shape[1], k.shape[1]):
+    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
+        """[B, H, N, M] from prepared q and k."""
+        weights = self.normaliser.weights(logits(q, k, self.score.scale(q.shape[-1])), mask=mask, is_causal=is_causal)
+        if self.grouping.needs_weights:
+            weights = self.grouping.perturb(weights, k.shape[1])
+        return torch.dropout(weights, dropout_p, dropout_p > 0)
+
+    def _key_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The [B or 1, M] mask that a family takes from a [B, 1, 1, M] one."""
+        if mask is None:
+            return None
+        if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+            return mask[:, 0, 0]
+        raise UnsupportedError(
+            f"attention '{self.config}' takes masks of keys alone, [B, 1, 1, M], for it has no weights that a mask of "
+            f"shape {list(mask.shape)} could act on; say is_causal=True for a causal mask"
+        )
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> None:
+        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1])
+        if is_causal and self._no_causal:
+            raise UnsupportedError(f"attention '{self.config}': '{self._no_causal[0]}' cannot be causal")
+        if dropout_p > 0 and self._no_dropout:
+            raise UnsupportedError(
+                f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
+                "dropout to 0"
+            )
+        if self.family is not None:
+            why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
+        else:
+            why = self.grouping.mismatch(q.shape[1], k.shape[1])
+        if why:
             raise InputError(f"attention '{self.config}': {why}")
 
     def extra_repr(self) -> str:
@@ -128,8 +222,7 @@ class Mechanism(nn.Module):
 
 def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:
     part = parts()[config[axis]]
-    arguments = config.build_arguments(part)
-    return part.build(**arguments) if axis == "grouping" else part.build(dims, **arguments)
+    return part.build(dims, **config.build_arguments(part))
 
 
 def mechanism(attention: AttentionSpec, *, num_heads: int, head_dim: int) -> Mechanism:
@@ -154,6 +247,13 @@ def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
         return num_heads
     grouping: Grouping = _build(config, "grouping", None)
     return grouping.kv_heads(num_heads)
+
+
+def key_features(attention: AttentionSpec, head_dim: int) -> int:
+    """Features of a key head that `attention` uses where the query has `head_dim`; 1 for aft-conv."""
+    config = AttentionConfig.parse(attention)
+    part = next(config.specs())
+    return part.key_features or head_dim
 
 
 def attention(
@@ -203,7 +303,7 @@ def _stateless(spec: str | AttentionConfig) -> Mechanism:
     return Mechanism(config, None)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int) -> None:
     """Raise InputError unless q, k, v and mask fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -214,12 +314,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p
             raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
         if x.device != q.device:
             raise InputError(f"q is on {q.device} but {name} is on {x.device}")
-    batch, heads, n, dim = q.shape
+    batch, heads, n, _ = q.shape
     m = k.shape[2]
     if k.shape[0] != batch or v.shape[0] != batch:
         raise InputError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
-    if k.shape[-1] != dim:
-        raise InputError(f"q has {dim} features a head, k has {k.shape[-1]}; they meet in a dot product")
+    if k.shape[-1] != key_dim:
+        raise InputError(f"k has {k.shape[-1]} features a head where q's {q.shape[-1]} ask for {key_dim}")
     if v.shape[1:3] != k.shape[1:3]:
         raise InputError(f"k has (heads, tokens) {tuple(k.shape[1:3])} but v has {tuple(v.shape[1:3])}")
     if not 0 <= dropout_p < 1:
