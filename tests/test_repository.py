@@ -1,0 +1,191 @@
+"""Promises that the repository makes as a whole: what every plugin ships, what imports what, what ./dev can do."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from quest_core.registry import API_VERSION, load_info
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
+HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
+on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
+
+
+def package(plugin: Path) -> str:
+    return plugin.name.replace("-", "_")
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def top_level_imports(path: Path) -> Iterator[str]:
+    """The first name of every absolute import in a file, wherever in the file it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").partition(".")[0]
+
+
+# --- plugins --------------------------------------------------------------------------------------------------------
+
+
+@on_hosts
+def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
+    source = f"src/{package(plugin)}"
+    parts = ["pyproject.toml", "constraints.txt", "README.md", "tests", f"{source}/configs"]
+    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "tasks")]
+    assert [part for part in parts if not (plugin / part).exists()] == []
+
+
+@on_hosts
+def test_info_needs_nothing_but_the_standard_library(plugin: Path) -> None:
+    imported = set(top_level_imports(plugin / "src" / package(plugin) / "info.py"))
+    assert imported <= sys.stdlib_module_names
+
+
+@on_hosts
+def test_entry_points_agree_with_info(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(plugin / "src")
+    groups = project(plugin)["entry-points"]
+    assert list(groups["quest.adapters"]) == list(groups["quest.adapter_info"])
+    (name,) = groups["quest.adapter_info"]
+    info = load_info(groups["quest.adapter_info"][name])
+    assert plugin.name == f"quest-{name}"
+    assert tuple(info["api"]) <= API_VERSION
+    assert info["module"]
+    for value in (value for group in groups.values() for value in group.values()):
+        module, _, attribute = value.partition(":")
+        path = plugin / "src" / Path(*module.split(".")).with_suffix(".py")
+        if not path.exists():
+            path = plugin / "src" / Path(*module.split(".")) / "__init__.py"
+        defined = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+        assert attribute in defined or re.search(rf"^{attribute}\b.*=", path.read_text(), re.MULTILINE), value
+
+
+@on_hosts
+def test_a_plugin_pins_its_environment_and_not_its_users(plugin: Path) -> None:
+    assert re.search(r"^torch==", (plugin / "constraints.txt").read_text(), re.MULTILINE)
+    extras = project(plugin)["optional-dependencies"]
+    assert {"host", "test"} <= extras.keys()
+    assert [r for r in extras["host"] if "==" in r] == []
+
+
+@pytest.mark.parametrize("folder", [ROOT, *(p.parent for p in PROJECTS)], ids=lambda p: p.name)
+def test_dependencies_are_ranges_not_pins(folder: Path) -> None:
+    assert [r for r in project(folder).get("dependencies", []) if re.search(r"===?", r)] == []
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+def test_core_depends_on_torch_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "quest_core", "torch", "triton"}
+    testing = {"pytest", "hypothesis"}
+    foreign = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (ROOT / "quest_core").rglob("*.py")
+        for name in top_level_imports(path)
+        if name not in (allowed | testing if "testing" in path.parts else allowed)
+    }
+    assert foreign == set()
+
+
+def test_import_contracts_cover_every_plugin() -> None:
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    core, independent, without_bench = linter["contracts"]
+    packages = {package(p.parent) for p in PROJECTS}
+    hosts = {package(p) for p in HOSTS}
+    assert set(linter["root_packages"]) == {"quest_core", *packages}
+    assert set(core["forbidden_modules"]) == packages
+    assert set(independent["modules"]) == set(without_bench["source_modules"]) == hosts
+
+
+# --- tests and tools ------------------------------------------------------------------------------------------------
+
+
+def test_cuda_tests_live_where_dev_gpu_looks() -> None:
+    folders = [ROOT / "tests", ROOT / "integration_tests", *(p.parent / "tests" for p in PROJECTS)]
+    marked = [
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in folder.rglob("test_*.py")
+        if re.search(r"^\s*(@|pytestmark\b.*)pytest\.mark\.gpu\b", path.read_text(), re.MULTILINE)
+    ]
+    assert [path for path in marked if not path.startswith("integration_tests/gpu/")] == []
+
+
+@pytest.mark.parametrize("script", ["dev", ".ci/run"])
+def test_scripts_are_executable(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_dev_needs_nothing_but_the_standard_library() -> None:
+    assert set(top_level_imports(ROOT / "dev")) <= sys.stdlib_module_names
+
+
+def test_dev_help_teaches_every_command() -> None:
+    # -I and -S: no site-packages, as on a machine where nothing is installed yet.
+    command = [sys.executable, "-I", "-S", str(ROOT / "dev"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in ("setup", "lint", "test", "demo", "gpu"):
+        assert f"./dev {name}" in text
+
+
+def test_dev_refuses_what_it_does_not_know() -> None:
+    command = [sys.executable, str(ROOT / "dev"), "setup", "quest-nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "quest-nothing" in done.stderr
+    assert "core" in done.stderr
+
+
+# --- the pytest plugin that all tests run under -----------------------------------------------------------------------
+
+SKIPPING = """
+import pytest
+@pytest.mark.skip(reason="no such device")
+def test_reasoned(): pass
+@pytest.mark.skip
+def test_silent(): pass
+def test_in_the_body(): pytest.skip("no such file")
+@pytest.mark.xfail(reason="known", strict=True)
+def test_expected(): assert False
+"""
+MODULE = 'import pytest; pytest.skip("no such host", allow_module_level=True)'
+
+
+@pytest.mark.parametrize(
+    ("no_skip", "outcomes"),
+    [
+        ("0", {"skipped": 3, "error": 1, "xfailed": 1}),
+        # What is skipped before a test's body runs is an error in pytest's words; all of it makes the run fail.
+        ("1", {"failed": 1, "error": 3, "xfailed": 1}),
+    ],
+)
+def test_skips_need_a_reason_and_can_be_forbidden(tmp_path: Path, no_skip: str, outcomes: dict[str, int]) -> None:
+    (tmp_path / "test_it.py").write_text(SKIPPING)
+    (tmp_path / "test_module.py").write_text(MODULE)
+    options = ["-q", "-p", "quest_core.testing.pytest_plugin", "--continue-on-collection-errors", "--rootdir", "."]
+    environment = {**os.environ, "QUEST_NO_SKIP": no_skip, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", *options, "."]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    found = {word: int(n) for n, word in re.findall(r"(\d+) (failed|skipped|xfailed|passed|error)", done.stdout)}
+    assert found == outcomes, done.stdout
+    assert done.returncode == 1
