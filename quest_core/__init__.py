@@ -21,6 +21,7 @@ from .errors import QuestError as QuestError
 from .errors import UnsupportedError as UnsupportedError
 from .inject import Report as Report
 from .inject import inject as inject
+from .mechanisms.elliptical import chain as chain
 from .mechanisms.mechanism import AttentionMismatchWarning as AttentionMismatchWarning
 from .mechanisms.mechanism import Mechanism as Mechanism
 from .mechanisms.mechanism import attention as attention

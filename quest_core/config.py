@@ -88,13 +88,16 @@ class Part:
     build: Callable[..., Any]  # (dims, **options) -> nn.Module
     options: tuple[Option, ...] = ()
     learnable: bool = False  # adds parameters
+    stateful: bool = False  # keeps buffers that change while training
     reshapes: bool = False  # changes the shape of the host's projections
     causal: bool = True
+    causal_reason: str = ""  # why not, for those that cannot
     cross: bool = True
     ordered: bool = False  # needs an order of tokens: refused on sets and graphs
     cached: bool = True  # incremental decoding
     dropout: bool = True  # has weights that dropout can act on
     weights: bool = True  # can return the attention weights
+    chained: bool = False  # reads what the previous attention layer left behind
     key_features: int | None = None  # features of a key head where they differ from the query's
     complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
 

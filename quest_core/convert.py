@@ -23,7 +23,10 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
     """
     rows = projection.shape[0]
     if rows % num_heads or num_heads % kv_heads:
-        raise InputError(f"cannot pool {rows} rows of {num_heads} heads into {kv_heads} heads")
+        raise InputError(
+            f"the {num_heads} heads of a projection with {rows} rows cannot be pooled into {kv_heads}: a checkpoint "
+            "converts only where kv_heads divides the heads"
+        )
     tail = projection.shape[1:]
     heads = projection.reshape(kv_heads, num_heads // kv_heads, rows // num_heads, *tail)  # [G, H/G, D, E]
     return heads.mean(1).reshape(rows // num_heads * kv_heads, *tail)

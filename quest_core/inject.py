@@ -12,6 +12,7 @@ from torch import nn
 from .adapter import Adapter, Site, require
 from .config import AttentionConfig, AttentionSpec
 from .errors import InjectionError
+from .mechanisms.elliptical import chain
 from .registry import adapter as find_adapter
 from .registry import discover, running_adapters
 from .torch_mha import TorchAdapter
@@ -116,6 +117,8 @@ def inject(
             setattr(model.get_submodule(parent), leaf, module)
         else:
             model = module
+    if any(part.chained for part in config.specs()):
+        chain(model, [site.path for _, site in chosen])
     report = Report(str(config), tuple(rows))
     setattr(model, REPORT, report)
     return model, report

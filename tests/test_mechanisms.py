@@ -239,6 +239,7 @@ def test_an_unknown_kernel_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_compiles_without_a_graph_break_and_exports(score: str) -> None:
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 2, 6, 6, 8))
     made = build(score, 4, 2, 8).float()
+    torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v, is_causal=True), made(q, k, v, is_causal=True))
     exported = torch.export.export(made, (q, k, v)).module()

@@ -54,12 +54,21 @@ class Score(nn.Module):
         return k
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, cache: Cache | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: Cache | None,
+        head: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
 
         Args:
             cache: the layer's state while decoding; `v` and `k` are then the new tokens alone.
+            head: the key/value head of each query head [H], where the grouping is not that of equal groups.
         """
         return self.query(q), self.key(k)
 
@@ -107,7 +116,7 @@ class Grouping(nn.Module):
         """
         return None
 
-    def perturb(self, weights: Tensor, kv_heads: int) -> Tensor:
+    def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
         """Change the weights [B, H, N, M] before they meet the values; only for groupings that say `needs_weights`."""
         return weights
 
@@ -155,6 +164,20 @@ def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
     if groups == heads:
         return weights @ v
     return (weights.reshape(batch, groups, heads // groups * n, m) @ v).reshape(batch, heads, n, v.shape[-1])
+
+
+def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:
+    """[B, M], True where some query of the sample sees the key; None when every query sees every key.
+
+    Args:
+        mask: boolean (True = may attend) or additive (−inf hides), [N, M] or broadcastable to [B, H, N, M].
+    """
+    if mask is None:
+        return None
+    seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    while seen.dim() < 4:
+        seen = seen.unsqueeze(0)
+    return seen.any(2).any(1).expand(batch, m)
 
 
 def causal_mask(n: int, m: int, device: torch.device) -> Tensor:

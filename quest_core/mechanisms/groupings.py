@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
 from ..config import Option, Part
 from ..errors import ConfigError
-from .base import Dims, Grouping
+from .base import Dims, Grouping, visible_keys
+
+KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
+MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
+
+_NO_KV_HEADS = "attention '{name}' needs 'kv_heads', the number of key/value heads: write {name}(kv_heads=2)"
 
 
 class MultiHead(Grouping):
@@ -25,17 +37,19 @@ class MultiHead(Grouping):
 class Grouped(Grouping):
     """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2)."""
 
+    name: ClassVar[str] = "gqa"
+
     def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
         super().__init__()
         self.requested = kv_heads
 
     def kv_heads(self, num_heads: int) -> int:
         if self.requested is None:
-            raise ConfigError("attention 'gqa' needs 'kv_heads', the number of key/value heads: write gqa(kv_heads=2)")
+            raise ConfigError(_NO_KV_HEADS.format(name=self.name))
         if num_heads % self.requested:
             fitting = [str(g) for g in range(1, num_heads + 1) if num_heads % g == 0]
             raise ConfigError(
-                f"attention 'gqa': kv_heads is {self.requested}, which does not divide the {num_heads} heads; "
+                f"attention '{self.name}': kv_heads is {self.requested}, which does not divide the {num_heads} heads; "
                 f"choose from: {', '.join(fitting)}"
             )
         return self.requested
@@ -55,6 +69,171 @@ class MultiQuery(Grouped):
         super().__init__(dims, kv_heads=1)
 
 
+def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
+    """How many query heads each key/value head gets: ⌊n̂_g · H / Σ n̂⌋, and what is left over goes by largest
+    fractional part, ties to the lower index ([G], equation 3).
+
+    Args:
+        importance: n̂ or d, not negative, [G]. All zero counts as all equal.
+        num_heads: H.
+        min_queries: heads that every key/value head gets first.
+
+    Returns:
+        sizes [G] with Σ sizes = H, on the device of `importance`, without waiting for it.
+    """
+    groups = importance.shape[0]
+    free = num_heads - groups * min_queries
+    total = importance.sum()
+    share = torch.where(total > 0, importance / torch.where(total > 0, total, 1), 1 / groups) * free  # [G]
+    # Where exact arithmetic gives a whole number, rounding must not take one away.
+    whole = (share + 1e-9).floor()
+    left = free - whole.sum()
+    rank = (whole - share).argsort(stable=True).argsort()  # 0 for the largest fractional part
+    return (whole + (rank < left)).long() + min_queries
+
+
+def head_index(sizes: Tensor, num_heads: int) -> Tensor:
+    """The key/value head of each query head, filled left to right: sizes [G] -> [H]."""
+    return torch.searchsorted(sizes.cumsum(0), torch.arange(num_heads, device=sizes.device), right=True)
+
+
+def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
+    """n_g: Frobenius norm of k_g over visible tokens and features, mean over the batch: [B, G, M, D] -> [G], float64.
+
+    ([G], equation 1.)
+    """
+    k = k.detach().double()
+    seen = visible_keys(mask, k.shape[0], k.shape[2])
+    if seen is not None:
+        k = k * seen[:, None, :, None]
+    return k.square().sum((2, 3)).sqrt().mean(0)
+
+
+class KeyDriven(Grouping):
+    """Key heads with larger norms serve more query heads, anew in every forward pass ([G], equations 1-3)."""
+
+    name: ClassVar[str] = "kdgqa"
+
+    def __init__(self, dims: Dims | None, *, kv_heads: int | None, min_queries: int) -> None:
+        super().__init__()
+        self.requested, self.min_queries = kv_heads, min_queries
+
+    def kv_heads(self, num_heads: int) -> int:
+        if self.requested is None:
+            raise ConfigError(_NO_KV_HEADS.format(name=self.name))
+        if not self.requested * max(1, self.min_queries) <= num_heads:
+            raise ConfigError(
+                f"attention '{self.name}': kv_heads={self.requested} with min_queries={self.min_queries} "
+                f"needs more than the {num_heads} query heads"
+            )
+        return self.requested
+
+    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
+        if self.requested is not None and kv_heads != self.requested:
+            return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
+        if kv_heads > num_heads:
+            return f"k has {kv_heads} heads, more than the {num_heads} of q"
+        return None
+
+    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
+        norms = key_norms(k, mask)  # [G]
+        spread = norms.max() - norms.min()
+        scaled = torch.where(spread > 0, (norms - norms.min()) / torch.where(spread > 0, spread, 1), 1)
+        return head_index(allocate(scaled, num_heads, self.min_queries), num_heads)
+
+
+class DynamicKeyDriven(KeyDriven):
+    """As KeyDriven, but sizes follow how the norms evolve, and stay for `window` training steps ([G], section 3.2).
+
+    The state lives in buffers: it is saved, resumed, and broadcast by DistributedDataParallel. What a training step
+    finds takes effect at the next one, so all ranks that share buffers hold the same sizes. Evaluation and the second
+    forward pass of activation checkpointing leave it alone.
+    """
+
+    name: ClassVar[str] = "dgqa"
+    norms: Tensor
+    sizes: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        dims: Dims | None,
+        *,
+        kv_heads: int | None,
+        min_queries: int,
+        window: int,
+        evolution: str,
+        alpha: float,
+    ) -> None:
+        super().__init__(dims, kv_heads=kv_heads, min_queries=min_queries)
+        self.window, self.evolution, self.alpha = window, evolution, alpha
+        if dims is not None:
+            self.register_buffer("norms", torch.zeros(dims.kv_heads, dtype=torch.float64))  # c
+            self.register_buffer("sizes", allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))  # training steps so far
+
+    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
+        head = head_index(self.sizes, num_heads)
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.training and not recomputing:
+            self._observe(key_norms(k, mask), num_heads)
+        return head
+
+    @torch.no_grad()
+    def _observe(self, current: Tensor, num_heads: int) -> None:
+        """One training step: the first remembers the norms, every `window`-th sets the sizes."""
+        first, due = self.steps == 0, (self.steps > 0) & (self.steps % self.window == 0)
+        if self.evolution == "ema":
+            kept = self.alpha * current + (1 - self.alpha) * self.norms
+            importance = kept
+        else:
+            kept, importance = current, (current - self.norms).abs()
+        sizes = allocate(importance, num_heads, self.min_queries)
+        self.sizes.copy_(torch.where(due, sizes, self.sizes))
+        self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
+        self.steps.add_(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
+        """Moves between devices, but `.half()` and friends leave the statistics in float64."""
+        norms = self.norms
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.norms.dtype != torch.float64:
+            self.norms = norms.to(self.norms.device)
+        return self
+
+
+class Perturbed(Grouped):
+    """gqa, and noise is subtracted from each group's attention map so that its heads grow apart ([G], section 3.3).
+
+    The noise is Gaussian with the mean and standard deviation of the weights of that sample's group over its heads,
+    queries and visible keys; it is zero where query and key index agree and where a key is hidden. No gradient flows
+    through it.
+    """
+
+    name: ClassVar[str] = "pgqa"
+    needs_weights = True
+
+    def __init__(self, dims: Dims | None, *, kv_heads: int | None, noise_in_eval: bool) -> None:
+        super().__init__(dims, kv_heads=kv_heads)
+        self.noise_in_eval = noise_in_eval
+
+    def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
+        if not (self.training or self.noise_in_eval):
+            return weights
+        batch, _, n, m = weights.shape
+        grouped = weights.detach().reshape(batch, kv_heads, -1)  # [B, G, H/G·N·M]
+        seen = torch.ones_like(weights, dtype=torch.bool)
+        if mask is not None:
+            seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
+        counted = seen.reshape(grouped.shape)
+        count = counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = (grouped * counted).sum(-1, keepdim=True) / count  # [B, G, 1]
+        deviation = (((grouped - mean) * counted).square().sum(-1, keepdim=True) / count).sqrt()
+        noise = (mean + deviation * torch.randn_like(grouped)).reshape(weights.shape)
+        same = torch.eye(n, m, dtype=torch.bool, device=weights.device)
+        return weights - noise.masked_fill(same | ~seen, 0)
+
+
 PARTS = (
     Part("mha", "grouping", "one k/v head a query head", "Vaswani et al., 2017", MultiHead),
     Part(
@@ -63,8 +242,49 @@ PARTS = (
         "H/G query heads share a k/v head",
         "Ainslie et al., 2023",
         Grouped,
-        (Option("kv_heads", int, None, "number of key/value heads G; it divides the query heads", 1, nullable=True),),
+        (KV_HEADS,),
         reshapes=True,
+    ),
+    Part(
+        "kdgqa",
+        "grouping",
+        "k/v heads with larger key norms serve more query heads",
+        "Key-Driven GQA, equations 1-3",
+        KeyDriven,
+        (KV_HEADS, MIN_QUERIES),
+        reshapes=True,
+        causal=False,
+        causal_reason="its head sizes depend on all keys, those of the future too",
+        cached=False,
+    ),
+    Part(
+        "dgqa",
+        "grouping",
+        "as kdgqa, by how key norms evolve in training",
+        "Key-Driven GQA, section 3.2",
+        DynamicKeyDriven,
+        (
+            KV_HEADS,
+            MIN_QUERIES,
+            Option("window", int, 300, "training steps for which sizes are kept", 1),
+            Option("evolution", str, "ema", "by norms' moving average or change", choices=("ema", "difference")),
+            Option("alpha", float, 0.9, "weight of the current norms in the moving average", 0.0),
+        ),
+        reshapes=True,
+        stateful=True,
+    ),
+    Part(
+        "pgqa",
+        "grouping",
+        "gqa, minus noise of each group's mean and deviation",
+        "Key-Driven GQA, section 3.3",
+        Perturbed,
+        (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
+        reshapes=True,
+        causal=False,
+        causal_reason="its noise depends on the weights of all queries, those of the future too",
+        cached=False,
+        complexity="O(N·M·D) time, O(N·M) memory",
     ),
     Part("mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", MultiQuery, reshapes=True),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..registry import parts
-from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits
+from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -48,7 +49,7 @@ class Mechanism(nn.Module):
             self.grouping = _build(config, "grouping", dims)
         specs = list(config.specs())
         self._key_features = specs[0].key_features
-        self._no_causal = [part.name for part in specs if not part.causal]
+        self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.dropout]
 
@@ -82,7 +83,7 @@ class Mechanism(nn.Module):
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
         head = self.grouping.assign(k, q.shape[1], attn_mask)
-        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None)
+        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
         return self.attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
@@ -93,8 +94,10 @@ class Mechanism(nn.Module):
         """The output for queries and keys that the score has prepared already."""
         scale = self.score.scale(q.shape[-1])
         if self.grouping.needs_weights:
-            weights = self._weights(q, k, attn_mask, is_causal, dropout_p)
-            return apply_weights(weights, v)
+            mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
+            weights = self.normaliser.weights(logits(q, k, scale), mask=mask, is_causal=False)
+            weights = self.grouping.perturb(weights, k.shape[1], mask)
+            return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v)
         return self.normaliser(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)  # type: ignore[no-any-return]
 
     def forward_with_weights(
@@ -111,15 +114,49 @@ class Mechanism(nn.Module):
 
         Arguments as in `forward`.
         """
+        return self.forward_with_logits(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)[:2]
+
+    def forward_with_logits(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, the weights (after dropout) and the logits (masked ones are −inf), each [B, H, N, M].
+
+        Arguments as in `forward`, and:
+
+        Args:
+            residual: logits of the previous layer [B, H, N, M], added to these before the weights are formed, as
+                residual attention does (RealFormer, He et al., 2021).
+        """
         self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
         head = self.grouping.assign(k, q.shape[1], attn_mask)
-        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None)
+        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
+        groups = k.shape[1]
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
-        weights = self._weights(q, k, attn_mask, is_causal, dropout_p)
-        return apply_weights(weights, v), weights
+        scores = logits(q, k, self.score.scale(q.shape[-1]))
+        if residual is not None:
+            scores = scores + residual
+        mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+            mask = mask > -math.inf
+        weights = self.normaliser.weights(scores, mask=mask, is_causal=False)
+        if self.grouping.needs_weights:
+            weights = self.grouping.perturb(weights, groups, mask)
+        weights = torch.dropout(weights, dropout_p, dropout_p > 0)
+        return apply_weights(weights, v), weights, scores
 
     def decode(
         self,
@@ -150,7 +187,7 @@ class Mechanism(nn.Module):
             out = self.family.decode(q, k, v, cache)
         else:
             head = self.grouping.assign(k, q.shape[1], attn_mask)
-            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=True, cache=cache)
+            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=True, cache=cache, head=head)
             k, v = cache.append("k", k), cache.append("v", v)
             if head is not None:
                 k, v = k.index_select(1, head), v.index_select(1, head)
@@ -161,13 +198,6 @@ class Mechanism(nn.Module):
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """The logits [B, H, N, M] before any mask: q [B, H, N, D], k [B, G, M, D]."""
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
-
-    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
-        """[B, H, N, M] from prepared q and k."""
-        weights = self.normaliser.weights(logits(q, k, self.score.scale(q.shape[-1])), mask=mask, is_causal=is_causal)
-        if self.grouping.needs_weights:
-            weights = self.grouping.perturb(weights, k.shape[1])
-        return torch.dropout(weights, dropout_p, dropout_p > 0)
 
     def _key_mask(self, mask: Tensor | None) -> Tensor | None:
         """The [B or 1, M] mask that a family takes from a [B, 1, 1, M] one."""
@@ -183,7 +213,7 @@ class Mechanism(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> None:
         check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1])
         if is_causal and self._no_causal:
-            raise UnsupportedError(f"attention '{self.config}': '{self._no_causal[0]}' cannot be causal")
+            raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -295,10 +325,11 @@ def attention(
 def _stateless(spec: str | AttentionConfig) -> Mechanism:
     config = AttentionConfig.parse(spec)
     for part in config.specs():
-        if part.learnable:
+        if part.learnable or part.stateful or part.chained:
+            keeps = "learnable parameters" if part.learnable else "a state"
             raise ConfigError(
-                f"attention '{config}': '{part.name}' has learnable parameters, which a function cannot keep; build "
-                f"it once, m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
+                f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
+                f"m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
     return Mechanism(config, None)
 

@@ -1,0 +1,157 @@
+"""Elliptical scores: features along which values move from layer to layer count more.
+
+[E] is Elliptical Attention, NeurIPS 2024; [Q] is QUEST, arXiv 2604.00199, section A.5.2.
+
+Each layer needs the values of the layer before it, in the same forward pass. `quest_core.inject` and
+:func:`chain` tell every layer which one that is; a layer that was told nothing refuses to run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import Cache
+from ..config import Part
+from ..errors import UnsupportedError
+from ..kernels import unit
+from .base import Dims, visible_keys
+from .scores import SCALE, Standard
+
+
+class Elliptical(Standard):
+    """(q ⊙ m) kᵀ / √D ([E]), with m from how much each feature of the values has changed since the last layer.
+
+    m is the mean over the visible tokens of abs(v − v of the previous layer), divided by its largest feature; when
+    nothing has changed it is 1. No gradient flows through it. A causal layer uses the mean over the tokens so far.
+    The first layer of a chain is standard; so is a layer whose values differ in shape from those before it, as at the
+    border of two stages.
+    """
+
+    def __init__(self, dims: Dims | None, *, scale: float | None) -> None:
+        super().__init__(dims, scale=scale)
+        # In a tuple, so that the previous layer is not registered as a part of this one.
+        self._previous: tuple[Elliptical | None] | None = None
+        self._values: Tensor | None = None  # [B, G, M, D], of the latest forward pass
+
+    def follow(self, previous: Elliptical | None) -> None:
+        """Say which layer comes before this one; None makes it the first."""
+        self._previous = (previous,)
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: Cache | None,
+        head: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if self._previous is None:
+            raise UnsupportedError(
+                "elliptical attention needs the values of the layer before it, and nobody said which layer that is; "
+                "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
+            )
+        before = None if self._previous[0] is None else self._previous[0]._take(v)
+        self._values = v.detach()
+        if before is not None:
+            metric = self._metric(v.detach(), before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
+            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
+        return self.query(q), self.key(k)
+
+    def _take(self, v: Tensor) -> Tensor | None:
+        """This layer's latest values, if they are of the same shape as `v`."""
+        values = self._values
+        if not torch.is_grad_enabled():
+            self._values = None  # nothing will be recomputed for a backward pass, so nothing need be kept
+        return values if values is not None and values.shape == v.shape else None
+
+    @staticmethod
+    def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
+        """m: [B, G, 1, D], or [B, G, N, D] when causal."""
+        change = (v - before).abs().to(torch.promote_types(v.dtype, torch.float32))  # [B, G, M, D]
+        m = v.shape[2]
+        seen = visible_keys(mask, v.shape[0], m if cache is None else m + cache.tokens)
+        if seen is not None:
+            weight = seen[:, None, -m:, None].to(change.dtype)  # [B, 1, M, 1]
+            change = change * weight
+        else:
+            weight = change.new_ones(1, 1, m, 1)
+        if is_causal:
+            total, count = change.cumsum(2), weight.cumsum(2).expand(v.shape[0], 1, m, 1)
+            if cache is not None:
+                if "elliptical_total" in cache:
+                    total, count = total + cache["elliptical_total"], count + cache["elliptical_count"]
+                cache["elliptical_total"], cache["elliptical_count"] = total[:, :, -1:], count[:, :, -1:]
+            # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
+            last = (torch.arange(n, device=v.device) + m - n).clamp(min=0)
+            mean = total[:, :, last] / count[:, :, last].clamp(min=1)  # [B, G, N, D]
+        else:
+            mean = change.sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)  # [B, G, 1, D]
+        top = mean.amax(-1, keepdim=True)
+        return torch.where(top > 0, mean / torch.where(top > 0, top, 1), 1)
+
+    @staticmethod
+    def _spread(metric: Tensor, heads: int, head: Tensor | None) -> Tensor:
+        """[B, G, ...] -> [B, H, ...]: every query head gets the metric of its key/value head."""
+        if head is not None:
+            return metric.index_select(1, head)
+        return metric.repeat_interleave(heads // metric.shape[1], 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_values": None}  # of one forward pass; not worth a place in a pickle
+
+
+class EllipticalQuest(Elliptical):
+    """(q ⊙ m) k̄ᵀ ([Q], A.5.2: S q̄ M k̄ᵀ with S = diag(‖q‖)); the first layer of a chain is quest."""
+
+    def default_scale(self, head_dim: int) -> float:
+        return 1.0
+
+    def key(self, k: Tensor) -> Tensor:
+        return unit(k)
+
+
+def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
+    """Tell every elliptical layer of `model` which one comes before it.
+
+    Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
+    ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
+
+    Args:
+        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default.
+    """
+    modules = dict(model.named_modules())
+    latest: dict[str, Elliptical] = {}
+    for path in modules if paths is None else paths:
+        scores = (
+            [modules[path]]
+            if paths is None
+            else [module for name, module in modules.items() if name == path or name.startswith(path + ".")]
+        )
+        for score in scores:
+            if isinstance(score, Elliptical):
+                stack = re.sub(r"\d+", "*", path)
+                score.follow(latest.get(stack))
+                latest[stack] = score
+
+
+PARTS = (
+    Part(
+        "elliptical",
+        "score",
+        "(q ⊙ m) kᵀ / √D",
+        "Elliptical Attention, NeurIPS 2024",
+        Elliptical,
+        (SCALE,),
+        chained=True,
+    ),
+    Part("elliptical-quest", "score", "(q ⊙ m) k̄ᵀ", "QUEST, A.5.2", EllipticalQuest, (SCALE,), chained=True),
+)

@@ -1,0 +1,179 @@
+"""Elliptical scores: the metric against its formula, the chain of layers, causality and decoding."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.mechanisms.reference import softmax, unit, visible
+
+NAMES = ("elliptical", "elliptical-quest")
+
+
+def pair(name: str, heads: int = 4, kv: int = 4, dim: int = 6) -> tuple[quest_core.Mechanism, quest_core.Mechanism]:
+    spec = name if kv == heads else f"{name}+gqa(kv_heads={kv})"
+    first, second = (quest_core.mechanism(spec, num_heads=heads, head_dim=dim) for _ in range(2))
+    quest_core.chain(nn.ModuleList([first, second]))
+    return first, second
+
+
+def tensors(batch: int, heads: int, kv: int, n: int, dim: int = 6, m: int | None = None) -> tuple[Tensor, ...]:
+    m = n if m is None else m
+    made = torch.randn(batch, heads, n, dim), torch.randn(batch, kv, m, dim), torch.randn(batch, kv, m, dim)
+    return tuple(x.double() for x in made)
+
+
+def formula(name: str, q: Tensor, k: Tensor, v: Tensor, before: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """The specification, token by token, for N = M."""
+    batch, heads, n, dim = q.shape
+    share = heads // k.shape[1]
+    k, v, before = (x.repeat_interleave(share, 1) for x in (k, v, before))
+    seen = visible(n, n, mask, is_causal).expand(batch, heads, n, n)
+    keys = (visible(n, n, mask, False).expand(batch, heads, n, n)).any(2)  # [B, H, M]
+    metric = torch.ones(batch, heads, n, dim, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(n):
+                tokens = [j for j in range(n) if keys[b, h, j] and (j <= i or not is_causal)]
+                if tokens:
+                    mean = torch.stack([(v[b, h, j] - before[b, h, j]).abs() for j in tokens]).mean(0)
+                    if mean.max() > 0:
+                        metric[b, h, i] = mean / mean.max()
+    logits = (q * metric) @ (unit(k).mT if name == "elliptical-quest" else k.mT / math.sqrt(dim))
+    return softmax(logits, seen) @ v
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv", [4, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_second_layer_equals_the_formula(name: str, kv: int, masked: bool, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    first, second = pair(name, kv=kv)
+    mask = None
+    if masked:
+        mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+        mask[0, ..., 3:] = False
+    one, two = tensors(2, 4, kv, 5), tensors(2, 4, kv, 5)
+    plain = {"elliptical": "standard", "elliptical-quest": "quest"}[name]
+    want_first = quest_core.attention(*one, plain + ("+gqa" if kv != 4 else ""), attn_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(first(*one, attn_mask=mask, is_causal=is_causal), want_first)
+    want = formula(name, *two, one[2], mask, is_causal)
+    torch.testing.assert_close(second(*two, attn_mask=mask, is_causal=is_causal), want, rtol=1e-10, atol=1e-10)
+    first(*one)
+    weights = second.forward_with_weights(*two, attn_mask=mask, is_causal=is_causal)[0]
+    torch.testing.assert_close(weights, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_values_make_the_metric_one(name: str) -> None:
+    first, second = pair(name)
+    q, k, v = tensors(1, 4, 4, 5)
+    torch.testing.assert_close(first(q, k, v), second(q, k, v))
+
+
+def test_no_gradient_flows_through_the_metric() -> None:
+    first, second = pair("elliptical")
+    q, k, v = (x.requires_grad_() for x in tensors(1, 4, 4, 5))
+    first(q, k, v * 2)
+    second(q, k, v.detach()).sum().backward()
+    assert v.grad is None
+
+
+def test_layers_of_other_shapes_start_anew() -> None:
+    """At the border of two stages there is nothing to compare with."""
+    first, second = pair("elliptical")
+    first(*tensors(1, 4, 4, 5))
+    q, k, v = tensors(1, 4, 4, 7)
+    torch.testing.assert_close(second(q, k, v), quest_core.attention(q, k, v, "standard"))
+
+
+def test_an_unlinked_layer_refuses_to_run() -> None:
+    lonely = quest_core.mechanism("elliptical", num_heads=4, head_dim=6)
+    with pytest.raises(quest_core.UnsupportedError, match=r"quest_core.inject, or call quest_core.chain\(model\)"):
+        lonely(*tensors(1, 4, 4, 5))
+    with pytest.raises(quest_core.ConfigError, match="'elliptical' has a state"):
+        quest_core.attention(*tensors(1, 4, 4, 5), "elliptical")
+
+
+def encoder(name: str, layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    for i, parameter in enumerate(model.parameters()):  # layers that differ
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)))
+    return quest_core.inject(model, name)[0]
+
+
+def test_injected_layers_follow_each_other() -> None:
+    x = torch.randn(2, 5, 16)
+    elliptical, plain = encoder("elliptical").eval(), encoder("standard").eval()
+    assert not torch.allclose(elliptical(x), plain(x))
+    torch.testing.assert_close(elliptical(x), elliptical(x))  # nothing is left over from the pass before
+    shallow = encoder("elliptical", 1).eval(), encoder("standard", 1).eval()
+    torch.testing.assert_close(shallow[0](x), shallow[1](x))
+
+
+def test_copies_keep_their_own_chain() -> None:
+    x, other = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    model = encoder("elliptical-quest")
+    want = model.eval()(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        model(other)
+        torch.testing.assert_close(twin(x), want)
+    model.train()
+    model(x)
+    pickle.dumps(model)  # with values of a training step still held
+    copy.deepcopy(model)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    x = torch.randn(2, 5, 16)
+    gradients = []
+    for use in (False, True):
+        model = encoder("elliptical")
+        out = x
+        for layer in model.layers:
+            out = torch.utils.checkpoint.checkpoint(layer, out, use_reentrant=False) if use else layer(out)
+        out.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_future_never_changes_the_past(name: str) -> None:
+    first, second = pair(name)
+    one, two = tensors(1, 4, 4, 6), tensors(1, 4, 4, 6)
+    first(*one, is_causal=True)
+    before = second(*two, is_causal=True)
+    for x in (*one, *two):
+        x[:, :, 4:] += 10
+    first(*one, is_causal=True)
+    torch.testing.assert_close(second(*two, is_causal=True)[:, :, :4], before[:, :, :4])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunks", [[1] * 6, [4, 2], [2, 1, 3]])
+def test_decoding_equals_the_full_pass(name: str, chunks: list[int]) -> None:
+    first, second = pair(name)
+    one, two = tensors(2, 4, 4, 6), tensors(2, 4, 4, 6)
+    first(*one, is_causal=True)
+    want = second(*two, is_causal=True)
+    caches = quest_core.Cache(), quest_core.Cache()
+    out = []
+    for a, b in zip(
+        zip(*(x.split(chunks, 2) for x in one), strict=True),
+        zip(*(x.split(chunks, 2) for x in two), strict=True),
+        strict=True,
+    ):
+        first.decode(*a, caches[0])
+        out.append(second.decode(*b, caches[1]))
+    torch.testing.assert_close(torch.cat(out, 2), want)

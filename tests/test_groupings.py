@@ -1,0 +1,199 @@
+"""Key-driven groupings: head sizes against exact arithmetic, state, noise."""
+
+from __future__ import annotations
+
+import copy
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import quest_core
+from quest_core.mechanisms.groupings import PARTS, allocate, head_index, key_norms
+from quest_core.mechanisms.reference import attention as reference
+
+KEY_DRIVEN = ("kdgqa", "dgqa")
+
+
+def by_hand(importance: list[Fraction], heads: int, least: int = 0) -> list[int]:
+    """The specification in exact fractions: floors, then largest remainders, ties to the lower index."""
+    total = sum(importance)
+    free = heads - least * len(importance)
+    share = [x / total * free if total else Fraction(free, len(importance)) for x in importance]
+    sizes = [math.floor(s) for s in share]
+    order = sorted(range(len(share)), key=lambda g: (-(share[g] - sizes[g]), g))
+    for g in order[: free - sum(sizes)]:
+        sizes[g] += 1
+    return [s + least for s in sizes]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 10), st.integers(0, 1))
+def test_sizes_equal_exact_arithmetic(weights: list[int], extra: int, least: int) -> None:
+    heads = len(weights) + extra
+    sizes = allocate(torch.tensor(weights, dtype=torch.float64), heads, least)
+    assert sizes.tolist() == by_hand([Fraction(w) for w in weights], heads, least)
+    assert sizes.sum() == heads
+    index = head_index(sizes, heads).tolist()
+    assert index == [g for g, size in enumerate(sizes.tolist()) for _ in range(size)]
+
+
+def keys(norms: list[float], batch: int = 2, tokens: int = 3, dim: int = 4) -> Tensor:
+    """Keys [B, G, M, D] whose heads have these Frobenius norms."""
+    made = torch.randn(batch, len(norms), tokens, dim, dtype=torch.float64)
+    return made / made.square().sum((2, 3), keepdim=True).sqrt() * torch.tensor(norms)[None, :, None, None]
+
+
+def test_kdgqa_follows_the_paper() -> None:
+    made = quest_core.mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
+    # n̂ = (0, 1/2, 1): sizes ⌊(0, 2, 4)⌋
+    assert made.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
+    assert made.grouping.assign(keys([2.0, 2.0, 2.0]), 6, None).tolist() == [0, 0, 1, 1, 2, 2]
+    least = quest_core.mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
+    assert least.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("score", ["standard", "quest", "qnorm"])
+def test_key_driven_attention_is_attention_with_the_assigned_heads(score: str) -> None:
+    torch.manual_seed(0)
+    q, v = torch.randn(2, 6, 5, 4, dtype=torch.float64), torch.randn(2, 3, 7, 4, dtype=torch.float64)
+    k = keys([1.0, 2.0, 3.0], tokens=7)
+    head = torch.tensor([1, 1, 2, 2, 2, 2])
+    want = reference(q, k[:, head], v[:, head], score)[0]
+    got = quest_core.attention(q, k, v, f"{score}+kdgqa")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    made = quest_core.mechanism(f"{score}+kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
+    torch.testing.assert_close(made.forward_with_weights(q, k, v)[0], want, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_and_batch_size_do_not_change_the_norms() -> None:
+    k = keys([1.0, 2.0], batch=3)
+    padded = torch.cat([k, torch.full((3, 2, 2, 4), 9.0, dtype=torch.float64)], 2)
+    mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
+    mask[..., 3:] = False
+    torch.testing.assert_close(key_norms(padded, mask), key_norms(k, None))
+    torch.testing.assert_close(key_norms(k.repeat(4, 1, 1, 1), None), key_norms(k, None))
+
+
+@pytest.mark.parametrize("evolution", ["ema", "difference"])
+def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -> None:
+    spec = {"name": "dgqa", "kv_heads": 2, "window": 3, "evolution": evolution, "alpha": 0.25}
+    made = quest_core.mechanism(spec, num_heads=8, head_dim=4)
+    norms = [[1.0, 4.0], [2.0, 2.0], [5.0, 1.0], [6.0, 2.0], [1.0, 1.0], [1.0, 1.0], [3.0, 6.0], [9.0, 9.0]]
+    cached, want, sizes = norms[0], [4, 4], []
+    for step, now in enumerate(norms):
+        head = made.grouping.assign(keys(now), 8, None)
+        sizes.append(torch.bincount(head, minlength=2).tolist())
+        assert sizes[-1] == want, step
+        if step and step % 3 == 0:  # what this step finds takes effect at the next
+            if evolution == "ema":
+                cached = [0.25 * n + 0.75 * c for n, c in zip(now, cached, strict=True)]
+                importance = cached
+            else:
+                importance = [abs(n - c) for n, c in zip(now, cached, strict=True)]
+                cached = now
+            want = by_hand([Fraction(x) for x in importance], 8)
+    assert len({tuple(s) for s in sizes}) > 1
+
+
+def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
+    spec = "quest+dgqa(kv_heads=2, window=1)"
+    made = quest_core.mechanism(spec, num_heads=4, head_dim=4)
+    q, v = torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)
+    for norms in ([1.0, 3.0], [1.0, 5.0], [2.0, 9.0]):
+        made(q, keys(norms).float(), v)
+    state = copy.deepcopy(made.state_dict())
+    assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "steps"}
+    made.eval()
+    made(q, keys([9.0, 1.0]).float(), v)
+    assert all(torch.equal(made.state_dict()[name], x) for name, x in state.items())
+    twin = quest_core.mechanism(spec, num_heads=4, head_dim=4).eval()
+    twin.load_state_dict(state)
+    k = keys([1.0, 1.0]).float()
+    torch.testing.assert_close(twin(q, k, v), made(q, k, v))
+    assert made.half().state_dict()["grouping.norms"].dtype == torch.float64
+
+
+def test_activation_checkpointing_counts_a_step_once() -> None:
+    made = quest_core.mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=4)
+    q, k, v = torch.randn(2, 4, 3, 4, requires_grad=True), torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
+    torch.utils.checkpoint.checkpoint(made, q, k, v, use_reentrant=False).sum().backward()
+    assert made.grouping.steps == 1
+
+
+def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:
+    q, k, v = torch.randn(2, 4, 40, 4), torch.randn(2, 2, 50, 4), torch.randn(2, 2, 50, 4)
+    made = quest_core.mechanism("quest+pgqa(kv_heads=2)", num_heads=4, head_dim=4)
+    clean = quest_core.mechanism("quest+gqa(kv_heads=2)", num_heads=4, head_dim=4).forward_with_weights(q, k, v)[1]
+    mask = torch.ones(50, dtype=torch.bool)
+    noise = clean - made.forward_with_weights(q, k, v)[1]  # [B, H, N, M]
+    assert (noise.diagonal(dim1=2, dim2=3) == 0).all()
+    off = ~torch.eye(40, 50, dtype=torch.bool)
+    for b in range(2):
+        for g in range(2):
+            own, weights = noise[b, 2 * g : 2 * g + 2][:, off], clean[b, 2 * g : 2 * g + 2]
+            spread = weights.std().item()
+            assert own.mean().item() == pytest.approx(weights.mean().item(), abs=5 * spread / own.numel() ** 0.5)
+            assert own.std().item() == pytest.approx(spread, rel=0.1)
+    mask[45:] = False
+    hidden = made.forward_with_weights(q, k, v, attn_mask=mask.expand(40, 50))[1]
+    assert (hidden[..., 45:] == 0).all()
+
+
+def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
+    q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    loud = quest_core.mechanism("pgqa(kv_heads=2)", num_heads=4, head_dim=4).eval()
+    quiet = quest_core.mechanism("pgqa(kv_heads=2, noise_in_eval=false)", num_heads=4, head_dim=4)
+    plain = quest_core.attention(q, k, v, "gqa")
+    torch.manual_seed(0)
+    first = loud(q, k, v)
+    torch.manual_seed(0)
+    torch.testing.assert_close(loud(q, k, v), first)
+    assert not torch.allclose(first, plain)
+    assert not torch.allclose(quiet(q, k, v), plain)
+    torch.testing.assert_close(quiet.eval()(q, k, v), plain)
+
+
+@pytest.mark.parametrize("name", ["kdgqa", "pgqa"])
+def test_what_looks_ahead_is_refused_as_causal(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 4)
+    made = quest_core.mechanism(f"{name}(kv_heads=2)", num_heads=2, head_dim=4)
+    with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot be causal: .*future"):
+        made(q, k, v, is_causal=True)
+    with pytest.raises(quest_core.UnsupportedError, match="cannot decode incrementally"):
+        made.decode(q, k, v, quest_core.Cache())
+
+
+def test_dgqa_decodes() -> None:
+    layer = quest_core.Attention(12, 4, "quest+dgqa(kv_heads=2)").eval()
+    layer.mechanism.grouping.sizes.copy_(torch.tensor([1, 3]))
+    x = torch.randn(2, 6, 12)
+    cache = quest_core.Cache()
+    steps = [layer(x[:, i : i + 1], is_causal=True, cache=cache) for i in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
+
+
+@pytest.mark.parametrize("part", [p.name for p in PARTS if p.name not in ("mha", "mqa")])
+def test_kv_heads_is_required_and_checked(part: str) -> None:
+    with pytest.raises(quest_core.ConfigError, match=f"needs 'kv_heads'.*{part}\\(kv_heads=2\\)"):
+        quest_core.mechanism(part, num_heads=4, head_dim=4)
+    with pytest.raises(quest_core.ConfigError, match="the 4 (query )?heads"):
+        quest_core.mechanism(f"{part}(kv_heads=5)", num_heads=4, head_dim=4)
+    made = quest_core.mechanism(f"{part}(kv_heads=2)", num_heads=4, head_dim=4)
+    with pytest.raises(quest_core.InputError, match="kv_heads is 2, but k has 4 heads"):
+        made(*torch.randn(3, 1, 4, 3, 4))
+
+
+@pytest.mark.parametrize("name", [*KEY_DRIVEN, "pgqa"])
+def test_compiles_without_a_graph_break(name: str) -> None:
+    made = quest_core.mechanism(f"quest+{name}(kv_heads=2)", num_heads=4, head_dim=4).eval()
+    q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    want = made(q, k, v)
+    torch.manual_seed(0)
+    torch.testing.assert_close(compiled(q, k, v), want)
