@@ -105,8 +105,7 @@ class Elliptical(Standard):
         return metric.repeat_interleave(heads // metric.shape[1], 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_values": None}  # of one forward pass; not worth a place in a pickle
+        return {**self.__dict__, "_values": None}  # of one forward pass; not worth a place in a pickle
 
 
 class EllipticalQuest(Elliptical):

@@ -1,0 +1,101 @@
+"""Writes the tables of the README and of docs/mechanisms.md from what mechanisms and plugins declare.
+
+  python docs/generate.py            write them
+  python docs/generate.py --check    exit 1 if what is there differs
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from quest_core.adapter import Capabilities, refusal
+from quest_core.cli import AXIS_TITLES
+from quest_core.config import AttentionConfig, Part
+from quest_core.mechanisms import PARTS
+from quest_core.torch_mha import TorchAdapter
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"
+
+
+def hosts() -> dict[str, Capabilities]:
+    """Every host with what it offers: PyTorch itself, and each plugin of this repository by its info.py."""
+    found = {"PyTorch": TorchAdapter.capabilities}
+    for path in sorted(ROOT.glob("plugins/*/src/*/info.py")):
+        scope: dict[str, Any] = {"__file__": str(path), "__name__": "info"}
+        exec(compile(path.read_text(), path, "exec"), scope)
+        if "host" in scope["INFO"]:
+            found[scope["INFO"]["host"]] = Capabilities(**scope["INFO"]["capabilities"])
+    return found
+
+
+def spec(part: Part) -> AttentionConfig:
+    """The shortest configuration that uses a part."""
+    needs = any(o.name == "kv_heads" for o in part.options)
+    return AttentionConfig.parse(f"{part.name}(kv_heads=2)" if needs else part.name)
+
+
+def support() -> str:
+    """Frameworks across, mechanisms down."""
+    columns = hosts()
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
+    for part in PARTS:
+        if part.name not in ("softmax", "mha"):  # what every combination has unless it says otherwise
+            cells = ["–" if refusal(spec(part), asked) else "✓" for asked in columns.values()]
+            lines.append(f"| `{part.name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mechanisms() -> str:
+    """One table for each axis."""
+    blocks = []
+    for axis, title in AXIS_TITLES.items():
+        rows = [part for part in PARTS if part.axis == axis]
+        if rows:
+            blocks += [f"### {title}", "", "| name | formula | options | causal | parameters | cost | source |"]
+            blocks.append("|---|---|---|:-:|:-:|---|---|")
+            blocks += [_row(part) for part in rows]
+            blocks.append("")
+    return "\n".join(blocks).rstrip()
+
+
+def _row(part: Part) -> str:
+    options = ", ".join(f"`{o.name}` = {'null' if o.default is None else str(o.default).lower()}" for o in part.options)
+    learns = "yes" if part.learnable else "–"
+    causal = "✓" if part.causal else "–"
+    cells = (f"`{part.name}`", part.summary, options or "–", causal, learns, part.complexity, part.source)
+    return "| " + " | ".join(cells) + " |"
+
+
+TABLES = {"support": support, "mechanisms": mechanisms}
+PLACES = {ROOT / "README.md": ("support",), ROOT / "docs" / "mechanisms.md": ("mechanisms", "support")}
+
+
+def rendered(path: Path) -> str:
+    """The file's text with every generated block brought up to date."""
+    text = path.read_text()
+    for name in PLACES[path]:
+        head, begin, rest = text.partition(BEGIN.format(name))
+        _, end, tail = rest.partition(END)
+        if not begin or not end:
+            raise SystemExit(f"{path.name} has no block '{BEGIN.format(name)}' ... '{END}'")
+        text = f"{head}{begin}\n{TABLES[name]()}\n{end}{tail}"
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    stale = [path for path in PLACES if path.read_text() != rendered(path)]
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date; run: python docs/generate.py", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(rendered(path))
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
