@@ -49,7 +49,7 @@ def top_level_imports(path: Path) -> Iterator[str]:
 @on_hosts
 def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
     source = f"src/{package(plugin)}"
-    parts = ["pyproject.toml", "constraints.txt", "README.md", "tests", f"{source}/configs"]
+    parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
     parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "tasks")]
     assert [part for part in parts if not (plugin / part).exists()] == []
 

@@ -1,0 +1,331 @@
+"""tsai's attention modules with another mechanism inside.
+
+Each class answers the call of one host module and holds that module's own sub-modules under their own names, so a
+state dict of the host loads strictly, both ways, while the mechanism has no parameters of its own. With fewer
+key/value heads (gqa, mqa) the key and value projections are smaller, and a host checkpoint is pooled on load.
+
+tsai always forms the attention weights. Here they are formed only where somebody needs them: where the host passes
+scores from layer to layer (`res_attention`), stores the weights (`store_attn`), a forward hook looks at the result, or
+dropout acts on them (drawn on the weights as tsai draws it, so a seeded run sees the same masks).
+Everything else takes the mechanism's fused path.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig
+from quest_core.convert import Pool, keep_heads, pool_heads
+from quest_core.errors import InputError
+from quest_core.mechanisms.mechanism import kv_heads, mechanism
+
+
+def plain(x: Tensor) -> Tensor:
+    """`x` without fastai's tensor subclass, whose dispatch costs more than a small operation and confuses kernels."""
+    return x if type(x) is Tensor else x.as_subclass(Tensor)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, N, heads·D] -> [B, heads, N, D], a view."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, N, D] -> [B, N, H·D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """tsai's two masks -> what is hidden, and what is added to the scores.
+
+    Args:
+        attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = hidden) or additive.
+        key_padding_mask: [B, M], true or non-zero = padding.
+
+    Returns:
+        Boolean and additive mask, each with four axes or None.
+    """
+    hidden = added = None
+    if attn_mask is not None:
+        attn_mask = plain(attn_mask)
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # [.., .., N, M]
+        if attn_mask.dtype == torch.bool:
+            hidden = attn_mask
+        else:
+            added = attn_mask
+    if key_padding_mask is not None:
+        padding = plain(key_padding_mask)
+        padding = (padding if padding.dtype == torch.bool else padding != 0)[:, None, None, :]  # [B, 1, 1, M]
+        hidden = padding if hidden is None else hidden | padding
+    return hidden, added
+
+
+class Core(nn.Module):
+    """Scores, weights and output: what tsai calls ScaledDotProductAttention.
+
+    Args:
+        config: the mechanism.
+        num_heads: query heads H.
+        head_dim: features D a query/key head.
+        factor: the host's factor on q·k, used by every score that has a factor 1/√D of its own.
+        dropout: the host's dropout on the weights, or None.
+        scale: the host's `scale` parameter, kept because it is a key of the host's state dict. Where it learns
+            (``lsa=True``) it is the factor.
+        gives_scores: whether the host passes scores on to the next layer.
+        gives_weights: whether the host reads the weights.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        num_heads: int,
+        head_dim: int,
+        *,
+        factor: float,
+        dropout: nn.Module | None = None,
+        scale: nn.Parameter | None = None,
+        gives_scores: bool = False,
+        gives_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gives_scores, self.gives_weights = gives_scores, gives_weights
+        self.attn_dropout = dropout
+        self.learns_scale = scale is not None and scale.requires_grad
+        if scale is not None:
+            self.scale = scale
+        standard_scale = 1.0 if self.learns_scale else factor
+        self.mechanism = mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prev: Tensor | None = None,
+        hidden: Tensor | None = None,
+        added: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output [B, H, N, Dv], and the weights and scores [B, H, N, M] where they were formed.
+
+        Args:
+            q: [B, H, N, D].
+            k: [B, G, M, D] and v: [B, G, M, Dv].
+            prev: scores of the previous layer [B, H, N, M].
+            hidden: boolean, True = may not attend, broadcastable to [B, H, N, M].
+            added: added to the scores, broadcastable to [B, H, N, M].
+            need_weights: form the weights also where nothing else asks for them.
+        """
+        if self.learns_scale:
+            q = q * self.scale
+        dropout = self.attn_dropout
+        dropout_p = dropout.p if dropout is not None and dropout.training else 0.0
+        # A family never has weights: it is refused where the host reads them, and a hook gets None.
+        wanted = self.mechanism.family is None and (need_weights or dropout_p > 0 or bool(self._forward_hooks))
+        mask = _one_mask(hidden, added)
+        if prev is None and not (self.gives_scores or self.gives_weights or wanted):
+            return self.mechanism(q, k, v, attn_mask=mask, dropout_p=dropout_p), None, None
+        out, weights, scores = self.mechanism.forward_with_logits(
+            q, k, v, residual=None if prev is None else plain(prev), attn_mask=mask, dropout_p=dropout_p
+        )
+        return out, weights, scores if self.gives_scores else None
+
+
+def _one_mask(hidden: Tensor | None, added: Tensor | None) -> Tensor | None:
+    if hidden is None:
+        return added
+    if added is None:
+        return ~hidden
+    return added.masked_fill(hidden, -math.inf)
+
+
+class Replacement(nn.Module):
+    """What all replacements share: the host's sub-modules, smaller key/value projections, pooling on load."""
+
+    pooled: ClassVar[tuple[str, ...]]
+    """Names of the Linear modules whose rows are key or value heads."""
+    packed: ClassVar[int] = 1
+    """How many projections one of those modules holds, one after the other."""
+    core: ClassVar[str]
+    """The name under which the host (or, where it has none, this class) keeps the Core."""
+
+    config: AttentionConfig
+    num_heads: int
+    kv_heads: int
+
+    @classmethod
+    def from_host(
+        cls, host: nn.Module, config: AttentionConfig, num_heads: int, core: Core, *, fresh: bool
+    ) -> Replacement:
+        """A module with the host's attributes and sub-modules; `host` itself stays as it was.
+
+        Raises:
+            InputError: `host` is a replacement whose key/value heads were pooled already.
+        """
+        if isinstance(host, Replacement) and host.kv_heads != host.num_heads:
+            raise InputError(
+                f"this module has {host.kv_heads} key/value heads already (attention '{host.config}'); build the model "
+                "anew to choose another attention"
+            )
+        made = cls.__new__(cls)
+        made.__dict__ = {
+            key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
+        }
+        made.config, made.num_heads, made.kv_heads = config, num_heads, kv_heads(config, num_heads)
+        made._modules[cls.core] = core
+        anchor = made.get_submodule(cls.pooled[0]).weight
+        core.mechanism.to(device=anchor.device, dtype=anchor.dtype)
+        core.train(host.training)
+        if made.kv_heads != num_heads:
+            for name in cls.pooled:
+                made._modules[name] = made._smaller(made.get_submodule(name), keep_heads if fresh else pool_heads)
+        return made
+
+    def _smaller(self, linear: nn.Linear, pool: Pool) -> nn.Linear:
+        weight = self._reduce(linear.weight.detach(), pool)
+        bias = linear.bias is not None
+        made = nn.Linear(linear.in_features, weight.shape[0], bias, device=weight.device, dtype=weight.dtype)
+        made.weight = nn.Parameter(weight, linear.weight.requires_grad)
+        if bias:
+            made.bias = nn.Parameter(self._reduce(linear.bias.detach(), pool), linear.bias.requires_grad)
+        return made.train(linear.training)
+
+    def _reduce(self, rows: Tensor, pool: Pool) -> Tensor:
+        return torch.cat([pool(part, self.num_heads, self.kv_heads) for part in rows.chunk(self.packed)])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        if self.kv_heads != self.num_heads:
+            for name in self.pooled:
+                for leaf, own in self.get_submodule(name).named_parameters():
+                    key = f"{prefix}{name}.{leaf}"
+                    given = state_dict.get(key)
+                    if given is not None and given.shape[0] * self.kv_heads == own.shape[0] * self.num_heads:
+                        state_dict[key] = self._reduce(given, pool_heads)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class MultiheadAttention(Replacement):
+    """For tsai's MultiheadAttention (TSTPlus, TSiTPlus, PatchTST) and its unscaled-dropout relatives of the tabular
+    models."""
+
+    pooled: ClassVar[tuple[str, ...]] = ("W_K", "W_V")
+    core: ClassVar[str] = "sdp_attn"
+    output: ClassVar[str] = "to_out"
+
+    def forward(
+        self,
+        Q: Tensor,
+        K: Tensor | None = None,
+        V: Tensor | None = None,
+        prev: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:
+        """Attention over embeddings.
+
+        Args:
+            Q: [B, N, E]; K, V: [B, M, E], Q by default.
+            prev: scores of the previous layer [B, H, N, M].
+            key_padding_mask: [B, M], True = padding.
+            attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = may not attend) or additive.
+
+        Returns:
+            The output [B, N, E] and the weights [B, H, N, M], or None where nobody reads them; with the host's
+            `res_attention` also the scores [B, H, N, M].
+        """
+        Q = plain(Q)
+        K = Q if K is None else plain(K)
+        V = Q if V is None else plain(V)
+        q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
+        k = split_heads(self.W_K(K), self.kv_heads)  # [B, G, M, D]
+        v = split_heads(self.W_V(V), self.kv_heads)  # [B, G, M, Dv]
+        hidden, added = split_masks(attn_mask, key_padding_mask)
+        core: Core = self.sdp_attn
+        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
+        out = getattr(self, self.output)(merge_heads(out))
+        return (out, weights, scores) if core.gives_scores else (out, weights)
+
+
+class TabularAttention(MultiheadAttention):
+    """For the attention of TabTransformer and TabFusionTransformer."""
+
+    output: ClassVar[str] = "W_O"
+
+    def forward(  # type: ignore[override]  # the host's own order of arguments
+        self, Q: Tensor, K: Tensor, V: Tensor, prev: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Any:
+        """As MultiheadAttention, without padding."""
+        return super().forward(Q, K, V, prev, attn_mask=attn_mask)
+
+
+class PlainAttention(MultiheadAttention):
+    """For the attention of TST and of RNN/LSTM/GRUAttention, whose core tsai builds inside `forward`."""
+
+    output: ClassVar[str] = "W_O"
+
+    def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        """As MultiheadAttention; mask [N, M] with True = may not attend (tsai declares it and drops it)."""
+        return super().forward(Q, K, V, attn_mask=mask)
+
+
+class PerceiverAttention(Replacement):
+    """For the cross- and self-attention of TSPerceiver."""
+
+    pooled: ClassVar[tuple[str, ...]] = ("to_kv",)
+    packed: ClassVar[int] = 2
+    core: ClassVar[str] = "attn"
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: None = None) -> Any:
+        """x [B, N, E] attends to context [B, M, C] (itself by default) -> [B, N, E], and scores with `res_attention`.
+
+        Raises:
+            InputError: for a mask, which tsai declares and drops.
+        """
+        if mask is not None:
+            raise InputError("TSPerceiver's attention takes no mask: tsai declares the argument and ignores it")
+        x = plain(x)
+        q = split_heads(self.to_q(x), self.num_heads)  # [B, H, N, D]
+        k, v = self.to_kv(x if context is None else plain(context)).chunk(2, dim=-1)
+        k, v = split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)  # [B, G, M, D]
+        core: Core = self.attn
+        out, _, scores = core(q, k, v)
+        out = self.to_out(merge_heads(out))
+        return (out, scores) if core.gives_scores else out
+
+
+class ConvTranAttention(Replacement):
+    """For the three attentions of ConvTran, told apart by what they add: nothing, a bias after the softmax
+    (`relative_bias_table`), or relative vectors before it (`Er`)."""
+
+    pooled: ClassVar[tuple[str, ...]] = ("key", "value")
+    core: ClassVar[str] = "sdp_attn"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, E] -> [B, N, E]."""
+        x = plain(x)
+        q = split_heads(self.query(x), self.num_heads)  # [B, H, N, D]
+        k, v = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)  # [B, G, N, D]
+        added = None
+        if hasattr(self, "Er"):
+            added = self.relative_scores(q) * self.scale
+        out = self.sdp_attn(q, k, v, added=added)[0]
+        if hasattr(self, "relative_bias_table"):
+            out = out + self.relative_bias() @ v.repeat_interleave(self.num_heads // self.kv_heads, dim=1)
+        merged: Tensor = self.to_out(merge_heads(out))
+        return merged
+
+    def relative_bias(self) -> Tensor:
+        """[H, N, N], the weight that ConvTran adds to the attention weights by relative position."""
+        n = self.seq_len
+        table = self.relative_bias_table  # [2·N − 1, H]
+        return table[self.relative_index.flatten()].view(n, n, -1).permute(2, 0, 1)
+
+    def relative_scores(self, q: Tensor) -> Tensor:
+        """[B, H, N, N], queries against relative vectors, shifted so that column j of row i is the offset j − i."""
+        scores = nn.functional.pad(q @ self.Er.transpose(0, 1), (1, 0))  # [B, H, N, 1 + N]
+        b, h, rows, columns = scores.shape
+        return scores.reshape(b, h, columns, rows)[:, :, 1:, :]

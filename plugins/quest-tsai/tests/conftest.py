@@ -1,0 +1,53 @@
+"""The tests need what `environment/` gives: torchvision beside a CPU build of PyTorch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = Path(__file__).parents[1] / "environment"
+try:
+    import quest_tsai_environment  # there already where ./dev made the environment
+except ModuleNotFoundError:
+    sys.path.append(str(ENVIRONMENT))
+    import quest_tsai_environment  # noqa: F401
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+
+@pytest.fixture
+def fresh_python():
+    """Run a script in a new interpreter and return what it printed; its failure is the test's."""
+
+    def run(script: str, cwd: Path) -> str:
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ENVIRONMENT)]))
+        done = subprocess.run(
+            [sys.executable, "-c", "import quest_tsai_environment\n" + script],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def problem():
+    """Series [60, 3, 20] of three classes that differ in frequency, labels, splits."""
+    generator = np.random.default_rng(0)
+    labels = np.arange(60) % 3
+    steps = np.arange(20)
+    x = np.sin(steps * (labels[:, None, None] + 1) * 0.4 + generator.uniform(0, 1, (60, 3, 1)))
+    x += 0.1 * generator.standard_normal(x.shape)
+    return x.astype(np.float32), np.array(["a", "b", "c"])[labels], (list(range(45)), list(range(45, 60)))

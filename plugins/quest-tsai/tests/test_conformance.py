@@ -1,0 +1,189 @@
+"""Every architecture of tsai with attention of its own, through the suite that all adapters inherit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tsai.models.ConvTranPlus import ConvTranPlus
+from tsai.models.PatchTST import PatchTST
+from tsai.models.RNNAttention import GRUAttention, LSTMAttention, RNNAttention
+from tsai.models.RNNAttentionPlus import GRUAttentionPlus, LSTMAttentionPlus, RNNAttentionPlus
+from tsai.models.TabFusionTransformer import TabFusionTransformer, TSTabFusionTransformer
+from tsai.models.TabTransformer import TabTransformer
+from tsai.models.TSiTPlus import TSiTPlus
+from tsai.models.TSPerceiver import TSPerceiver
+from tsai.models.TST import TST
+from tsai.models.TSTPlus import MultiTSTPlus, TSTPlus
+
+import quest_tsai
+from quest_core.testing import AdapterConformance
+from quest_tsai import TsaiAdapter
+
+SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32, "dropout": 0.1}
+CLASSES = {"colour": ["red", "green", "blue"], "size": ["small", "large"]}
+
+
+class Series(AdapterConformance):
+    """Architectures on series [B, 3, 12]."""
+
+    adapter = TsaiAdapter()
+    sites = 2
+
+    def make_inputs(self):
+        return (torch.randn(4, 3, 12),)
+
+
+class Masked(Series):
+    """Architectures that hide the time steps in which every feature is NaN."""
+
+    def make_padded(self):
+        one, other = torch.randn(4, 3, 12), torch.randn(4, 3, 12)
+        other[:, :, :7] = one[:, :, :7]
+        one[:, :, 7:], other[:, :, 7:] = float("nan"), float("nan")
+        return (one,), (other,), lambda out: out
+
+
+class TestTSTPlus(Masked):
+    def make_model(self):
+        return TSTPlus(3, 5, 12, attn_dropout=0.1, **SMALL)
+
+
+class TestTSTPlusWithoutScores(Masked):
+    def make_model(self):
+        return TSTPlus(3, 5, 12, res_attention=False, **SMALL)
+
+
+class TestTSTPlusDropout(Masked):
+    """No scores passed on, dropout on the weights: the masks must come from tsai's own stream."""
+
+    def make_model(self):
+        return TSTPlus(3, 5, 12, res_attention=False, attn_dropout=0.3, **SMALL)
+
+
+class TestTSTPlusOddHeads(Series):
+    """d_k beside d_model / n_heads: tsai's factor still follows the width."""
+
+    def make_model(self):
+        return TSTPlus(3, 5, 12, d_k=6, d_v=3, **SMALL)
+
+
+class TestTSTPlusAttentionMask(Series):
+    def make_model(self):
+        return TSTPlus(3, 5, 12, attn_mask=torch.ones(12, 12).triu(1).bool(), **SMALL)
+
+
+class TestTSTPlusAdditiveMask(Series):
+    def make_model(self):
+        return TSTPlus(3, 5, 12, attn_mask=torch.linspace(-2, 1, 144).view(12, 12), **SMALL)
+
+
+class TestMultiTSTPlus(Series):
+    sites = 4
+
+    def make_model(self):
+        return MultiTSTPlus([1, 2], 5, 12, **SMALL)
+
+
+class TestTSiTPlus(Series):
+    def make_model(self):
+        return TSiTPlus(3, 5, 12, depth=2, d_model=16, n_heads=4, dropout=0.1, attn_dropout=0.1)
+
+
+class TestTST(Series):
+    def make_model(self):
+        return TST(3, 5, 12, **SMALL)
+
+
+class TestPatchTST(Series):
+    def make_model(self):
+        return PatchTST(3, None, 12, pred_dim=4, patch_len=4, stride=2, attn_dropout=0.1, **SMALL)
+
+
+class TestPatchTSTDecomposed(Series):
+    sites = 4
+
+    def make_model(self):
+        return PatchTST(3, None, 12, 4, patch_len=4, stride=2, decomposition=True, res_attention=False, **SMALL)
+
+
+class TestTSPerceiver(Series):
+    sites = 4  # two cross-, two self-attentions; later layers share the second pair
+
+    def make_model(self):
+        return TSPerceiver(
+            3, 5, 12, n_latents=6, d_latent=16, n_layers=3, cross_n_heads=2, self_n_heads=4, attn_dropout=0.1
+        )
+
+
+class TestConvTran(Series):
+    sites = 1
+
+    def make_model(self):
+        return ConvTranPlus(3, 5, 12)
+
+
+class TestConvTranVector(Series):
+    sites = 1
+
+    def make_model(self):
+        return ConvTranPlus(3, 5, 12, rel_pos_encode="vector")
+
+
+class TestConvTranPlain(Series):
+    sites = 1
+
+    def make_model(self):
+        return ConvTranPlus(3, 5, 12, rel_pos_encode=None)
+
+
+class Recurrent(Series):
+    kind: type
+
+    def make_model(self):
+        return self.kind(3, 5, 12, hidden_size=16, encoder_layers=2, n_heads=4, d_ff=32)
+
+
+class TestRNNAttention(Recurrent):
+    kind = RNNAttention
+
+
+class TestLSTMAttentionPlus(Recurrent):
+    kind = LSTMAttentionPlus
+
+
+class Tabular(AdapterConformance):
+    adapter = TsaiAdapter()
+    sites = 2
+
+    def test_copies_and_pickles(self):
+        with torch.no_grad():  # tsai keeps the weights of the last call, which no copy survives with a gradient
+            super().test_copies_and_pickles()
+
+
+class TestTabTransformer(Tabular):
+    kind = TabTransformer
+
+    def make_model(self):
+        return self.kind(CLASSES, ["weight"], 5, d_model=16, n_layers=2, n_heads=4)
+
+    def make_inputs(self):
+        return torch.randint(0, 2, (4, 2)), torch.randn(4, 1)
+
+
+class TestTabFusionTransformer(TestTabTransformer):
+    kind = TabFusionTransformer
+
+
+class TestTSTabFusionTransformer(Tabular):
+    def make_model(self):
+        return TSTabFusionTransformer(3, 5, 12, CLASSES, ["weight"], d_model=16, n_layers=2, n_heads=4)
+
+    def make_inputs(self):
+        return ((torch.randn(4, 3, 12), (torch.randint(0, 2, (4, 2)), torch.randn(4, 1))),)
+
+
+@pytest.mark.parametrize("kind", [GRUAttention, LSTMAttention, GRUAttentionPlus, RNNAttentionPlus])
+def test_recurrent_relatives_share_what_was_tested(kind) -> None:
+    torch.manual_seed(0)
+    model = kind(3, 5, 12, hidden_size=16, encoder_layers=2, n_heads=4, d_ff=32)
+    assert len(list(quest_tsai.TsaiAdapter().sites(model))) == 2

@@ -1,0 +1,365 @@
+"""How users ask for attention in tsai, and what they are told when it cannot be."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, get_ts_dls, ts_learner
+from tsai.learner import all_arch_names, get_arch
+from tsai.models.TSTPlus import TSTPlus
+
+import quest_core
+import quest_tsai
+from quest_core import UnsupportedError
+from quest_core.registry import parts
+from quest_core.torch_mha import MultiheadAttention as TorchAttention
+from quest_tsai.info import INFO
+from quest_tsai.layers import Core, Replacement
+
+SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32}
+
+
+def mechanisms(model):
+    return [m for m in model.modules() if isinstance(m, quest_core.Mechanism)]
+
+
+def classifier(problem, folder, attention=None, arch="TSTPlus", **options):
+    x, y, splits = problem
+    chosen = {} if attention is None else {"attention": attention}
+    return TSClassifier(
+        x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15, arch=arch, path=folder, seed=0,
+        arch_config={**SIZES, **options, **chosen},
+    )  # fmt: skip
+
+
+def train(learn, epochs=2):
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(epochs, 1e-3)
+    return np.array([row[:2] for row in learn.recorder.values])
+
+
+# --- surfaces -------------------------------------------------------------------------------------------------------
+
+
+def test_classifier_trains_and_the_seeded_losses_of_standard_are_the_stock_ones(problem, tmp_path):
+    runs = {a: train(classifier(problem, tmp_path, a, attn_dropout=0.2)) for a in (None, "standard", "quest")}
+    np.testing.assert_allclose(runs["standard"], runs[None], rtol=1e-4)
+    assert np.abs(runs["quest"] - runs[None]).max() > 1e-3
+
+
+def test_classifier_sees_padding(problem, tmp_path):
+    x, y, splits = problem
+    x = x.copy()
+    x[::2, :, 14:] = np.nan
+    runs = [train(classifier((x, y, splits), tmp_path, a)) for a in (None, "standard", "quest")]
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-4)
+    assert np.isfinite(runs[2]).all()
+
+
+@pytest.mark.parametrize(
+    "attention", ["quest+gqa(kv_heads=2)", {"name": "quest", "kv_heads": 2}, '{"name": "quest", "kv_heads": 2}']
+)
+def test_every_spelling_of_a_grouping(problem, tmp_path, attention):
+    learn = classifier(problem, tmp_path, attention)
+    assert {str(m.config) for m in mechanisms(learn.model)} == {"quest+gqa(kv_heads=2)"}
+    assert learn.model.backbone.encoder.layers[0].self_attn.W_K.out_features == 8
+    assert np.isfinite(train(learn, 1)).all()
+
+
+def test_regressor(problem, tmp_path):
+    x, _, splits = problem
+    learn = TSRegressor(
+        x.copy(), x.mean((1, 2)), splits=splits, bs=15, arch="TSiTPlus", path=tmp_path,
+        arch_config={"depth": 1, "d_model": 16, "n_heads": 4, "attention": "quest"},
+    )  # fmt: skip
+    assert len(mechanisms(learn.model)) == 1
+    assert np.isfinite(train(learn, 1)).all()
+
+
+def test_forecaster(problem, tmp_path):
+    x, _, splits = problem
+    learn = TSForecaster(
+        x[:, :, :16].copy(), x[:, :, 16:].copy(), splits=splits, bs=15, arch="PatchTST", path=tmp_path,
+        arch_config={**SIZES, "patch_len": 4, "stride": 2, "attention": "quest"},
+    )  # fmt: skip
+    assert len(mechanisms(learn.model)) == 2
+    assert np.isfinite(train(learn, 1)).all()
+
+
+def test_learner_function(problem):
+    x, y, splits = problem
+    dls = get_ts_dls(x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15)
+    assert len(mechanisms(ts_learner(dls, TSTPlus, attention="quest", **SIZES).model)) == 2
+    assert len(mechanisms(ts_learner(dls, "TST", attention="quest", **SIZES).model)) == 2
+
+
+def test_plain_class_and_report(capsys):
+    model = TSTPlus(3, 5, 12, attention="quest", **SIZES)
+    assert model.attention_report.attention == "quest"
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
+    assert told == [f"quest: {model.attention_report}"]
+
+
+def test_without_the_key_nothing_changes(capsys):
+    model = TSTPlus(3, 5, 12, **SIZES)
+    assert not any(isinstance(m, Replacement) for m in model.modules())
+    assert not hasattr(model, "attention_report")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_subclass_of_a_user_passes_it_on():
+    class Mine(TSTPlus):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.extra = torch.nn.Linear(1, 1)
+
+    assert len(mechanisms(Mine(3, 5, 12, attention="quest", **SIZES))) == 2
+
+
+def test_signatures_stay():
+    assert "n_heads" in inspect.signature(TSTPlus).parameters
+    assert "n_heads" in inspect.signature(TSTPlus.__init__).parameters
+
+
+def test_either_order_of_imports(tmp_path, fresh_python):
+    build = "print(len([m for m in TSTPlus(3, 5, 12, attention='quest').modules() if 'Mechanism' in type(m).__name__]))"
+    for first in ("from tsai.basics import *", "from tsai.models.TSTPlus import TSTPlus"):
+        for imports in (f"{first}\nimport quest_tsai", f"import quest_tsai\n{first}"):
+            script = f"{imports}\nfrom tsai.models.TSTPlus import TSTPlus\n{build}"
+            assert fresh_python(script, tmp_path).split()[-1] == "3"
+
+
+def test_installing_twice_wraps_once():
+    before = TSTPlus.__init__
+    quest_tsai.TsaiAdapter().install()
+    assert TSTPlus.__init__ is before
+
+
+# --- torch.nn.MultiheadAttention inside tsai ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["TransformerModel", "TransformerRNNPlus", "TransformerLSTMPlus", "TransformerGRUPlus"]
+)
+def test_encoders_of_torch(name):
+    def build(**options):
+        torch.manual_seed(0)
+        if name == "TransformerModel":
+            return get_arch(name)(3, 5, d_model=16, n_head=2, d_ffn=32, n_layers=2, **options)
+        return get_arch(name)(3, 5, 12, d_model=16, nhead=2, num_encoder_layers=2, dim_feedforward=32, **options)
+
+    torch.manual_seed(1)
+    x = torch.randn(4, 3, 12)
+    stock, standard, quest = build(), build(attention="standard"), build(attention="quest")
+    for training in (True, False):
+        outs = []
+        for model in (stock, standard, quest):
+            torch.manual_seed(2)
+            with torch.set_grad_enabled(training):
+                outs.append(model.train(training)(x))
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(outs[2], outs[0], atol=1e-5)
+
+
+def test_native_fast_path_of_torch_is_never_taken():
+    """In evaluation without gradients PyTorch reads the weights of a stock encoder layer and skips its attention."""
+    model = get_arch("TransformerModel")(3, 5, d_model=16, n_head=2, n_layers=2, attention="quest").eval()
+    calls = []
+    for module in model.modules():
+        if isinstance(module, TorchAttention):
+            module.mechanism.register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        model(torch.randn(4, 3, 12))
+    assert len(calls) == 2
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+ARCHITECTURES = {get_arch(name) for name in all_arch_names if isinstance(get_arch(name), type)}
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES, key=lambda kind: kind.__name__))
+def test_every_architecture_honours_or_refuses(architecture):
+    if architecture.__name__ in INFO["architectures"]:
+        assert architecture.__init__.accepts_attention
+        return
+    with pytest.raises(UnsupportedError, match=f"cannot be used in {architecture.__name__}: .*TSTPlus"):
+        architecture(3, 5, seq_len=12, attention="quest")
+
+
+def test_refusal_reaches_the_user_of_the_classifier(problem, tmp_path):
+    with pytest.raises(UnsupportedError, match="cannot be used in gMLP"):
+        classifier(problem, tmp_path, "quest", arch="gMLP")
+
+
+def test_no_function_swallows_it():
+    for name in ("xresnet1d18", "xresnet1d18plus", "InceptionTimePlus17x17"):
+        with pytest.raises((TypeError, UnsupportedError), match="attention"):
+            get_arch(name)(3, 5, attention="quest")
+
+
+def test_misspelling_is_told_before_anything_is_built():
+    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+        TSTPlus(3, 5, 12, attention="quset")
+
+
+def test_learnable_scale_is_of_the_standard_score():
+    build = get_arch("TSiTPlus")
+    with pytest.raises(UnsupportedError, match="lsa=True learns a scale.*Possible here: .*standard"):
+        build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True, attention="quest")
+    torch.manual_seed(0)
+    stock = build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True)
+    torch.manual_seed(0)
+    ours = build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True, attention="standard")
+    x = torch.randn(2, 3, 12)
+    for model in (stock, ours):
+        with torch.no_grad():
+            model.backbone.encoder.encoder[0].mha.sdp_attn.scale.mul_(1.7)
+        model(x).square().sum().backward()
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
+    grads = [m.backbone.encoder.encoder[0].mha.sdp_attn.scale.grad for m in (stock, ours)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+
+
+# --- what the host reads --------------------------------------------------------------------------------------------
+
+
+def test_scores_passed_on_are_quest_logits_plus_the_previous_ones():
+    model = TSTPlus(3, 5, 12, attention="quest", **SIZES).eval()
+    seen = []
+    for layer in model.backbone.encoder.layers:
+        layer.self_attn.register_forward_hook(
+            lambda module, given, kept, out: seen.append((module, given[0], kept, out)), with_kwargs=True
+        )
+    x = torch.randn(2, 3, 12)
+    model(x)
+    before = 0.0
+    for module, source, _, (_, weights, scores) in seen:
+        q = module.W_Q(source).unflatten(-1, (4, 4)).transpose(1, 2)
+        k = module.W_K(source).unflatten(-1, (4, 4)).transpose(1, 2)
+        expected = q @ torch.nn.functional.normalize(k, dim=-1).mT + before
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights, expected.softmax(-1), rtol=1e-4, atol=1e-5)
+        before = scores
+
+
+def test_weights_are_formed_only_where_they_are_read():
+    def weights_of(**options):
+        model = TSTPlus(3, 5, 12, res_attention=False, attention="quest", **SIZES, **options).eval()
+        model(torch.randn(2, 3, 12))
+        return model
+
+    stored = weights_of(store_attn=True).backbone.encoder.layers[0].attn
+    torch.testing.assert_close(stored.sum(-1), torch.ones(2, 4, 12))
+    plain = weights_of()
+    core = plain.backbone.encoder.layers[0].self_attn.sdp_attn
+    assert isinstance(core, Core)
+    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although nobody reads weights")
+    plain(torch.randn(2, 3, 12))
+    del core.mechanism.logits
+    caught = []
+    plain.backbone.encoder.layers[0].self_attn.register_forward_hook(lambda m, i, out: caught.append(out[1]))
+    plain(torch.randn(2, 3, 12))
+    torch.testing.assert_close(caught[0].sum(-1), torch.ones(2, 4, 12))
+
+
+def test_a_series_of_nothing_but_padding_gives_numbers():
+    x = torch.randn(3, 3, 12)
+    x[1] = float("nan")
+    for res_attention in (True, False):
+        model = TSTPlus(3, 5, 12, res_attention=res_attention, attention="quest", **SIZES).eval()
+        assert model(x.clone()).isfinite().all()
+
+
+def test_learnable_scores_are_in_the_optimizer(problem, tmp_path):
+    learn = classifier(problem, tmp_path, "qknorm-hs")
+    own = [p for m in mechanisms(learn.model) for p in m.parameters()]
+    before = [p.detach().clone() for p in own]
+    train(learn, 1)
+    assert own
+    assert all(not torch.equal(a, b.detach().cpu()) for a, b in zip(before, own, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    x = torch.randn(2, 3, 12)
+    x[0, :, 9:] = float("nan")
+    for res_attention in (True, False):
+        model = TSTPlus(3, 5, 12, res_attention=res_attention, norm="Layer", attention="quest", **SIZES).eval()
+        full = model(x.clone())
+        with torch.autocast("cpu", dtype):
+            torch.testing.assert_close(model(x.clone()).float(), full, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(model.to(dtype)(x.clone().to(dtype)).float(), full, rtol=0.1, atol=0.1)
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+
+
+def test_save_load_copy_and_pickle(problem, tmp_path):
+    learn = classifier(problem, tmp_path, "quest")
+    train(learn, 1)
+    x = torch.as_tensor(problem[0][:4])
+    model = learn.model.cpu().eval()
+    want = model(x.clone())
+    learn.save("kept")
+    again = classifier(problem, tmp_path, "quest").load("kept")
+    for twin in (again.model.cpu().eval(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(x.clone()), want)
+
+
+def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(problem, tmp_path, fresh_python):
+    learn = classifier(problem, tmp_path, "quest")
+    train(learn, 1)
+    x, _, _ = problem
+    probabilities = learn.get_X_preds(x[:4].copy())[0]
+    learn.export("kept.pkl")
+    np.save(tmp_path / "x.npy", x[:4])
+    np.save(tmp_path / "wanted.npy", probabilities.numpy())
+    told = fresh_python(
+        "import numpy as np\nfrom tsai.inference import load_learner\n"
+        "learn = load_learner('kept.pkl')\n"
+        "got = learn.get_X_preds(np.load('x.npy'))[0].numpy()\n"
+        "np.testing.assert_allclose(got, np.load('wanted.npy'), rtol=1e-4, atol=1e-6)\n"
+        "print(learn.model.attention_report)\n",
+        tmp_path,
+    )
+    assert "attention=quest in 2 modules" in told
+
+
+def test_a_stock_checkpoint_is_pooled_on_load():
+    torch.manual_seed(0)
+    stock = TSTPlus(3, 5, 12, **SIZES)
+    model = TSTPlus(3, 5, 12, attention="standard+gqa(kv_heads=2)", **SIZES)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    theirs = stock.backbone.encoder.layers[1].self_attn.W_V.weight.view(2, 2, 4, 16).mean(1).view(8, 16)
+    torch.testing.assert_close(model.backbone.encoder.layers[1].self_attn.W_V.weight, theirs)
+
+
+# --- every mechanism there is ------------------------------------------------------------------------------
+
+OPTIONS = {"gqa": "(kv_heads=2)", "kdgqa": "(kv_heads=2)", "dgqa": "(kv_heads=2)", "pgqa": "(kv_heads=2)"}
+
+
+@pytest.mark.parametrize("res_attention", [True, False])
+@pytest.mark.parametrize("name", quest_core.available())
+def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
+    part = next(iter(p for p in parts().values() if p.name == name))
+    attention = f"quest+{name}{OPTIONS.get(name, '')}" if part.axis in ("normaliser", "grouping") else name
+    x = torch.randn(2, 3, 12)
+    x[0, :, 9:] = float("nan")
+    stock = TSTPlus(3, 5, 12, res_attention=res_attention, **SIZES)
+    config = quest_core.AttentionConfig.parse(attention)
+    if any(quest_tsai.TsaiAdapter().refusal(site, config) for site in quest_tsai.TsaiAdapter().sites(stock)):
+        with pytest.raises(UnsupportedError, match="Possible here: "):
+            TSTPlus(3, 5, 12, res_attention=res_attention, attention=attention, **SIZES)
+        return
+    model = TSTPlus(3, 5, 12, res_attention=res_attention, attention=attention, **SIZES)
+    model(x).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert [m.config for m in mechanisms(model)] == [config, config]

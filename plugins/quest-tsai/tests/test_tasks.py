@@ -1,0 +1,126 @@
+"""The suite ts/uea, shortened."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tsai.basics import TSClassification, get_ts_dls
+
+from quest_core.benchmarks import Cell
+from quest_core.config import Option
+from quest_core.errors import ConfigError
+from quest_core.registry import load_info
+from quest_tsai.info import INFO
+from quest_tsai.tasks import ClassTokenTransformer, evaluation_batch, last_best, load, run_uea
+
+SUITE = INFO["suites"][0]
+DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
+TINY = {**DEFAULTS, "d_model": 16, "layers": 1, "heads": 2}
+
+
+def cell(tmp_path, task="BasicMotions", attention="quest", seed=0, data=None, **options):
+    return Cell("ts/uea", task, attention, seed, True, data, {**TINY, **options}, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["paper", "TSTPlus"])
+def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, architecture):
+    told = []
+    chosen = cell(tmp_path, "JapaneseVowels", architecture=architecture)
+    one, two = (run_uea(chosen, lambda done, text: told.append((done, text))) for _ in range(2))
+    assert one.series == two.series
+    assert [done for done, _ in told] == [0.5, 1.0] * 2
+    assert one.metrics["accuracy"] == max(one.series["accuracy"])
+    assert all(math.isfinite(v) for values in one.series.values() for v in values)
+    assert one.details["injected"].startswith("attention=quest in 1 module")
+    assert "test split" in one.details["protocol"]
+    assert run_uea(cell(tmp_path, "JapaneseVowels", "standard", architecture=architecture), print).series != one.series
+
+
+def test_nothing_but_progress_is_printed(tmp_path, capfd):
+    run_uea(cell(tmp_path), lambda done, text: None)
+    assert capfd.readouterr().out == ""
+
+
+def test_parameter_free_mechanisms_start_alike(tmp_path):
+    first = [run_uea(cell(tmp_path, attention=a, lr=0.0), lambda *_: None) for a in ("standard", "quest")]
+    assert first[0].details["parameters"] == first[1].details["parameters"]
+
+
+def test_patience(tmp_path):
+    done = run_uea(
+        Cell(
+            "ts/uea", "BasicMotions", "quest", 0, False, None, {**TINY, "lr": 0.0, "epochs": 9, "patience": 3}, tmp_path
+        ),
+        lambda *_: None,
+    )
+    # With a learning rate of 0 every epoch is as good as the last, and as in Time-Series-Library a tie resets the wait.
+    assert done.metrics["epochs"] == 9
+    assert last_best([1.0, 3.0, 3.0, 2.0]) == 2
+
+
+def test_padding_and_scaling(tmp_path):
+    zeros, labels, (train, test) = load(cell(tmp_path, "JapaneseVowels"), 0.0)
+    nans = load(cell(tmp_path, "JapaneseVowels"), math.nan)[0]
+    real = ~torch.as_tensor(nans).isnan()
+    assert zeros.shape[1] == 12
+    assert set(train).isdisjoint(test)
+    assert len(labels) == len(zeros)
+    assert (torch.as_tensor(zeros)[~real] == 0).all()
+    of_training = torch.as_tensor(zeros)[train][real[train]]
+    assert abs(of_training.mean()) < 1e-4
+    assert abs(of_training.std() - 1) < 1e-2
+
+
+@pytest.mark.parametrize("series", [40, 74, 100, 127, 250])
+def test_the_whole_test_split_is_evaluated(series):
+    """tsai's own slices wrap around for some sizes; see evaluation_batch."""
+    x, y = np.zeros((10 + series, 1, 2), np.float32), np.arange(10 + series) % 2
+    splits = (list(range(10)), list(range(10, 10 + series)))
+    dls = get_ts_dls(x, y, splits=splits, tfms=[None, TSClassification()], bs=[5, evaluation_batch(series)])
+    assert sum(len(batch[0]) for batch in dls.valid) == series
+
+
+def test_the_class_token_alone_decides():
+    torch.manual_seed(0)
+    model = ClassTokenTransformer(3, 4, 9, d_model=8, layers=1, heads=2, dropout=0.0).eval()
+    kept = {}
+    model.head.register_forward_hook(lambda module, given, out: kept.update(shape=given[0].shape))
+    model(torch.randn(2, 3, 9))
+    assert kept["shape"] == (2, 8)
+
+
+def test_data_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="which is no folder"):
+        run_uea(cell(tmp_path, data=tmp_path / "none"), print)
+    with pytest.raises(ConfigError, match="no Heartbeat_TRAIN.ts and Heartbeat_TEST.ts"):
+        run_uea(cell(tmp_path, "Heartbeat", data=tmp_path), print)
+    with pytest.raises(ConfigError, match="heads is 3"):
+        run_uea(cell(tmp_path, heads=3), print)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_own_data(tmp_path, nested):
+    folder = tmp_path / "Mine" if nested else tmp_path
+    folder.mkdir(exist_ok=True)
+    for split in ("TRAIN", "TEST"):
+        lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 2"]
+        lines += ["@equalLength true", "@seriesLength 4", "@classLabel true a b", "@data"]
+        lines += [f"{i},{i + 1},2,3:1,0,{i},1:{'ab'[i % 2]}" for i in range(8)]
+        (folder / f"Mine_{split}.ts").write_text("\n".join(lines) + "\n")
+    result = run_uea(cell(tmp_path, "Mine", data=tmp_path), lambda *_: None)
+    assert result.details["series_test"] == 8
+
+
+def test_info_is_read_alone_and_declares_what_runs():
+    info = load_info("quest_tsai.info:INFO")
+    assert info == INFO
+    for option in SUITE["options"]:
+        kind = {"int": int, "float": float, "str": str}[option["kind"]]
+        rule = Option(
+            option["name"], kind, option["default"], option["doc"], option.get("minimum"),
+            choices=tuple(option.get("choices", ())),
+        )  # fmt: skip
+        assert rule.check(option["default"], "ts/uea") == option["default"]
