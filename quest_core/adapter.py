@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from .config import DEFAULTS, AttentionConfig
 from .errors import UnsupportedError
@@ -54,6 +54,8 @@ class Site:
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
+        fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
+            heads, fresh weights are reduced with `convert.keep_heads` and trained ones with `convert.pool_heads`.
     """
 
     path: str
@@ -62,6 +64,7 @@ class Site:
     num_heads: int
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)
+    fresh: bool = False
 
 
 class Adapter(ABC):
@@ -90,6 +93,21 @@ class Adapter(ABC):
     @abstractmethod
     def install(self) -> None:
         """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
+
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
+
+        Args:
+            module: as `replace` made it.
+            factor: [H], float64 on the CPU.
+
+        Raises:
+            UnsupportedError: this adapter does not say how, or the module's queries are not linear in its projection.
+        """
+        raise UnsupportedError(
+            f"the adapter '{self.name}' does not implement scale_queries, so {type(module).__name__} cannot be "
+            "calibrated; use quest_core.inject and fine-tune without calibration"
+        )
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Why this host cannot honour `config` at `site`, or None. Override for what capabilities cannot say."""

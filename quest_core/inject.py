@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class Report:
 
 
 def inject(
-    model: nn.Module, attention: AttentionSpec, *, adapter: str | Adapter | None = None
+    model: nn.Module, attention: AttentionSpec, *, adapter: str | Adapter | None = None, fresh: bool = False
 ) -> tuple[nn.Module, Report]:
     """Replace every attention module of `model`, in place.
 
@@ -80,6 +80,8 @@ def inject(
             of installed plugins are while their framework is imported.
         attention: a name, mapping or AttentionConfig.
         adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
+        fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
+            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
 
     Returns:
         The model (a new module only if the model itself was the attention) and the report, which the model also
@@ -100,7 +102,7 @@ def inject(
     else:
         adapters = [*running_adapters(), TorchAdapter()]
 
-    chosen = _choose_sites(model, adapters)
+    chosen = [(owner, replace(site, fresh=fresh)) for owner, site in _choose_sites(model, adapters)]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters))
     for owner, site in chosen:

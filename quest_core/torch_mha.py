@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .adapter import Adapter, Capabilities, Site
 from .config import AttentionConfig, AttentionSpec
-from .convert import pool_heads, pool_in_projection
+from .convert import Pool, keep_heads, pool_heads
 from .errors import InputError
 from .mechanisms.mechanism import kv_heads, mechanism
 
@@ -52,15 +52,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.config = AttentionConfig.parse(attention)
         self.kv_heads = kv_heads(self.config, num_heads)
         if self.kv_heads != num_heads:
-            self._shrink()
+            self._shrink(keep_heads)
         # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
         self._qkv_same_embed_dim = False
         self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
         self.mechanism.to(device=device, dtype=dtype)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, attention: AttentionSpec) -> MultiheadAttention:
-        """A module with the same settings and the same Parameter objects (pooled copies for gqa)."""
+    def from_torch(
+        cls, module: nn.MultiheadAttention, attention: AttentionSpec, *, fresh: bool = False
+    ) -> MultiheadAttention:
+        """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
         if isinstance(module, cls) and module.kv_heads != module.num_heads:
             raise InputError(
                 f"this module has {module.kv_heads} key/value heads already; build the model anew to choose another "
@@ -86,35 +88,28 @@ class MultiheadAttention(nn.MultiheadAttention):
         made.mechanism = mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
         made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
         if made.kv_heads != made.num_heads:
-            made._shrink()
+            made._shrink(keep_heads if fresh else pool_heads)
         return made.train(module.training)
 
-    def _shrink(self) -> None:
-        """Pool the key and value rows of every projection to `kv_heads` heads."""
+    def _shrink(self, pool: Pool) -> None:
+        """Reduce the key and value rows of every projection to `kv_heads` heads."""
         with torch.no_grad():
-            for name, pool in self._pooled_names():
+            for name in self._keys_and_values:
                 parameter = self._parameters.get(name)
                 if parameter is not None:
-                    self._parameters[name] = nn.Parameter(pool(parameter), parameter.requires_grad)
+                    smaller = self._reduce(name, parameter, pool)
+                    self._parameters[name] = nn.Parameter(smaller, parameter.requires_grad)
 
-    def _pooled_names(self) -> list[tuple[str, Any]]:
-        def packed(x: Tensor) -> Tensor:
-            return pool_in_projection(x, self.num_heads, self.kv_heads)
+    _keys_and_values = ("in_proj_weight", "in_proj_bias", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
-        def single(x: Tensor) -> Tensor:
-            return pool_heads(x, self.num_heads, self.kv_heads)
-
-        def last_axis(x: Tensor) -> Tensor:
-            return single(x.reshape(-1)).reshape(1, 1, -1)
-
-        return [
-            ("in_proj_weight", packed),
-            ("in_proj_bias", packed),
-            ("k_proj_weight", single),
-            ("v_proj_weight", single),
-            ("bias_k", last_axis),
-            ("bias_v", last_axis),
-        ]
+    def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
+        """A parameter of torch.nn.MultiheadAttention -> the same with `kv_heads` key and value heads."""
+        if name.startswith("in_proj"):
+            q, k, v = full.chunk(3)
+            return torch.cat([q, *(pool(x, self.num_heads, self.kv_heads) for x in (k, v))])
+        if name.startswith("bias_"):
+            return pool(full.flatten(), self.num_heads, self.kv_heads).view(1, 1, -1)
+        return pool(full, self.num_heads, self.kv_heads)
 
     def _full_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
         """The shape of a parameter in torch.nn.MultiheadAttention, where keys have as many heads as queries."""
@@ -124,10 +119,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         if self.kv_heads != self.num_heads:
-            for name, pool in self._pooled_names():
+            for name in self._keys_and_values:
                 own, given = self._parameters.get(name), state_dict.get(prefix + name)
                 if own is not None and given is not None and given.shape == self._full_shape(name, own):
-                    state_dict[prefix + name] = pool(given)
+                    state_dict[prefix + name] = self._reduce(name, given, pool_heads)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
@@ -312,7 +307,17 @@ class TorchAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)
-        return MultiheadAttention.from_torch(site.module, config)
+        return MultiheadAttention.from_torch(site.module, config, fresh=site.fresh)
+
+    @torch.no_grad()
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        packed = module.in_proj_weight is not None
+        for parameter in (module.in_proj_weight if packed else module.q_proj_weight, module.in_proj_bias):
+            if parameter is not None:
+                rows = parameter[: module.embed_dim]  # the queries' come first: [H·D, E] or [H·D]
+                heads = rows.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
+                heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
 
     def install(self) -> None:
         """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""

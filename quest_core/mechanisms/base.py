@@ -24,11 +24,13 @@ class Dims:
         num_heads: query heads H.
         kv_heads: key/value heads G.
         head_dim: features D per query/key head.
+        standard_scale: the factor of a standard score, where a host's is not 1/√D.
     """
 
     num_heads: int
     kv_heads: int
     head_dim: int
+    standard_scale: float | None = None
 
 
 class Score(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,27 @@ class AttentionMismatchWarning(UserWarning):
     """A checkpoint was trained with another mechanism than the one it is loaded into."""
 
 
+class Observation(NamedTuple):
+    """One call of a Mechanism, as its observer is shown it.
+
+    Attributes:
+        q: queries before any normalisation [B, H, N, D].
+        k: keys before any normalisation [B, G, M, D]; while decoding those of the new tokens alone.
+        prepared: q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too;
+            None for a family.
+        mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+        is_causal: query i sees keys j ≤ i + M − N.
+        residual: what was added to the logits [B, H, N, M].
+    """
+
+    q: Tensor
+    k: Tensor
+    prepared: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    is_causal: bool
+    residual: Tensor | None = None
+
+
 class Mechanism(nn.Module):
     """softmax(score(q, k)) v and its relatives: the part of attention between the projections.
 
@@ -31,6 +53,7 @@ class Mechanism(nn.Module):
         config: what was asked for.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
+        observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
     """
 
     score: Score
@@ -40,6 +63,7 @@ class Mechanism(nn.Module):
     def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
         super().__init__()
         self.config = config
+        self.observer: Callable[[Observation], None] | None = None
         self.family: Family | None = None
         if config.family is not None:
             self.family = _build(config, "family", dims)
@@ -80,12 +104,17 @@ class Mechanism(nn.Module):
             UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
         """
         self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        raw = (q, k)
         if self.family is not None:
+            if self.observer is not None:
+                self.observer(Observation(*raw, None, attn_mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
         head = self.grouping.assign(k, q.shape[1], attn_mask)
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
+        if self.observer is not None:
+            self.observer(Observation(*raw, (q, k), attn_mask, is_causal))
         return self.attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
     def attend(
@@ -138,11 +167,14 @@ class Mechanism(nn.Module):
         self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
+        raw = (q, k)
         head = self.grouping.assign(k, q.shape[1], attn_mask)
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         groups = k.shape[1]
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
+        if self.observer is not None:
+            self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
         scores = logits(q, k, self.score.scale(q.shape[-1]))
         if residual is not None:
             scores = scores + residual
@@ -184,13 +216,18 @@ class Mechanism(nn.Module):
         if self.family is not None:
             if attn_mask is not None:
                 raise UnsupportedError(f"attention '{self.config}' takes no mask while decoding; drop padded rows")
+            if self.observer is not None:
+                self.observer(Observation(q, k, None, None, True))
             out = self.family.decode(q, k, v, cache)
         else:
+            raw = (q, k)
             head = self.grouping.assign(k, q.shape[1], attn_mask)
             q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=True, cache=cache, head=head)
             k, v = cache.append("k", k), cache.append("v", v)
             if head is not None:
                 k, v = k.index_select(1, head), v.index_select(1, head)
+            if self.observer is not None:
+                self.observer(Observation(*raw, (q, k), attn_mask, True))
             out = self.attend(q, k, v, attn_mask=attn_mask, is_causal=True, dropout_p=dropout_p)
         cache.tokens += q.shape[2]
         return out
@@ -229,6 +266,9 @@ class Mechanism(nn.Module):
     def extra_repr(self) -> str:
         return str(self.config)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
+
     # A state dict's metadata travels with torch.save and adds no key, so host checkpoints still load strictly.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -255,19 +295,22 @@ def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:
     return part.build(dims, **config.build_arguments(part))
 
 
-def mechanism(attention: AttentionSpec, *, num_heads: int, head_dim: int) -> Mechanism:
+def mechanism(
+    attention: AttentionSpec, *, num_heads: int, head_dim: int, standard_scale: float | None = None
+) -> Mechanism:
     """Build the mechanism that a specification names.
 
     Args:
         attention: a name, mapping or AttentionConfig; see :class:`quest_core.AttentionConfig`.
         num_heads: query heads H.
         head_dim: features D of a query/key head.
+        standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
 
     Raises:
         ConfigError: for an unknown name or option, or heads that kv_heads does not divide.
     """
     config = AttentionConfig.parse(attention)
-    return Mechanism(config, Dims(num_heads, kv_heads(config, num_heads), head_dim))
+    return Mechanism(config, Dims(num_heads, kv_heads(config, num_heads), head_dim, standard_scale))
 
 
 def kv_heads(attention: AttentionSpec, num_heads: int) -> int:

@@ -17,8 +17,12 @@ SCALE = Option("scale", float, None, "factor on the logits in place of the score
 class Standard(Score):
     """q kᵀ / √D (Vaswani et al., 2017)."""
 
+    def __init__(self, dims: Dims | None, *, scale: float | None) -> None:
+        super().__init__(dims, scale=scale)
+        self.standard_scale = None if dims is None else dims.standard_scale
+
     def default_scale(self, head_dim: int) -> float:
-        return 1 / math.sqrt(head_dim)
+        return 1 / math.sqrt(head_dim) if self.standard_scale is None else self.standard_scale
 
 
 class Quest(Score):

@@ -351,7 +351,7 @@ def _touched(model: nn.Module) -> Iterator[set[int]]:
     wrapped = []
     for module in model.modules():
         if isinstance(module, Mechanism):
-            for name in ("forward", "forward_with_weights", "decode", "logits"):
+            for name in ("forward", "forward_with_logits", "decode"):
                 method = getattr(module, name)
 
                 def spy(*args: Any, _method: Any = method, _owner: int = id(module), **kwargs: Any) -> Any:
