@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from . import __version__
 from .config import AttentionConfig
 from .errors import PluginError, QuestError
+from .new_plugin import new_plugin
 from .registry import API_VERSION, Record, discover, load_adapter, parts
 
 AXIS_TITLES = {
@@ -26,6 +29,7 @@ EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
   quest check "quest+gqa(kv_heads=4)"         is this text valid, and what does it mean?
   quest doctor                                which plugins work here, and how to mend the others
+  quest new-plugin timm --attention-class timm.layers.attention:Attention
   quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
 """
 
@@ -49,12 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = choose.add_parser("check", help="read an attention specification and say what it means")
     check.add_argument("attention", help="a name, name(key=value) or JSON, as in a framework's config")
     choose.add_parser("doctor", help="which plugins work here, and how to mend the others")
+    new = choose.add_parser("new-plugin", help="write a plugin for another framework, with tests that pass at once")
+    new.add_argument("name", metavar="NAME", help="the plugin becomes quest-NAME")
+    new.add_argument("--host-distribution", metavar="DIST", help="the framework for pip: timm or 'timm>=1.0,<2'")
+    new.add_argument("--host-module", metavar="MOD", help="its module: timm")
+    new.add_argument("--attention-class", metavar="MOD:CLASS", help="its attention: timm.layers.attention:Attention")
+    new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     for name, entry in sorted(commands.items()):
         owner = entry.dist.metadata["Summary"] if entry.dist else ""
         choose.add_parser(name, help=f"{owner} (quest {name} --help)", add_help=False)
     chosen = parser.parse_args(arguments)
     try:
-        return {"list": _list, "check": _check, "doctor": _doctor}[chosen.command](chosen)
+        return COMMANDS[chosen.command](chosen)
     except QuestError as error:
         print(f"quest: {error}", file=sys.stderr)
         return 2
@@ -130,6 +140,21 @@ def _doctor(_: argparse.Namespace) -> int:
     return 0 if well else 1
 
 
+def _new_plugin(arguments: argparse.Namespace) -> int:
+    folder = new_plugin(
+        arguments.name,
+        host_distribution=arguments.host_distribution,
+        host_module=arguments.host_module,
+        attention_class=arguments.attention_class,
+        out=arguments.out,
+    )
+    print(f"wrote {folder}; next:")
+    print(f"  pip install -e {shlex.quote(f'{folder}[host,test]')}")
+    print(f"  python -m pytest {shlex.quote(str(folder))}")
+    print(f"  grep -rn 'Host [1-7]' {shlex.quote(str(folder))}      # what to say about your framework")
+    return 0
+
+
 def _diagnose(record: Record) -> tuple[str, str, str]:
     """Like the record, but the adapter of an ok plugin is imported for real."""
     if record.status == "ok" and "module" in record.info:
@@ -138,3 +163,11 @@ def _diagnose(record: Record) -> tuple[str, str, str]:
         except PluginError as error:
             return "broken", str(error), ""
     return record.status, record.detail, record.fix
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "check": _check,
+    "doctor": _doctor,
+    "new-plugin": _new_plugin,
+}

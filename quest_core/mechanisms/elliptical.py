@@ -32,7 +32,7 @@ class Elliptical(Standard):
     border of two stages.
     """
 
-    def __init__(self, dims: Dims | None, *, scale: float | None) -> None:
+    def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None

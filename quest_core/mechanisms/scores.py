@@ -17,7 +17,7 @@ SCALE = Option("scale", float, None, "factor on the logits in place of the score
 class Standard(Score):
     """q kᵀ / √D (Vaswani et al., 2017)."""
 
-    def __init__(self, dims: Dims | None, *, scale: float | None) -> None:
+    def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
         self.standard_scale = None if dims is None else dims.standard_scale
 

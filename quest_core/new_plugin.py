@@ -1,0 +1,200 @@
+"""`quest new-plugin`: a plugin for another framework, rendered whole and working at once.
+
+The template lies in plugins/_template: every file is a :class:`string.Template` whose name ends in ``.tmpl``, and the
+folder ``PACKAGE`` takes the name of the Python package. A wheel of quest-core carries it inside the package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import torch
+
+from .errors import ConfigError, PluginError
+from .registry import API_VERSION, discover
+
+TAKEN = ("bench", "core", "torch")
+"""Names that quest-core and its own distributions use."""
+SUFFIX = ".tmpl"
+PACKAGE = "PACKAGE"
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)\s*([<>=!~]=?[\w.*+!,<>=~ -]+)?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_CLASS = re.compile(rf"({_MODULE.pattern}):([^\W\d]\w*)")
+_QUEST_IMPORTS = re.compile(r"(?:^from quest_.*\n)+", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The framework that a plugin is for.
+
+    Attributes:
+        distribution: its name for pip, "timm".
+        requirement: the same with the versions that the plugin supports, "timm>=1.0,<2".
+        module: the module whose import says that the host is in use.
+        attention: its attention class as "module:Class", or None.
+    """
+
+    distribution: str
+    requirement: str
+    module: str
+    attention: str | None = None
+
+
+def new_plugin(
+    name: str,
+    *,
+    host_distribution: str | None = None,
+    host_module: str | None = None,
+    attention_class: str | None = None,
+    out: Path = Path(),
+) -> Path:
+    """Write the plugin ``quest-NAME`` into a new folder of `out`; either all of it or, on any error, nothing.
+
+    Without a host the plugin is one for the small Transformer that it brings along (``stand_in.py``), so its tests pass
+    at once. With a host it knows that host's names beside the stand-in.
+
+    Args:
+        name: lower-case letters, digits and single hyphens.
+        host_distribution: the host for pip, with or without versions; by default the first part of `host_module`.
+            Without versions, the installed one is the oldest supported.
+        host_module: the host's module; by default that of `attention_class`, or the distribution's name.
+        attention_class: "module:Class" of the host's attention.
+        out: an existing folder.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        ConfigError: a name that cannot be one, or a folder that exists already or does not.
+        PluginError: a plugin of that name is installed, or quest-core lacks the template.
+    """
+    _check_name(name)
+    host = _host(name, host_distribution, host_module, attention_class)
+    if not out.is_dir():
+        raise ConfigError(f"out is '{out}', which is no folder; make it first or choose another")
+    target = out / f"quest-{name}"
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"'{target}' exists already and is left as it is; remove it, or choose another name or out")
+    template, values = _template(), _values(name, host)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".quest-{name}-", dir=out) as scratch:
+            made = Path(scratch, target.name)
+            _render(template, made, values)
+            made.rename(target)
+    except OSError as error:
+        raise ConfigError(f"'{target}' cannot be written: {error.strerror}") from error
+    return target
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        hint = f" (did you mean '{near}'?)" if _NAME.fullmatch(near) else ""
+        raise ConfigError(
+            f"name is {name!r}; it is lower-case letters, digits and single hyphens, starting with a letter, such as "
+            f"'timm' or 'my-lab'{hint}"
+        )
+    if name.startswith("quest-"):
+        raise ConfigError(f"name is '{name}', but 'quest-' is put before it; write '{name.removeprefix('quest-')}'")
+    if name in TAKEN:
+        raise ConfigError(f"name is '{name}', which quest-core uses itself (as it does {', '.join(TAKEN)})")
+    for record in discover():
+        if record.name == name:
+            raise PluginError(
+                f"a plugin for '{name}' is installed: {record.distribution} {record.version}; choose another name, or "
+                f"pip uninstall {record.distribution}"
+            )
+
+
+def _host(name: str, distribution: str | None, module: str | None, attention: str | None) -> Host:
+    for key, value, pattern, wanted in (
+        ("host-distribution", distribution, _REQUIREMENT, "a distribution, with or without versions: 'timm>=1.0,<2'"),
+        ("host-module", module, _MODULE, "a module: 'timm'"),
+        ("attention-class", attention, _CLASS, "module:Class: 'timm.layers.attention:Attention'"),
+    ):
+        if value is not None and not pattern.fullmatch(value):
+            raise ConfigError(f"{key} is {value!r}; write {wanted}")
+    if module is None and attention is not None:
+        module = attention.partition(":")[0].partition(".")[0]
+    if distribution is None and module is None:
+        return Host("torch", "torch>=2.5", f"{_package(name)}.stand_in")
+    requirement = distribution or str(module).partition(".")[0]
+    match = _REQUIREMENT.fullmatch(requirement)
+    assert match is not None  # every module's name could be a distribution's
+    version = None if match[2] else _version(match[1])
+    return Host(
+        match[1],
+        f"{match[1]}>={version}" if version else requirement,
+        module or re.sub(r"\W", "_", match[1]).lower(),
+        attention,
+    )
+
+
+def _values(name: str, host: Host) -> dict[str, str]:
+    """What the template's placeholders stand for."""
+    pins = {"torch": _release(torch.__version__)}
+    version = _version(host.distribution)
+    if version and host.distribution != "torch":
+        pins[host.distribution] = version
+    entry = ""
+    if host.attention:
+        module, _, kind = host.attention.partition(":")
+        entry = f'\n    ("{module}", "{kind}"),'
+    return {
+        "name": name,
+        "distribution": f"quest-{name}",
+        "package": _package(name),
+        "adapter": "".join(word.capitalize() for word in name.split("-")) + "Adapter",
+        "host": host.distribution,
+        "host_requirement": host.requirement,
+        "host_module": host.module,
+        "attention_entry": entry,
+        "pins": "\n".join(f"{distribution}=={version}" for distribution, version in pins.items()),
+        "api": str(API_VERSION),
+    }
+
+
+def _render(template: Path, target: Path, values: dict[str, str]) -> None:
+    for source in sorted(template.rglob(f"*{SUFFIX}")):
+        parts = [values["package"] if part == PACKAGE else part for part in source.relative_to(template).parts]
+        path = target.joinpath(*parts).with_suffix("")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = Template(source.read_text(encoding="utf-8")).substitute(values)
+        path.write_text(_QUEST_IMPORTS.sub(_sort_lines, text) if path.suffix == ".py" else text, encoding="utf-8")
+
+
+def _sort_lines(match: re.Match[str]) -> str:
+    """Where the plugin's own imports stand among those of quest_core depends on its name."""
+    return "".join(sorted(match[0].splitlines(keepends=True), key=lambda line: line.split()[1]))
+
+
+def _template() -> Path:
+    installed = Path(__file__).with_name("_template")
+    checkout = Path(__file__).parents[1] / "plugins" / "_template"
+    for folder in (installed, checkout):
+        if folder.is_dir():
+            return folder
+    raise PluginError("this quest-core lacks the template of plugins; fix: pip install --force-reinstall quest-core")
+
+
+def _package(name: str) -> str:
+    return f"quest_{name.replace('-', '_')}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return _release(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """Without the local tag, which no package index knows: "2.13.0+cpu" -> "2.13.0"."""
+    return version.partition("+")[0]
