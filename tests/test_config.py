@@ -43,7 +43,8 @@ def configs(draw: st.DrawFn) -> AttentionConfig:
         chosen.append(draw(st.sampled_from([p for p in PARTS if p.axis == axis])))
     options: dict[str, object] = {}
     for option in (o for part in chosen for o in part.options):
-        value = {int: st.integers(1, 64), float: st.floats(1e-3, 1e3), bool: st.booleans(), str: st.text()}[option.kind]
+        value = {int: st.integers(1, 64), float: st.floats(1e-3, 1e3), bool: st.booleans(), str: None}[option.kind]
+        value = st.sampled_from(option.choices) if value is None else value
         if draw(st.booleans()):
             options[option.name] = draw(st.none() | value if option.nullable else value)
     return AttentionConfig.parse({"name": "+".join(p.name for p in chosen), **options})

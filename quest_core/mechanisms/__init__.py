@@ -1,5 +1,13 @@
 """The maths, one family a file, beside `reference`: the slow float64 truth of every mechanism."""
 
-from . import groupings, normalisers, scores
+from . import aft, aft_conv, elliptical, groupings, linear, normalisers, scores
 
-PARTS = (*scores.PARTS, *normalisers.PARTS, *groupings.PARTS)
+PARTS = (
+    *scores.PARTS,
+    *elliptical.PARTS,
+    *normalisers.PARTS,
+    *groupings.PARTS,
+    *linear.PARTS,
+    *aft.PARTS,
+    *aft_conv.PARTS,
+)

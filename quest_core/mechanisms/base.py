@@ -153,9 +153,10 @@ def logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale · q kᵀ: q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M]."""
     batch, heads, n, dim = q.shape
     groups, m = k.shape[1:3]
+    q = q if scale == 1 else q * scale
     if groups == heads:
-        return (q * scale) @ k.transpose(-1, -2)
-    grouped = (q * scale).reshape(batch, groups, heads // groups * n, dim)
+        return q @ k.transpose(-1, -2)
+    grouped = q.reshape(batch, groups, heads // groups * n, dim)
     return (grouped @ k.transpose(-1, -2)).reshape(batch, heads, n, m)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
+from ..kernels.short import short_applies, short_attention
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
 
@@ -71,8 +72,13 @@ class Mechanism(nn.Module):
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
+        # What one kernel does from raw keys to outputs: see kernels.short.
+        self._short = dict(config.parts) in [
+            {"score": "quest", "normaliser": "softmax", "grouping": grouping} for grouping in ("mha", "gqa", "mqa")
+        ]
         specs = list(config.specs())
         self._key_features = specs[0].key_features
+        self._counts_queries = any(part.counts_queries for part in specs)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.dropout]
@@ -109,6 +115,9 @@ class Mechanism(nn.Module):
             if self.observer is not None:
                 self.observer(Observation(*raw, None, attn_mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
+        if self._short and self.observer is None and short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
+            scale = self.score.scale(q.shape[-1])
+            return short_attention(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal)
         head = self.grouping.assign(k, q.shape[1], attn_mask)
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
@@ -156,8 +165,9 @@ class Mechanism(nn.Module):
         is_causal: bool = False,
         dropout_p: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, the weights (after dropout) and the logits (masked ones are −inf), each [B, H, N, M].
+        """The output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
 
+        The logits hold additive masks and the residual; what a boolean mask hides is hidden in the weights alone.
         Arguments as in `forward`, and:
 
         Args:
@@ -177,11 +187,9 @@ class Mechanism(nn.Module):
             self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
         scores = logits(q, k, self.score.scale(q.shape[-1]))
         if residual is not None:
-            scores = scores + residual
+            scores = scores.add_(residual)  # a matrix product does not need its result for its gradient
         mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -math.inf)
-        elif mask is not None:
+        if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
             mask = mask > -math.inf
         weights = self.normaliser.weights(scores, mask=mask, is_causal=False)
@@ -235,6 +243,24 @@ class Mechanism(nn.Module):
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """The logits [B, H, N, M] before any mask: q [B, H, N, D], k [B, G, M, D]."""
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
+
+    def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
+        """The attention mask for padding.
+
+        Args:
+            real: [B, M], boolean (False = padding) or additive (−inf = padding).
+            same_tokens: the queries are the tokens that the keys are, as in self-attention. Where queries share the
+                columns' mass (sinkhorn), padding must not take part as a query either.
+
+        Returns:
+            [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
+        """
+        keys = real[:, None, None, :]
+        if not (same_tokens and self._counts_queries):
+            return keys
+        if real.dtype == torch.bool:
+            return keys & real[:, None, :, None]
+        return torch.where(real[:, None, :, None] > -math.inf, keys, -math.inf)
 
     def _key_mask(self, mask: Tensor | None) -> Tensor | None:
         """The [B or 1, M] mask that a family takes from a [B, 1, 1, M] one."""

@@ -22,9 +22,8 @@ def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
     """[N, M] or wider, True where query i sees key j; causal means j ≤ i + M − N."""
     seen = torch.ones(n, m, dtype=torch.bool)
     if is_causal:
-        for i in range(n):
-            for j in range(m):
-                seen[i, j] = j <= i + m - n
+        i, j = torch.arange(n)[:, None], torch.arange(m)
+        seen = j <= i + m - n
     if mask is None:
         return seen
     return seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
@@ -37,6 +36,33 @@ def softmax(logits: Tensor, seen: Tensor) -> Tensor:
     weight = torch.where(seen, (shifted - torch.where(top > -math.inf, top, 0)).exp(), 0)
     total = weight.sum(-1, keepdim=True)
     return torch.where(total > 0, weight / torch.where(total > 0, total, 1), 0)
+
+
+def sigmoid(logits: Tensor, seen: Tensor, bias: float | None = None) -> Tensor:
+    """σ(l + b) of the visible keys; b = −log of how many the row sees, unless given (Your Attention Matters, eq. 5)."""
+    seen = seen.expand(logits.shape)
+    count = seen.sum(-1, keepdim=True)
+    shift = -torch.where(count > 0, count, 1).double().log() if bias is None else bias
+    return torch.where(seen, 1 / (1 + (-torch.where(seen, logits + shift, 0)).exp()), 0)
+
+
+def sinkhorn(logits: Tensor, seen: Tensor, iterations: int = 3, eps: float = 1.0) -> Tensor:
+    """exp(l/ε), then rows to sum 1 and columns to sum N/M in turn (Your Attention Matters, eq. 7).
+
+    N counts the rows that see a key, M the columns that a row sees; the others have no mass.
+    """
+    seen = seen.expand(logits.shape)
+    weight = softmax(logits / eps, seen)  # the first half-step, in the only form that cannot overflow
+    rows = seen.any(-1).sum(-1)[..., None, None].double()
+    columns = seen.any(-2).sum(-1)[..., None, None].double()
+    for step in range(2, iterations + 1):
+        total = weight.sum(-2 if step % 2 == 0 else -1, keepdim=True)
+        wanted = rows / columns if step % 2 == 0 else 1
+        weight = torch.where(total > 0, weight / torch.where(total > 0, total, 1) * wanted, 0)
+    return weight
+
+
+NORMALISERS: Mapping[str, Callable[..., Tensor]] = {"softmax": softmax, "sigmoid": sigmoid, "sinkhorn": sinkhorn}
 
 
 def standard(q: Tensor, k: Tensor) -> Tensor:
@@ -84,6 +110,8 @@ def attention(
     is_causal: bool = False,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    normaliser: str = "softmax",
+    normaliser_options: Mapping[str, float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: q [B, H, N, D], k and v [B, G, M, D] -> output [B, H, N, Dv], weights [B, H, N, M].
 
@@ -91,6 +119,8 @@ def attention(
         score: a name of SCORES.
         parameters: the score's learnable tensors by name, per key/value head already repeated to H heads.
         scale: replaces 1/√D of standard and multiplies the logits of the others.
+        normaliser: a name of NORMALISERS.
+        normaliser_options: the normaliser's options by name.
     """
     q, k, v = q.double(), k.double(), v.double()
     share = q.shape[1] // k.shape[1]
@@ -100,5 +130,6 @@ def attention(
         logits = logits * scale * (math.sqrt(q.shape[-1]) if score == "standard" else 1)
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + mask.double()
-    weights = softmax(logits, visible(q.shape[-2], k.shape[-2], mask, is_causal))
+    seen = visible(q.shape[-2], k.shape[-2], mask, is_causal)
+    weights = NORMALISERS[normaliser](logits, seen, **(normaliser_options or {}))
     return weights @ v, weights

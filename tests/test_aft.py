@@ -1,0 +1,741 @@
+"""The attention-free family against its float64 reference: values, gradients, extremes, memory, decoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quest_core
+from quest_core.adapter import Capabilities, refusal
+from quest_core.mechanisms import aft_conv, aft_ops
+from quest_core.mechanisms import reference_aft as reference
+
+ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
+SEQUENCE = ["aft-simple", *ORDERED]
+CONVOLUTIONS = ["aft-conv(dims=1, window=3)", "aft-conv(window=3)", "aft-conv(dims=3, window=3)"]
+
+
+@pytest.fixture(params=["one tile", "many tiles"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether short sequences fill one tile or, with small ones, cross their borders in every way."""
+    if request.param == "many tiles":
+        small_tiles(monkeypatch)
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aft_ops, "KEY_BLOCK", 4)
+    monkeypatch.setattr(aft_ops, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(aft_ops, "MIN_KEY_BLOCK", 2)
+    monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
+    monkeypatch.setattr(aft_conv, "ELEMENTS", 40)
+
+
+def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed: int = 0) -> quest_core.Mechanism:
+    """A mechanism whose biases have deviation `spread`, in float64."""
+    config = quest_core.AttentionConfig.parse(spec).to_dict()
+    if config["name"] in ("aft-full", "aft-local"):
+        config.setdefault("max_length", 40)
+        if config.get("rank", 3) is not None:
+            config["rank"] = 3
+    if config["name"] == "aft-local":
+        config.setdefault("window", 3)
+    made = quest_core.mechanism(config, num_heads=heads, head_dim=dim).double().eval()
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            factor = math.sqrt(spread / math.sqrt(3)) if name.endswith("positions") else spread
+            parameter.copy_(torch.randn(parameter.shape, generator=noise, dtype=torch.float64) * factor)
+    return made
+
+
+def tensors(spec: str, batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+    made = torch.Generator().manual_seed(seed)
+    key_dim = 1 if spec.startswith("aft-conv") else dim
+    return tuple(
+        torch.randn(batch, tokens, heads, width, generator=made, dtype=torch.float64).transpose(1, 2)
+        for tokens, width in ((n, dim), (m, key_dim), (m, dim))
+    )
+
+
+def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
+    seen = torch.ones(1, n, m, dtype=torch.bool)
+    if is_causal:
+        for i in range(n):
+            seen[0, i, max(i + m - n + 1, 0) :] = False
+    if mask is None:
+        return seen
+    return seen & (mask if mask.dtype == torch.bool else mask > -math.inf)[:, 0]
+
+
+def truth(
+    made: quest_core.Mechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    grid: tuple[int, ...] = (),
+) -> Tensor:
+    """The reference's output [B, H, N, D]; mask [B or 1, 1, 1, M]."""
+    n, m = q.shape[2], k.shape[2]
+    seen = visible(n, m, mask, is_causal)
+    if mask is not None and mask.dtype != torch.bool:
+        k = k + mask[:, 0, 0, :].clamp_min(-1e9)[:, None, :, None]
+    family: Any = made.family
+    if made.config.family == "aft-conv":
+        w = reference.reparameterised(family.weight, family.gain, family.shift)
+        if family.gumbel:
+            w = reference.one_position(w)
+        return reference.conv(q, k, v, w, grid, family.prefix, seen, family.query)
+    w = None
+    if made.config.family != "aft-simple":
+        first = m - n if is_causal else 0
+        rows = torch.arange(n).add(first).clamp_min(0)
+        if family.table is None:
+            w = reference.factored(family.query_positions[rows], family.key_positions[:m])
+        else:
+            w = family.table[rows][:, :m].double()
+        if family.window:
+            w = reference.local(w, family.window, first)
+    flat = (x.transpose(1, 2).flatten(2) for x in (q, k, v))  # [B, T, d]
+    return reference.aft(*flat, w, seen, family.query).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+
+
+def key_mask(kind: str, batch: int, m: int, seed: int) -> Tensor | None:
+    """[B, 1, 1, M]."""
+    made = torch.Generator().manual_seed(seed + 1)
+    if kind == "none":
+        return None
+    kept = torch.rand(batch, 1, 1, m, generator=made) > 0.4
+    if kind == "boolean":
+        return kept
+    return torch.randn(batch, 1, 1, m, generator=made, dtype=torch.float64).masked_fill(~kept, -math.inf)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    spec = draw(st.sampled_from([*SEQUENCE, "aft-simple(query=false)", "aft-full(query=false)"]))
+    is_causal = draw(st.booleans())
+    n = draw(st.integers(1, 14))
+    return {
+        "spec": spec,
+        "is_causal": is_causal,
+        "shape": (
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 2)),
+            n,
+            n if spec.startswith("aft-local") and not is_causal else draw(st.integers(1, 14)),
+            draw(st.integers(1, 3)),
+        ),
+        "mask": draw(st.sampled_from(["none", "boolean", "additive"])),
+        "spread": draw(st.sampled_from([0.1, 3.0, 80.0, 2000.0])),
+        "loud": draw(st.sampled_from([1.0, 80.0, 2000.0])),
+        "small": draw(st.booleans()),
+        "seed": draw(st.integers(0, 10_000)),
+    }
+
+
+@given(problems())
+def test_outputs_equal_the_reference(problem: dict[str, Any]) -> None:
+    batch, heads, n, m, dim = problem["shape"]
+    seed = problem["seed"]
+    q, k, v = tensors(problem["spec"], batch, heads, n, m, dim, seed)
+    k = k * problem["loud"]
+    mask = key_mask(problem["mask"], batch, m, seed)
+    made = build(problem["spec"], heads, dim, spread=problem["spread"], seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if problem["small"]:
+            small_tiles(patch)
+        got = made(q, k, v, attn_mask=mask, is_causal=problem["is_causal"])
+    want = truth(made, q, k, v, mask=mask, is_causal=problem["is_causal"])
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@given(
+    st.sampled_from([("1", (7,)), ("1", (1,)), ("2", (3, 4)), ("2", (4, 4)), ("3", (2, 3, 2)), ("3", (2, 2, 2))]),
+    st.sampled_from([1, 3, 5]),
+    st.integers(0, 2),
+    st.sampled_from(["none", "boolean", "additive"]),
+    st.sampled_from([0.1, 3.0, 80.0]),
+    st.sampled_from([1.0, 80.0, 2000.0]),
+    st.sampled_from(["", ", query=false", ", gumbel=true"]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_convolutions_equal_the_reference(
+    shape: tuple[str, tuple[int, ...]],
+    window: int,
+    prefix: int,
+    mask_kind: str,
+    spread: float,
+    loud: float,
+    option: str,
+    small: bool,
+    seed: int,
+) -> None:
+    dims, grid = shape
+    spec = f"aft-conv(dims={dims}, window={window}, prefix={prefix}{option})"
+    made = build(spec, 2, 3, spread=spread, seed=seed)
+    assert made.family is not None
+    if len(set(grid)) > 1:
+        made.family.grid = grid  # type: ignore[assignment]
+    tokens = prefix + math.prod(grid)
+    q, k, v = tensors(spec, 2, 2, tokens, tokens, 3, seed)
+    mask = key_mask(mask_kind, 2, tokens, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            small_tiles(patch)
+        got = made(q, k * loud, v, attn_mask=mask)
+    want = truth(made, q, k * loud, v, mask=mask, grid=grid)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", SEQUENCE)
+@pytest.mark.usefixtures("tiles")
+def test_gradients_pass_gradcheck(spec: str, is_causal: bool, masked: bool) -> None:
+    if spec != "aft-simple":
+        spec = f"{spec[:-1]}, max_length=7)" if "(" in spec else f"{spec}(max_length=7)"
+    made = build(spec, 2, 1)
+    q, k, v = (x.requires_grad_() for x in tensors(spec, 2, 2, 7, 7, 1))
+    mask = None
+    if masked:
+        mask = torch.randn(2, 1, 1, 7, dtype=torch.float64)
+        mask[0, ..., :2] = -math.inf  # causal rows that see nothing
+        mask[1] = -math.inf  # a sample that sees nothing
+        mask.requires_grad_()
+    inputs = (q, k, v, *made.parameters())
+    assert torch.autograd.gradcheck(lambda *x: made(*x[:3], attn_mask=mask, is_causal=is_causal), inputs)
+    if mask is not None:
+        made(q, k, v, attn_mask=mask, is_causal=is_causal).sum().backward()
+        assert mask.grad is not None
+        assert mask.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0])  # the second cancels, and takes the other path
+@pytest.mark.parametrize("spec", [*CONVOLUTIONS, "aft-conv(dims=1, window=3, prefix=2)"])
+def test_convolution_gradients_pass_gradcheck(spec: str, spread: float) -> None:
+    made = build(spec, 2, 2, spread=spread)
+    q, k, v = (x.requires_grad_() for x in tensors(spec, 2, 2, *[{"3": 8}.get(spec[14], 9)] * 2, 2))
+    mask = torch.ones(2, 1, 1, k.shape[2], dtype=torch.bool)
+    mask[0, ..., 1], mask[1] = False, False
+    assert torch.autograd.gradcheck(lambda *x: made(*x[:3], attn_mask=mask), (q, k, v, *made.parameters()))
+
+
+@pytest.mark.parametrize("path", ["products", "bands", "elements"])
+@pytest.mark.parametrize("window", [0, 2])
+def test_every_path_of_a_tile_gives_the_same_gradients(path: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of exponentials where ranges allow, bands of values where not, and element by element."""
+    small_tiles(monkeypatch)
+    limit = {"products": 1e9, "bands": 5.0, "elements": 1e-6}[path]
+    monkeypatch.setattr(aft_ops, "safe_range", lambda dtype: limit)
+    monkeypatch.setattr(aft_ops, "MAX_PRODUCTS", 0 if path == "elements" else 10**6)
+    taken = []
+    real = aft_ops._Tiles.products
+
+    def products(*arguments: Any) -> Any:
+        taken.append(real(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(aft_ops._Tiles, "products", products)
+    k, v, left, right = (
+        (torch.randn(shape, dtype=torch.float64) * 2).requires_grad_() for shape in ((9, 1), (9, 1), (7, 2), (9, 2))
+    )
+    assert torch.autograd.gradcheck(lambda *x: aft_ops.aft_biased(*x, True, window)[0], (k, v, left, right))
+    if path == "elements":
+        assert taken.count(None) > len(taken) / 2  # a tile of one key has no range and needs no other path
+    else:
+        most = max(len(found) for found in taken)
+        assert most == 1 if path == "products" else most > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spec", ["aft-full(rank=null)", "aft-local(rank=null)", "aft-conv(dims=1, window=5)"])
+def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
+    made = build(spec, 1, 4)
+    noise = torch.Generator().manual_seed(3)
+    signs = [torch.randint(0, 2, shape, generator=noise) * 160.0 - 80 for shape in ((40, 40), (2, 1, 24, 4))]
+    with torch.no_grad():
+        if spec.startswith("aft-conv"):
+            for name, value in (("weight", [-1.0, 1, 0, 1, -1]), ("gain", [80.0]), ("shift", [0.0])):
+                getattr(made.family, name).copy_(torch.tensor(value))
+        else:
+            made.family.table.copy_(signs[0])  # type: ignore[union-attr]
+    q, _, v = tensors(spec, 2, 1, 24, 24, 4)
+    k = signs[1][..., :1] if spec.startswith("aft-conv") else signs[1]
+    for is_causal in [False] if spec.startswith("aft-conv") else [False, True]:
+        want = truth(made.double(), q, k, v, is_causal=is_causal, grid=(24,))
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        got = made.to(dtype)(*leaves, is_causal=is_causal)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+        got.square().sum().backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in (*leaves, *made.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("spec", SEQUENCE)
+@pytest.mark.usefixtures("tiles")
+def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.dtype) -> None:
+    made = build(spec, 2, 3).to(dtype)
+    q, k, v = (x.to(dtype) for x in tensors(spec, 2, 2, 16, 16, 3))
+    before = made(q, k, v, is_causal=True)
+    loud = k.clone()
+    loud[:, :, 9] += 120
+    loud[:, :, 12] -= 120
+    loud.requires_grad_()
+    after = made(q, loud, v, is_causal=True)
+    # The same but for rounding: a tile's maximum is another.
+    past = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 1e-2)
+    torch.testing.assert_close(after[:, :, :9], before[:, :, :9], rtol=past, atol=past)
+    assert after.isfinite().all()
+    exact = truth(made, q, loud, v, is_causal=True)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-11}[dtype]
+    torch.testing.assert_close(after.double(), exact, rtol=tolerance, atol=tolerance)
+    after[:, :, :9].float().square().sum().backward()
+    assert loud.grad is not None
+    assert loud.grad[:, :, :9].isfinite().all()
+    assert loud.grad[:, :, :9].abs().sum() > 0
+    assert (loud.grad[:, :, 9:] == 0).all()
+
+
+@pytest.mark.parametrize("spec", SEQUENCE)
+@pytest.mark.usefixtures("tiles")
+def test_the_future_never_changes_the_past(spec: str) -> None:
+    q, k, v = tensors(spec, 1, 2, 10, 10, 3)
+    made = build(spec)
+    before = made(q, k, v, is_causal=True)
+    for x in (q, k, v):
+        x[:, :, 6:] += 10
+    torch.testing.assert_close(made(q, k, v, is_causal=True)[:, :, :6], before[:, :, :6], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
+def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
+    grown = {"2": (9, 16), "3": (8, 27)}
+    short, long = grown["2"] if "aft-conv(window" in spec else grown["3"] if "dims=3" in spec else (7, 10)
+    made = build(spec)
+    q, k, v = tensors(spec, 3, 2, long, long, 3)
+    mask = torch.ones(3, 1, 1, long, dtype=torch.bool)
+    mask[0, ..., short:] = False
+    padded = made(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(padded[1:], made(q[1:], k[1:], v[1:]))
+    for x in (k, v):
+        x[0, :, short:] = 1e3
+    torch.testing.assert_close(made(q, k, v, attn_mask=mask), padded)
+    if short < 8:  # a line of tokens is the beginning of a longer one; a square is not
+        alone = made(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short])
+        torch.testing.assert_close(padded[:1, :, :short], alone)
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_sample_without_visible_keys_gives_zeros_and_finite_gradients(spec: str, dtype: torch.dtype) -> None:
+    tokens = 8 if "dims=3" in spec else 9
+    made = build(spec).to(dtype)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(spec, 2, 2, tokens, tokens, 3))
+    mask = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
+    mask[1] = False
+    for is_causal in [False] if spec.startswith("aft-conv") else [False, True]:
+        out = made(q, k, v, attn_mask=mask, is_causal=is_causal)
+        assert (out[1] == 0).all()
+        out.float().square().sum().backward()
+        assert out.dtype == dtype
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, *made.parameters()))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", [*SEQUENCE, "aft-conv(window=3)"])
+def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """`Plain` is the softmax written down with operations of the same type."""
+    conv = spec.startswith("aft-conv")
+    if conv and is_causal:
+        pytest.skip("aft-conv is not causal")
+    made = build(spec, 2, 4, spread=0.5).to(dtype)
+    q, k, v = (x.to(dtype) for x in tensors(spec, 2, 2, 36, 36, 4))
+    exact = truth(made, q, k, v, is_causal=is_causal, grid=(6, 6))
+    family: Any = made.family
+    if conv:
+        w = reference.conv_bias(family.bias().detach().to(dtype), (6, 6), 0)[:, :, :, None]  # [H, T, T', 1]
+    elif spec == "aft-simple":
+        w = torch.zeros(36, 36, 1, dtype=dtype)
+    else:
+        full = family.table if family.table is not None else family.query_positions @ family.key_positions.T
+        w = full[:36, :36]
+        w = (reference.local(w, family.window) if family.window else w)[:, :, None]
+    hidden = ~visible(36, 36, None, is_causal)[..., None]
+    weights = (k[:, :, None] + w).masked_fill(hidden, -math.inf).softmax(3)  # [B, H, T, T', D]
+    plain = q.sigmoid() * (weights * v[:, :, None]).sum(3)
+    got = made(q, k, v, is_causal=is_causal)
+    error, allowed = ((x.double() - exact).square().mean().sqrt() for x in (got, plain))
+    assert error <= 2 * allowed
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation made, inside our operators too."""
+
+    largest = 0
+    opaque = (
+        aft_ops.aft_running,
+        aft_ops.aft_running_backward,
+        aft_ops.aft_biased,
+        aft_ops.aft_biased_backward,
+        aft_conv.aft_conv,
+        aft_conv.aft_conv_backward,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = next((op._init_fn for op in self.opaque if op._opoverload is func), None)
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // max(x.element_size(), 1))
+        return out
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("spread", [0.1, 200.0])
+@pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
+def test_no_intermediate_grows_faster_than_the_sequence(
+    spec: str, spread: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight times as many tokens make no tensor more than eight times as large; a tile's worth is allowed."""
+    if spec.startswith("aft-conv") and is_causal:
+        return
+    for module, name, size in (
+        (aft_ops, "KEY_BLOCK", 16),
+        (aft_ops, "QUERY_BLOCK", 16),
+        (aft_ops, "MIN_KEY_BLOCK", 16),
+    ):
+        monkeypatch.setattr(module, name, size)
+    for module in (aft_ops, aft_conv):
+        monkeypatch.setattr(module, "ELEMENTS", 256)
+    config = quest_core.AttentionConfig.parse(spec).to_dict()
+    if config["name"] in ("aft-local", "aft-full"):
+        config.update(max_length=512, rank=2)
+    largest = []
+    for tokens in (64, 512):
+        made = quest_core.mechanism(config, num_heads=1, head_dim=2)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.normal_(std=spread**0.5)
+        q, k, v = (x.float().requires_grad_() for x in tensors(spec, 1, 1, tokens, tokens, 2))
+        with _Largest() as mode:
+            made(q, k, v, is_causal=is_causal).sum().backward()
+        largest.append(mode.largest)
+    assert largest[1] <= 8.5 * largest[0]
+    assert largest[1] < 512 * 512 / 8
+
+
+@pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 3, 1], [9]])
+@pytest.mark.parametrize("spec", SEQUENCE)
+@pytest.mark.usefixtures("tiles")
+def test_decoding_equals_the_whole_sequence(spec: str, steps: list[int]) -> None:
+    made = build(spec)
+    q, k, v = tensors(spec, 3, 2, 9, 9, 3)
+    k[:, :, 2] += 900
+    want = made(q, k, v, is_causal=True)
+    cache, done, sizes = quest_core.Cache(), 0, []
+    for count in steps:
+        rows = slice(done, done + count)
+        got = made.decode(q[:, :, rows], k[:, :, rows], v[:, :, rows], cache)
+        torch.testing.assert_close(got, want[:, :, rows])
+        done += count
+        sizes.append(cache.nbytes())
+        # A beam search keeps and reorders rows at any time.
+        order = torch.tensor([2, 0, 1])
+        cache.reorder(order)
+        q, k, v, want = q[order], k[order], v[order], want[order]
+    assert cache.tokens == 9
+    if spec == "aft-simple":
+        assert len(set(sizes)) == 1
+        assert set(cache["average"].shape) == set(cache["normaliser"].shape) == {3, 2, 1}
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS, "aft-conv(window=3, gumbel=true)"])
+def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
+    tokens = 8 if "dims=3" in spec else 9
+    made = build(spec, 2, 4).float()
+    q, k, v = (x.detach().float().requires_grad_() for x in tensors(spec, 2, 2, tokens, tokens, 4))
+    is_causal = not spec.startswith("aft-conv")
+    torch._dynamo.reset()  # the limit on recompilations counts those of earlier tests
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (made, compiled):
+        out = run(q, k, v, is_causal=is_causal)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, *made.parameters()))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    exported = torch.export.export(made, (q, k, v)).module()
+    torch.testing.assert_close(exported(q, k, v), made(q, k, v))
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("table", [False, True])
+def test_operators_keep_their_contracts(window: int, table: bool) -> None:
+    k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
+    bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
+    torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
+    torch.library.opcheck(aft_ops.aft_running, (k, v))
+    w = torch.randn(2, 3, 3, requires_grad=True)
+    x = torch.randn(2, 2, 7, 3, requires_grad=True)
+    torch.library.opcheck(aft_conv.aft_conv, (x[..., 0].contiguous(), x, w, [2, 3], 1))
+
+
+def test_compiled_lengths_may_vary() -> None:
+    made = build("aft-local", 2, 4).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (6, 11, 17):
+        q, k, v = (x.float() for x in tensors("aft-local", 2, 2, tokens, tokens, 4))
+        torch.testing.assert_close(compiled(q, k, v, is_causal=True), made(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, "aft-conv(window=3)"])
+def test_autocast_gives_the_lower_type_and_computes_in_the_wider(spec: str) -> None:
+    made = build(spec).float()
+    q, k, v = (x.float() for x in tensors(spec, 2, 2, 9, 9, 3))
+    exact = made(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(q, k, v)
+        mixed = made(q.bfloat16(), k, v.bfloat16())
+    assert out.dtype == mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(out, exact.bfloat16(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [*ORDERED, "aft-conv(dims=1)"])
+def test_lengths_and_layouts_do_not_matter(spec: str) -> None:
+    made = build(spec)
+    q, k, v = tensors(spec, 2, 2, 9, 9, 3)
+    torch.testing.assert_close(made(q.contiguous(), k.contiguous(), v.contiguous()), made(q, k, v))
+    assert made(q[:, :, :0], k[:, :, :0], v[:, :, :0]).shape == (2, 2, 0, 3) if "conv" not in spec else True
+
+
+def test_token_order_does_not_matter_to_aft_simple() -> None:
+    q, k, v = tensors("aft-simple", 1, 2, 5, 7, 4)
+    order = torch.randperm(7)
+    torch.testing.assert_close(
+        quest_core.attention(q, k, v, "aft-simple"),
+        quest_core.attention(q, k[:, :, order], v[:, :, order], "aft-simple"),
+    )
+
+
+def test_wide_windows_make_aft_local_aft_full() -> None:
+    full, local = build("aft-full"), build("aft-local(window=40)")
+    q, k, v = tensors("aft-full", 2, 2, 12, 12, 3)
+    torch.testing.assert_close(local(q, k, v), full(q, k, v))
+
+
+def test_starting_values_are_those_of_the_specification() -> None:
+    full: Any = quest_core.mechanism("aft-full", num_heads=2, head_dim=4).family
+    assert full.query_positions.shape == full.key_positions.shape == (1024, 128)
+    assert full.query_positions.std().item() == pytest.approx(0.01, rel=0.02)
+    table: Any = quest_core.mechanism("aft-local(rank=null, max_length=64)", num_heads=2, head_dim=4).family
+    assert table.table.shape == (64, 64)
+    assert table.window == 32
+    conv: Any = quest_core.mechanism("aft-conv", num_heads=2, head_dim=4).family
+    assert conv.weight.shape == (2, 11, 11)
+    assert (conv.bias() == 0).all()
+    with torch.no_grad():
+        conv.gain.fill_(3.0)
+        conv.shift.fill_(0.5)
+    torch.testing.assert_close(conv.bias().flatten(1).mean(1), torch.full((2,), 0.5))
+    torch.testing.assert_close(conv.bias().flatten(1).std(1, correction=0), torch.full((2,), 3.0))
+
+
+def test_a_window_of_one_position_has_no_deviation() -> None:
+    made = build("aft-conv(dims=1, window=1)")
+    q, k, v = (x.requires_grad_() for x in tensors("aft-conv", 2, 2, 5, 5, 3))
+    made(q, k, v).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
+def test_entropy_regulariser() -> None:
+    made = build("aft-conv(window=3, entropy_weight=0.001)", spread=2.0)
+    family: Any = made.family
+    want = reference.entropy(reference.reparameterised(family.weight, family.gain, family.shift))
+    torch.testing.assert_close(family.entropy(), want)
+    model = torch.nn.Sequential(made, build("aft-conv(window=3)"), torch.nn.Linear(2, 2))
+    torch.testing.assert_close(aft_conv.position_penalty(model), 0.001 * want)
+    assert aft_conv.position_penalty(torch.nn.Linear(2, 2)) == 0
+    step = torch.autograd.grad(family.penalty(), tuple(family.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(family.parameters(), step, strict=True):
+            parameter -= gradient
+    assert family.entropy() < want
+
+
+def test_gumbel_positions_are_sampled_in_training_and_hard_in_evaluation() -> None:
+    made = build("aft-conv(dims=1, window=5, gumbel=true)", spread=2.0)
+    q, k, v = tensors("aft-conv", 2, 2, 7, 7, 3)
+    torch.testing.assert_close(made(q, k, v), truth(made, q, k, v, grid=(7,)))
+    made.train()
+    torch.manual_seed(1)
+    first = made(q, k, v)
+    torch.manual_seed(1)
+    assert torch.equal(first, made(q, k, v))
+    assert not torch.allclose(first, made(q, k, v))
+    made(q, k, v).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in made.parameters())
+
+
+def test_gumbel_samples_have_the_temperature_of_the_paper() -> None:
+    made = build("aft-conv(dims=1, window=3, gumbel=true)").train()
+    family: Any = made.family
+    w = family.bias().detach()
+    torch.manual_seed(2)
+    got = family._positions().detach()
+    torch.manual_seed(2)
+    noise = -torch.empty_like(w).exponential_().log()
+    torch.testing.assert_close(got, w * ((w + noise) / 0.5).softmax(1))
+
+
+def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
+    """At each position the mean of the hardened samples is softmax(w), whatever the temperature."""
+    made = build("aft-conv(dims=1, window=3, gumbel=true)", heads=1).train()
+    family: Any = made.family
+    w = family.bias().detach()
+    torch.manual_seed(0)
+    draws = torch.stack([(family._positions() / w).argmax(1) for _ in range(4000)]).flatten()
+    share = torch.bincount(draws, minlength=3) / 4000
+    torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)
+
+
+def test_a_bias_that_cancels_the_loudest_key_is_exact() -> None:
+    """exp(w) − 1 is nearly −1 where the global sum is nearly that key: their difference would be noise."""
+    made = build("aft-conv(dims=1, window=3)", 2, 4, spread=0.0)
+    with torch.no_grad():
+        made.family.shift.fill_(-25.0)  # type: ignore[union-attr]
+    q, k, v = tensors("aft-conv", 1, 2, 32, 32, 4)
+    k[:, :, 10] = 12
+    got = made.float()(q.float(), k.float(), v.float())
+    torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
+
+
+def test_small_grids_take_blocks_and_large_ones_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    real = aft_conv._Kernel.convolved
+    monkeypatch.setattr(aft_conv._Kernel, "convolved", lambda self: taken.append(self.k.shape[2]) or real(self))
+    made = build("aft-conv(window=5)", 2, 16, spread=0.3)
+    for side in (3, 12):
+        q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 16)
+        torch.testing.assert_close(made(q, k, v), truth(made, q, k, v, grid=(side, side)))
+    assert taken == [144]
+
+
+def test_crops_of_several_shapes_share_one_layer() -> None:
+    made = build("aft-conv(window=3, prefix=1, grid=*x4)")
+    for height in (2, 5):
+        q, k, v = tensors("aft-conv", 1, 2, 1 + 4 * height, 1 + 4 * height, 3)
+        torch.testing.assert_close(made(q, k, v), truth(made, q, k, v, grid=(height, 4)))
+    square = build("aft-conv(window=3)")
+    for side in (2, 5):
+        q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 3)
+        torch.testing.assert_close(square(q, k, v), truth(square, q, k, v, grid=(side, side)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "n", "m", "message"),
+    [
+        ("aft-full(max_length=8)", 9, 9, "9 tokens are more than max_length=8.*aft-simple"),
+        ("aft-local(max_length=8)", 9, 9, "'aft-local': 9 tokens are more than max_length=8"),
+        ("aft-full(max_length=8)", 2, 9, "9 tokens are more than max_length=8"),
+        ("aft-local", 4, 5, "4 queries and 5 keys of two sequences.*'aft-simple' or 'aft-full'"),
+        ("aft-conv", 4, 9, "4 queries and 9 keys; use 'aft-simple' or 'aft-full'"),
+        ("aft-conv", 5, 5, r"5 tokens less 0 prefix tokens are 5, which do not fill a square.*prefix=1"),
+        ("aft-conv(dims=3)", 9, 9, "do not fill a cube"),
+        ("aft-conv(grid=*x4)", 6, 6, r"do not fill the grid \*x4"),
+        ("aft-conv(grid=3x4)", 9, 9, "do not fill the grid 3x4"),
+        ("aft-conv(dims=1, prefix=3)", 3, 3, "3 tokens less 3 prefix tokens are 0"),
+    ],
+)
+def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> None:
+    made = quest_core.mechanism(spec, num_heads=2, head_dim=3).double()
+    with pytest.raises((quest_core.InputError, quest_core.UnsupportedError), match=message):
+        made(*tensors(spec, 1, 2, n, m, 3))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("aft-conv(window=4)", "window is 4; it needs a centre.* 3 or 5"),
+        ("aft-conv(dims=4)", "dims is 4; a grid has 1, 2 or 3 axes"),
+        ("aft-conv(grid=14)", "option 'grid' is 14"),
+        ("aft-conv(grid=axb)", r"grid is 'axb'; with dims=2 write '14x14'"),
+        ("aft-conv(grid=*x*)", r"at most one extent as \*"),
+        ("aft-conv(dims=3, grid=2x2)", "with dims=3"),
+        ("aft-full(rank=0)", "option 'rank' is 0, but takes a whole number of at least 1 or null"),
+        ("quest+aft-simple", "'aft-simple' never forms attention weights, so it stands alone"),
+    ],
+)
+def test_wrong_options_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(quest_core.ConfigError, match=message):
+        quest_core.mechanism(spec, num_heads=2, head_dim=3)
+
+
+@pytest.mark.parametrize("name", ["aft-full", "aft-local", "aft-simple", "aft-conv"])
+def test_capabilities(name: str) -> None:
+    config = quest_core.AttentionConfig.parse(name)
+    unordered = refusal(config, Capabilities(ordered=False, regroups=True))
+    assert (unordered is None) == (name == "aft-simple")
+    made = quest_core.mechanism(name, num_heads=2, head_dim=3)
+    q, k, v = (x.float() for x in tensors(name, 1, 2, 4, 4, 3))
+    with pytest.raises(quest_core.UnsupportedError, match="no weights to drop"):
+        made(q, k, v, dropout_p=0.1)
+    with pytest.raises(quest_core.UnsupportedError, match="never forms weights"):
+        made.forward_with_weights(q, k, v)
+    with pytest.raises(quest_core.UnsupportedError, match="takes masks of keys alone"):
+        made(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool))
+    if name == "aft-conv":
+        with pytest.raises(quest_core.UnsupportedError, match="looks both ways"):
+            made(q, k, v, is_causal=True)
+
+
+def test_values_of_another_width_cannot_be_gated() -> None:
+    q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
+    with pytest.raises(quest_core.InputError, match="v has 2 features a head and q 3"):
+        quest_core.attention(q, k, v[..., :2], "aft-simple")
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
+def test_state_dicts_restore_the_layer(spec: str) -> None:
+    tokens = 8 if "dims=3" in spec else 9
+    first, second = build(spec, seed=0), build(spec, seed=1)
+    q, k, v = tensors(spec, 1, 2, tokens, tokens, 3)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(q, k, v), second(q, k, v))
+
+
+@pytest.mark.parametrize("spec", ["aft-simple", "aft-full(max_length=16)", "aft-conv(dims=1, window=3)"])
+def test_a_layer_with_projections_learns(spec: str) -> None:
+    layer = quest_core.Attention(12, 4, spec)
+    x = torch.randn(2, 9, 12)
+    assert layer(x).shape == x.shape
+    layer(x).square().sum().backward()
+    missing = [name for name, p in layer.named_parameters() if p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 30])
+@pytest.mark.parametrize(("n", "m", "causal"), [(7, 7, False), (12, 12, False), (12, 12, True), (3, 11, True)])
+def test_near_and_far_cover_every_pair_once(
+    n: int, m: int, causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keys and biases of 0 and values of 1 the normaliser counts the keys that were summed."""
+    small_tiles(monkeypatch)
+    ones = torch.ones(m, 1, dtype=torch.float64)
+    _, lse = aft_ops.aft_biased(ones * 0, ones, ones[:n] * 0, ones * 0, causal, window)
+    want = torch.arange(1, n + 1) + m - n if causal else torch.full((n,), m)
+    torch.testing.assert_close(lse[:, 0].exp(), want.double())

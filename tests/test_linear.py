@@ -1,0 +1,345 @@
+"""Linear and cosine attention against float64 references that form every weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import quest_core
+from quest_core.mechanisms import linear, reference_linear
+
+NAMES = [part.name for part in linear.PARTS]
+LONG = 2 * linear.CHUNK * linear.GROUP + 37
+"""Tokens for which every level of the causal sums is used, and none is full."""
+
+
+def tensors(batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """q [B, H, N, D], k and v [B, H, M, D] in float64, laid out as projections leave them."""
+    made = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, tokens, heads, dim, generator=made, dtype=torch.float64).transpose(1, 2)
+        for tokens in (n, m, m)
+    )
+
+
+def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
+    """A mechanism whose learnable tensors are random, so that a test sees each of them."""
+    made = quest_core.mechanism(name, num_heads=heads, head_dim=dim).double()
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise, dtype=torch.float64))
+    return made
+
+
+def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if made.config.family == "linear":
+        return reference_linear.linear(q, k, v, **options)
+    return reference_linear.cosine(q, k, v, made.family.stabiliser, **options)
+
+
+def as_mask(seen: Tensor | None, additive: bool = False) -> Tensor | None:
+    """[B, M] -> [B, 1, 1, M]."""
+    if seen is None:
+        return None
+    mask = seen[:, None, None, :]
+    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if additive else mask
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    tokens = st.one_of(st.integers(1, 9), st.sampled_from([63, 64, 65, 130]))
+    return {
+        "name": draw(st.sampled_from(NAMES)),
+        "shape": (
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 3)),
+            draw(tokens),
+            draw(tokens),
+            draw(st.sampled_from([1, 3, 8])),
+        ),
+        "masked": draw(st.booleans()),
+        "additive": draw(st.booleans()),
+        "is_causal": draw(st.booleans()),
+        "seed": draw(st.integers(0, 10_000)),
+    }
+
+
+@given(problems())
+def test_outputs_and_gradients_equal_the_reference(problem: dict[str, Any]) -> None:
+    batch, heads, n, m, dim = problem["shape"]
+    made = build(problem["name"], heads, dim, problem["seed"])
+    inputs = [*(x.requires_grad_() for x in tensors(batch, heads, n, m, dim, problem["seed"])), *made.parameters()]
+    q, k, v = inputs[:3]
+    generator = torch.Generator().manual_seed(problem["seed"] + 1)
+    seen = torch.rand(batch, m, generator=generator) > 0.4 if problem["masked"] else None
+    want = truth(made, q, k, v, key_mask=seen, is_causal=problem["is_causal"])
+    got = made(q, k, v, attn_mask=as_mask(seen, problem["additive"]), is_causal=problem["is_causal"])
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    probe = torch.randn(want.shape, dtype=torch.float64, generator=generator)
+    for mine, true in zip(
+        torch.autograd.grad((got * probe).sum(), inputs), torch.autograd.grad((want * probe).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> None:
+    q, k, v = tensors(2, 1, LONG - 5, LONG, 3)
+    seen = torch.rand(2, LONG) > 0.3 if masked else None
+    made = build(name, 1, 3)
+    want = truth(made, q, k, v, key_mask=seen, is_causal=True)
+    torch.testing.assert_close(made(q, k, v, attn_mask=as_mask(seen), is_causal=True), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_pass_gradcheck(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "CHUNK", 2)
+    monkeypatch.setattr(linear, "GROUP", 2)
+    made = build(name, 2, 3)
+    inputs = (*(x.requires_grad_() for x in tensors(2, 2, 9, 10, 3)), *made.parameters())
+    mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
+    mask[0, ..., 3], mask[1] = False, False  # a hidden key; a sample that sees nothing
+    for chosen in (None, mask):
+        assert torch.autograd.gradcheck(
+            lambda *x, m=chosen: made(x[0], x[1], x[2], attn_mask=m, is_causal=is_causal), inputs
+        )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_that_of_plain_arithmetic(name: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """`Plain` is the formula with every weight, in operations of the same type."""
+    q, k, v = (x.to(dtype) for x in tensors(4, 2, 200, 200, 16))
+    made = build(name, 2, 16).to(dtype)
+    exact = truth(made, q, k, v, is_causal=is_causal)
+    if name == "linear":
+        weight = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT
+        weight = weight.tril() if is_causal else weight
+        plain = weight / weight.sum(-1, keepdim=True) @ v
+    else:
+        weight = reference_linear.unit(q) @ reference_linear.unit(k).mT
+        count = torch.arange(1, 201, dtype=dtype)[:, None] if is_causal else torch.tensor(200, dtype=dtype)
+        weight = weight.tril() if is_causal else weight
+        plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()
+    got = made(q, k, v, is_causal=is_causal)
+    assert got.dtype == dtype
+    error, allowed = ((x.double() - exact).pow(2).mean().sqrt() for x in (got, plain))
+    assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_zero_keys_and_blind_rows_stay_finite(name: str, dtype: torch.dtype, is_causal: bool) -> None:
+    q, k, v = (x.to(dtype) for x in tensors(3, 2, 5, 5, 8))
+    q[0, 0, 1], k[:, :, 2], k[0] = 0, 0, 0
+    made = build(name, 2, 8).to(dtype)
+    inputs = [*(x.detach().requires_grad_() for x in (q, k, v)), *made.parameters()]
+    mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
+    mask[1], mask[2, ..., :2] = False, False
+    out = made(*inputs[:3], attn_mask=mask, is_causal=is_causal)
+    assert out.isfinite().all()
+    assert (out[1] == 0).all()
+    if is_causal:
+        assert (out[2, :, :2] == 0).all()
+    gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_features_far_below_zero_do_not_cancel() -> None:
+    """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
+    q, k, v = (x.float() for x in tensors(1, 1, 3, 4, 2))
+    out = quest_core.attention(q - 30, k - 30, v, "linear")
+    want = reference_linear.linear(q - 30, k - 30, v).float()
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_in_float16_do_not_overflow() -> None:
+    q, k, v = (x.half() for x in tensors(1, 1, 500, 500, 8))
+    out = quest_core.attention(q + 20, k + 20, v, "linear", is_causal=True)
+    want = reference_linear.linear(q + 20, k + 20, v, is_causal=True)
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_the_starting_value_is_that_of_the_specification() -> None:
+    made = quest_core.mechanism("cosine", num_heads=3, head_dim=4)
+    assert made.family.stabiliser.flatten().tolist() == [0.5, 0.5, 0.5]
+    q = k = torch.tensor([2.0, 0, 0, 0]).expand(1, 3, 9, 4)
+    out = made(q, k, torch.ones(1, 3, 9, 4))  # every cosine is 1: the output is n / n^σ(½)
+    torch.testing.assert_close(out, torch.full_like(out, 9 ** (1 - 1 / (1 + math.exp(-0.5)))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_token_order_does_not_matter_without_a_mask(name: str) -> None:
+    q, k, v = tensors(1, 2, 70, 80, 4)
+    rows, columns = torch.randperm(70), torch.randperm(80)
+    made = build(name, 2, 4)
+    torch.testing.assert_close(made(q[:, :, rows], k[:, :, columns], v[:, :, columns]), made(q, k, v)[:, :, rows])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_future_never_changes_the_past(name: str, masked: bool) -> None:
+    """Nor does hiding a future key, which would change cosine's count."""
+    q, k, v = tensors(1, 2, 150, 150, 4)
+    made = build(name, 2, 4)
+    mask = torch.ones(1, 1, 1, 150, dtype=torch.bool)
+    mask[..., 5] = not masked
+    before = made(q, k, v, attn_mask=mask if masked else None, is_causal=True)
+    for x in (q, k, v):
+        x[:, :, 100:] += 10
+    later = mask.clone()
+    later[..., 120:] = False
+    after = made(q, k, v, attn_mask=later, is_causal=True)
+    torch.testing.assert_close(after[:, :, :100], before[:, :, :100], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_and_batch_mates_do_not_matter(name: str, is_causal: bool) -> None:
+    q, k, v = tensors(3, 2, 70, 70, 4)
+    made = build(name, 2, 4)
+    mask = torch.ones(3, 1, 1, 70, dtype=torch.bool)
+    mask[0, ..., 66:] = False
+    padded = made(q, k, v, attn_mask=mask, is_causal=is_causal)
+    alone = made(*(x[:1, :, :66] for x in (q, k, v)), is_causal=is_causal)
+    torch.testing.assert_close(padded[:1, :, :66], alone)
+    torch.testing.assert_close(padded[1:], made(q[1:], k[1:], v[1:], is_causal=is_causal))
+
+
+@pytest.mark.parametrize("steps", [(1,) * 7, (3, 1, 3), (7,), (1, 66), (66, 1, 70)])
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_equals_attending_to_everything(name: str, steps: tuple[int, ...]) -> None:
+    tokens = sum(steps)
+    q, k, v = tensors(2, 2, tokens, tokens, 4)
+    made = build(name, 2, 4)
+    cache = quest_core.Cache()
+    outputs, sizes = [], set()
+    for new in zip(*(x.split(steps, 2) for x in (q, k, v)), strict=True):
+        outputs.append(made.decode(*new, cache))
+        sizes.add(cache.nbytes())
+    torch.testing.assert_close(torch.cat(outputs, 2), made(q, k, v, is_causal=True))
+    assert len(sizes) == 1  # the state does not grow
+    assert cache.tokens == tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_follows_its_beams(name: str) -> None:
+    q, k, v = tensors(2, 2, 6, 6, 4)
+    made = build(name, 2, 4)
+    cache = quest_core.Cache()
+    made.decode(q[:, :, :5], k[:, :, :5], v[:, :, :5], cache)
+    rows = torch.tensor([1, 1])
+    cache.reorder(rows)
+    got = made.decode(*(x[rows][:, :, 5:] for x in (q, k, v)), cache)
+    torch.testing.assert_close(got, made(q[rows], k[rows], v[rows], is_causal=True)[:, :, 5:])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_without_a_graph_break_and_exports(name: str, additive: bool, is_causal: bool) -> None:
+    torch._dynamo.reset()
+    made = build(name, 2, 8).float()
+    inputs = [*(x.float().requires_grad_() for x in tensors(2, 2, 70, 70, 8)), *made.parameters()]
+    mask = as_mask(torch.rand(2, 70) > 0.3, additive)
+    want = made(*inputs[:3], attn_mask=mask, is_causal=is_causal)
+    got = torch.compile(made, fullgraph=True, backend="aot_eager")(*inputs[:3], attn_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(got, want)
+    for mine, true in zip(
+        torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, true)
+    exported = torch.export.export(made, tuple(inputs[:3]), {"attn_mask": mask, "is_causal": is_causal}).module()
+    torch.testing.assert_close(exported(*inputs[:3], attn_mask=mask, is_causal=is_causal), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
+    q, k, v = (x.float() for x in tensors(2, 2, 100, 100, 16))
+    made = build(name, 2, 16).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(q, k, v, is_causal=True)
+        mixed = made(q.bfloat16(), k, v.bfloat16())
+        cache = quest_core.Cache()
+        decoded = made.decode(q, k, v, cache)
+    assert out.dtype == mixed.dtype == decoded.dtype == torch.bfloat16
+    assert cache["sum"].dtype == torch.float32
+    # Nothing but the result is rounded.
+    assert torch.equal(out, made(q, k, v, is_causal=True).bfloat16())
+
+
+def test_per_sample_gradients_through_torch_func() -> None:
+    q, k, v = tensors(1, 2, 70, 70, 4)
+    for name in NAMES:
+        made = build(name, 2, 4)
+
+        def loss(key: Tensor, made: quest_core.Mechanism = made) -> Tensor:
+            return made(q, key, v, is_causal=True).square().sum()
+
+        leaf = k.clone().requires_grad_()
+        loss(leaf).backward()
+        torch.testing.assert_close(torch.func.grad(loss)(k), leaf.grad)
+
+
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operation makes, and the sum of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                size = x.untyped_storage().nbytes() // x.element_size()
+                self.elements, self.made = max(self.elements, size), self.made + size
+        return out
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
+    """No tensor is larger than a few times the inputs, and all that is ever made together doubles with the tokens."""
+    dim = 16
+    made = build(name, 2, dim).float()
+    recorded = []
+    for tokens in (2048, 4096):
+        inputs = [x.float().requires_grad_() for x in tensors(1, 2, tokens, tokens, dim)]
+        with Largest() as seen:
+            made(*inputs, is_causal=is_causal).sum().backward()
+        assert seen.elements <= 2 * tokens * max(linear.CHUNK, dim + 1)  # C×C products of a chunk, or an input
+        recorded.append(seen.made)
+    assert recorded[1] <= 2.05 * recorded[0]
+
+
+def test_refusals_say_why() -> None:
+    q, k, v = tensors(2, 1, 3, 3, 2)
+    linear_, cosine = (build(name, 1, 2) for name in NAMES)
+    bias = torch.tensor([0.0, -1.0, -math.inf]).expand(2, 1, 1, 3)
+    with pytest.raises(quest_core.UnsupportedError, match=r"values can be 0 .* or -inf .* boolean mask"):
+        linear_(q, k, v, attn_mask=bias)
+    with pytest.raises(quest_core.UnsupportedError, match=r"takes masks of keys alone, \[B, 1, 1, M\]"):
+        linear_(q, k, v, attn_mask=torch.ones(3, 3, dtype=torch.bool))
+    with pytest.raises(quest_core.UnsupportedError, match="'cosine' has no weights to drop"):
+        cosine(q, k, v, dropout_p=0.1)
+    with pytest.raises(quest_core.UnsupportedError, match="never forms weights"):
+        cosine.forward_with_weights(q, k, v)
+    with pytest.raises(quest_core.ConfigError, match="'linear' never forms attention weights, so it stands alone"):
+        quest_core.AttentionConfig.parse("linear+sigmoid")
+    with pytest.raises(quest_core.ConfigError, match="'cosine' has learnable parameters"):
+        quest_core.attention(q, k, v, "cosine")

@@ -1,0 +1,472 @@
+"""Sigmoid and sinkhorn against their float64 references, plain and in blocks, and every score with every normaliser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import quest_core
+from quest_core.mechanisms import normalisers, reference
+
+SPECS: list[tuple[str, str, dict[str, float]]] = [
+    ("quest+sigmoid", "sigmoid", {}),
+    ("quest+sigmoid(bias=-0.5)", "sigmoid", {"bias": -0.5}),
+    ("quest+sinkhorn", "sinkhorn", {}),
+    ("quest+sinkhorn(iterations=2, eps=0.7)", "sinkhorn", {"iterations": 2, "eps": 0.7}),
+    ("quest+sinkhorn(iterations=5, eps=2)", "sinkhorn", {"iterations": 5, "eps": 2.0}),
+    ("quest+sinkhorn(iterations=6)", "sinkhorn", {"iterations": 6}),
+]
+PATHS = ["plain", "blocks"]
+IDS = [spec for spec, _, _ in SPECS]
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    """Take the plain formula, or blocks of three queries, whatever the size."""
+    kept = normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS
+    if name == "blocks":
+        normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS = 0, 1, 3
+    try:
+        yield
+    finally:
+        normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS = kept
+
+
+def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """q [B, H, N, D], k and v [B, G, M, D] in float64, laid out as projections leave them."""
+    made = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, tokens, h, dim, generator=made, dtype=torch.float64).transpose(1, 2)
+        for h, tokens in ((heads, n), (groups, m), (groups, m))
+    )
+
+
+def make_mask(kind: str, batch: int, heads: int, n: int, m: int, seed: int = 0) -> Tensor | None:
+    made = torch.Generator().manual_seed(seed + 1)
+    shape = {
+        "none": (),
+        "bool": (n, m),
+        "per head": (batch, heads, n, m),
+        "keys": (batch, 1, 1, m),
+        "additive": (batch, 1, n, m),
+        "additive keys": (batch, 1, 1, m),
+        "queries and keys": (batch, 1, n, m),
+    }[kind]
+    if kind == "none":
+        return None
+    if kind == "queries and keys":
+        rows = torch.rand(batch, 1, n, 1, generator=made) > 0.3
+        return rows & (torch.rand(batch, 1, 1, m, generator=made) > 0.3)
+    seen = torch.rand(shape, generator=made) > 0.4
+    if not kind.startswith("additive"):
+        return seen
+    return torch.randn(shape, generator=made, dtype=torch.float64).masked_fill(~seen, -math.inf)
+
+
+MASKS = ["none", "bool", "per head", "keys", "additive", "additive keys", "queries and keys"]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    heads = draw(st.sampled_from([1, 2, 4]))
+    choice = draw(st.sampled_from(SPECS))
+    return {
+        "choice": choice,
+        "path": draw(st.sampled_from(PATHS)),
+        "shape": (
+            draw(st.integers(1, 3)),
+            heads,
+            draw(st.sampled_from([g for g in (1, 2, 4) if heads % g == 0])),
+            draw(st.integers(1, 9)),
+            draw(st.integers(1, 9)),
+            draw(st.sampled_from([1, 4])),
+        ),
+        "mask": draw(st.sampled_from(MASKS)),
+        "is_causal": choice[1] == "sigmoid" and draw(st.booleans()),
+        "seed": draw(st.integers(0, 10_000)),
+    }
+
+
+@given(problems())
+def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, Any]) -> None:
+    spec, name, options = problem["choice"]
+    batch, heads, groups, n, m, _ = shape = problem["shape"]
+    inputs = [x.requires_grad_() for x in tensors(*shape, seed=problem["seed"])]
+    mask = make_mask(problem["mask"], batch, heads, n, m, problem["seed"])
+    given_spec = spec if groups == heads else f"{spec}+gqa"
+    how = {"is_causal": problem["is_causal"]}
+    want, want_weights = reference.attention(
+        *inputs, "quest", mask=mask, normaliser=name, normaliser_options=options, **how
+    )
+    probe = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    want_gradients = torch.autograd.grad((want * probe).sum(), inputs)
+    made = quest_core.mechanism(
+        given_spec if groups == heads else f"{spec}+gqa(kv_heads={groups})", num_heads=heads, head_dim=shape[-1]
+    )
+    with path(problem["path"]):
+        got = made(*inputs, attn_mask=mask, **how)
+        gradients = torch.autograd.grad((got * probe).sum(), inputs)
+    slow, weights = made.forward_with_weights(*inputs, attn_mask=mask, **how)
+    seen = reference.visible(n, m, mask, problem["is_causal"]).expand(weights.shape)
+    assert (weights[~seen] == 0).all()
+    for mine, true in (
+        (got, want),
+        (slow, want),
+        (weights, want_weights),
+        *zip(gradients, want_gradients, strict=True),
+    ):
+        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("grouping", ["", "+gqa(kv_heads=2)"])
+@pytest.mark.parametrize("normaliser", sorted(reference.NORMALISERS))
+@pytest.mark.parametrize("score", sorted(reference.SCORES))
+@pytest.mark.parametrize("way", PATHS)
+def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, normaliser: str, grouping: str) -> None:
+    made = quest_core.mechanism(f"{score}+{normaliser}{grouping}", num_heads=4, head_dim=6).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    q, k, v = tensors(2, 4, 2 if grouping else 4, 7, 8, 6)
+    mask = make_mask("queries and keys", 2, 4, 7, 8)
+    parameters = {
+        name: p.detach().repeat_interleave(4 // k.shape[1], 0) if name == "key_scale" and len(p) == k.shape[1] else p
+        for name, p in made.score.named_parameters()
+    }
+    want = reference.attention(q, k, v, score, mask=mask, parameters=parameters, normaliser=normaliser)
+    with path(way):
+        got = made(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(got, want[0], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(made.forward_with_weights(q, k, v, attn_mask=mask)[1], want[1], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", IDS)
+def test_gradients_pass_gradcheck(spec: str, way: str) -> None:
+    inputs = tuple(x.requires_grad_() for x in tensors(1, 2, 1, 4, 5, 3))
+    mask = torch.rand(4, 5) > 0.3
+    mask[2], mask[:, 1] = False, False  # a query that sees nothing, a key that nobody sees
+    mask[0, 0] = True
+    with path(way):
+        for chosen in (None, mask):
+            assert torch.autograd.gradcheck(
+                lambda *x, m=chosen: quest_core.attention(*x, f"{spec}+gqa", attn_mask=m), inputs
+            )
+
+
+def plain(name: str, q: Tensor, k: Tensor, v: Tensor, iterations: int) -> Tensor:
+    """The formula written down with operations of the inputs' own type."""
+    score = q @ reference.unit(k).mT
+    if name == "sigmoid":
+        return (score - math.log(k.shape[2])).sigmoid() @ v
+    weight = score.softmax(-1)
+    for step in range(1, iterations):
+        weight = weight / weight.sum(-2 if step % 2 else -1, keepdim=True)
+    return weight @ v
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch.dtype, way: str) -> None:
+    config = quest_core.AttentionConfig.parse(spec)
+    iterations = config.option("iterations") or 0
+    probe = tensors(4, 4, 4, 64, 64, 16, seed=1)[0].to(dtype)
+    values: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
+    for kind in ("exact", "mine", "plain"):
+        inputs = [x.to(dtype) for x in tensors(4, 4, 4, 64, 64, 16)]
+        inputs = [(x.double() if kind == "exact" else x).detach().requires_grad_() for x in inputs]
+        if kind == "mine":
+            with path(way):
+                out = quest_core.attention(*inputs, config)
+                assert out.dtype == dtype
+                values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
+        else:
+            out = plain(config["normaliser"], *inputs, iterations)
+            values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
+
+    def error(kind: str, pick: Callable[[Any], Tensor]) -> Tensor:
+        return (pick(values[kind]).double() - pick(values["exact"])).pow(2).mean().sqrt()
+
+    assert error("mine", lambda x: x[0]) <= 2 * error("plain", lambda x: x[0])
+    for i in range(3):
+        assert error("mine", lambda x, i=i: x[1][i]) <= 2 * error("plain", lambda x, i=i: x[1][i])
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", IDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_zero_keys_and_blind_rows_stay_finite(spec: str, dtype: torch.dtype, way: str) -> None:
+    q, k, v = (x.to(dtype) for x in tensors(2, 2, 2, 7, 5, 8))
+    q[0, 0, 1], k[:, :, 2], k[0] = 0, 0, 0
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    mask = torch.ones(7, 5, dtype=torch.bool)
+    mask[3:6], mask[:, 4] = False, False
+    with path(way):
+        for seen in (mask, torch.zeros(7, 5, dtype=dtype).masked_fill(~mask, -math.inf)):
+            out = quest_core.attention(*inputs, spec, attn_mask=seen)
+            assert out.isfinite().all()
+            assert (out[:, :, 3:6] == 0).all()
+            gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+            assert all(g.isfinite().all() for g in gradients)
+            assert (gradients[1][:, :, 4] == 0).all()
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_logits_of_a_thousand_stay_exact(way: str) -> None:
+    """A key that no query wants still has to fill its column: e^-1000 is scaled up without passing through 0."""
+    q, k, v = tensors(1, 1, 1, 6, 6, 4)
+    q = q * 1000
+    with path(way):
+        out = quest_core.attention(q, k, v, "quest+sinkhorn(iterations=40)")
+    assert out.isfinite().all()
+    weights = quest_core.mechanism("quest+sinkhorn(iterations=40)", num_heads=1, head_dim=4).forward_with_weights(
+        q, k, v
+    )[1]
+    torch.testing.assert_close(weights.sum(-2), torch.ones(1, 1, 6, dtype=torch.float64))
+    torch.testing.assert_close(weights @ v, out)
+
+
+def weights_of(spec: str, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    made = quest_core.mechanism(spec, num_heads=q.shape[1], head_dim=q.shape[-1])
+    return made.forward_with_weights(q, k, torch.zeros_like(k), attn_mask=mask)[1]
+
+
+def test_one_half_step_is_softmax() -> None:
+    q, k, v = tensors(2, 2, 2, 5, 7, 4)
+    mask = make_mask("bool", 2, 2, 5, 7)
+    for m in (None, mask):
+        got = quest_core.attention(q, k, v, "quest+sinkhorn(iterations=1)", attn_mask=m)
+        assert torch.equal(got, quest_core.attention(q, k, v, "quest", attn_mask=m))
+        one, soft = (weights_of(spec, q, k, m) for spec in ("quest+sinkhorn(iterations=1)", "quest"))
+        torch.testing.assert_close(one, soft, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (8, 3)])
+def test_half_steps_leave_the_sums_they_promise(n: int, m: int) -> None:
+    q, k, _ = tensors(2, 2, 2, n, m, 4)
+    rows = torch.ones(2, 2, n, dtype=torch.float64)
+    columns = torch.full((2, 2, m), n / m, dtype=torch.float64)
+    torch.testing.assert_close(weights_of("quest+sinkhorn", q, k).sum(-1), rows)
+    torch.testing.assert_close(weights_of("quest+sinkhorn(iterations=2)", q, k).sum(-2), columns)
+    many = weights_of("quest+sinkhorn(iterations=300)", q, k)
+    torch.testing.assert_close(many.sum(-1), rows, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(many.sum(-2), columns, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_takes_no_mass() -> None:
+    q, k, _ = tensors(1, 2, 2, 6, 8, 4)
+    mask = torch.zeros(1, 1, 6, 8, dtype=torch.bool)
+    mask[..., :4, :5] = True
+    weights = weights_of("quest+sinkhorn(iterations=200)", q, k, mask)
+    rows, columns = torch.zeros(6).double(), torch.zeros(8).double()
+    rows[:4], columns[:5] = 1, 4 / 5
+    torch.testing.assert_close(weights.sum(-1), rows.expand(1, 2, 6), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(weights.sum(-2), columns.expand(1, 2, 8), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", IDS)
+def test_padding_and_batch_mates_do_not_matter(spec: str, way: str) -> None:
+    q, k, v = tensors(3, 2, 2, 6, 6, 4)
+    real = torch.ones(3, 6, dtype=torch.bool)
+    real[0, 4:] = False
+    mask = real[:, None, :, None] & real[:, None, None, :]
+    with path(way):
+        alone = quest_core.attention(q[:1, :, :4], k[:1, :, :4], v[:1, :, :4], spec)
+        padded = quest_core.attention(q, k, v, spec, attn_mask=mask)
+        torch.testing.assert_close(padded[:1, :, :4], alone)
+        torch.testing.assert_close(padded[1:], quest_core.attention(q[1:], k[1:], v[1:], spec))
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", IDS)
+def test_token_order_does_not_matter_without_a_mask(spec: str, way: str) -> None:
+    q, k, v = tensors(1, 2, 2, 5, 7, 4)
+    rows, columns = torch.randperm(5), torch.randperm(7)
+    with path(way):
+        want = quest_core.attention(q, k, v, spec)[:, :, rows]
+        torch.testing.assert_close(quest_core.attention(q[:, :, rows], k[:, :, columns], v[:, :, columns], spec), want)
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_the_future_never_changes_the_past(way: str) -> None:
+    q, k, v = tensors(1, 2, 2, 8, 8, 4)
+    with path(way):
+        before = quest_core.attention(q, k, v, "quest+sigmoid", is_causal=True)
+        for x in (q, k, v):
+            x[:, :, 5:] += 10
+        after = quest_core.attention(q, k, v, "quest+sigmoid", is_causal=True)
+    torch.testing.assert_close(after[:, :, :5], before[:, :, :5], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("steps", [(1,) * 7, (3, 1, 3), (7,)])
+def test_sigmoid_decodes_as_it_attends(steps: tuple[int, ...], way: str) -> None:
+    q, k, v = tensors(2, 4, 2, 7, 7, 4)
+    made = quest_core.mechanism("quest+sigmoid+gqa(kv_heads=2)", num_heads=4, head_dim=4)
+    cache = quest_core.Cache()
+    with path(way):
+        parts = [made.decode(*new, cache) for new in zip(*(x.split(steps, 2) for x in (q, k, v)), strict=True)]
+        torch.testing.assert_close(torch.cat(parts, 2), made(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
+def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: str) -> None:
+    q, k, v = tensors(2, 2, 2, 6, 6, 4)
+
+    def run(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return quest_core.attention(*inputs, spec, dropout_p=0.5)
+
+    with path(way):
+        first = run(q, k, v)
+        assert torch.equal(first, run(q, k, v))
+        # With unit values the output is the weights themselves: each is 0 or twice what it was.
+        eye = torch.eye(6, dtype=torch.float64).expand(2, 2, 6, 6)
+        ratio = run(q, k, eye) / quest_core.attention(q, k, eye, spec)
+        assert set(ratio.round(decimals=9).unique().tolist()) == {0.0, 2.0}
+        assert torch.autograd.gradcheck(run, tuple(x.requires_grad_() for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
+def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
+    q, k, v = tensors(1, 2, 2, 4, 5, 3)
+    bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
+    with path("blocks"):
+        assert torch.autograd.gradcheck(lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), (bias,))
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
+def test_compiles_without_a_graph_break_and_exports(spec: str, way: str) -> None:
+    inputs = tuple(x.float().requires_grad_() for x in tensors(2, 4, 2, 7, 7, 8))
+    made = quest_core.mechanism(f"{spec}+gqa(kv_heads=2)", num_heads=4, head_dim=8)
+    mask = make_mask("queries and keys", 2, 4, 7, 7)
+    with path(way):
+        torch._dynamo.reset()
+        want = made(*inputs, attn_mask=mask)
+        got = torch.compile(made, fullgraph=True, backend="aot_eager")(*inputs, attn_mask=mask)
+        torch.testing.assert_close(got, want)
+        for mine, true in zip(
+            torch.autograd.grad(got.square().sum(), inputs),
+            torch.autograd.grad(want.square().sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, true)
+        exported = torch.export.export(made, inputs).module()
+        torch.testing.assert_close(exported(*inputs), made(*inputs))
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "sinkhorn"])
+def test_operators_are_registered_correctly(kind: str) -> None:
+    inputs = [x.float().contiguous().requires_grad_() for x in tensors(1, 2, 1, 7, 6, 4)]
+    mask = torch.rand(7, 6) > 0.3
+    with path("blocks"):
+        if kind == "sigmoid":
+            torch.library.opcheck(normalisers._sigmoid_blocks, (*inputs, mask, 0.5, None, False, 0.0, None))
+        else:
+            torch.library.opcheck(normalisers._sinkhorn_blocks, (*inputs, mask, 0.5, 3, 0.0, None))
+
+
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
+def test_per_sample_gradients_through_torch_func(spec: str) -> None:
+    q, k, v = tensors(1, 2, 2, 4, 4, 5)
+    with path("blocks"):
+
+        def loss(key: Tensor) -> Tensor:
+            return quest_core.attention(q, key, v, spec).square().sum()
+
+        leaf = k.clone().requires_grad_()
+        loss(leaf).backward()
+        torch.testing.assert_close(torch.func.grad(loss)(k), leaf.grad)
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
+def test_autocast_gives_the_lower_type(spec: str, way: str) -> None:
+    q, k, v = (x.float().requires_grad_() for x in tensors(2, 2, 2, 8, 8, 16))
+    want = quest_core.attention(q, k, v, spec)
+    with path(way), torch.autocast("cpu", torch.bfloat16):
+        out = quest_core.attention(q, k, v, spec)
+        mixed = quest_core.attention(q.bfloat16(), k, v.bfloat16(), spec)
+        (gradient,) = torch.autograd.grad(out.float().sum(), k)
+    assert out.dtype == mixed.dtype == torch.bfloat16
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
+
+
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operation makes, also inside quest's own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.inside = {
+            op._opoverload: op._init_fn
+            for op in (
+                normalisers._sigmoid_blocks,
+                normalisers._sigmoid_blocks_backward,
+                normalisers._sinkhorn_blocks,
+                normalisers._sinkhorn_blocks_backward,
+            )
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.inside:
+            with self:
+                out = self.inside[func](*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
+def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
+    monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)
+    largest = []
+    for tokens in (512, 1024):
+        inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, tokens, tokens, 8)]
+        mask = torch.rand(1, 1, 1, tokens) > 0.2 if masked else None
+        with Largest() as seen:
+            quest_core.attention(*inputs, spec, attn_mask=mask).sum().backward()
+        largest.append(seen.elements)
+    assert largest[1] == 2 * normalisers.BLOCK_ROWS * 1024  # a block of one width, and nothing larger
+    assert largest[1] == 2 * largest[0]
+
+
+def test_causal_blocks_form_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
+    monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)
+    inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, 1024, 1024, 8)]
+    with Largest() as seen:
+        quest_core.attention(*inputs, "quest+sigmoid", is_causal=True).sum().backward()
+    assert seen.elements == 2 * normalisers.BLOCK_ROWS * 1024
+
+
+def test_refusals_say_why() -> None:
+    q, k, v = tensors(1, 1, 1, 3, 3, 2)
+    with pytest.raises(quest_core.UnsupportedError, match="lower-triangular doubly stochastic matrix is the identity"):
+        quest_core.attention(q, k, v, "quest+sinkhorn", is_causal=True)
+    made = quest_core.mechanism("quest+sinkhorn", num_heads=1, head_dim=2)
+    with pytest.raises(quest_core.UnsupportedError, match="'sinkhorn' cannot decode incrementally"):
+        made.decode(q, k, v, quest_core.Cache())
+    with pytest.raises(quest_core.ConfigError, match="'iterations' is 0, but takes a whole number of at least 1"):
+        quest_core.AttentionConfig.parse("quest+sinkhorn(iterations=0)")
+    with pytest.raises(quest_core.ConfigError, match="'eps' is 0, but takes a number of at least"):
+        quest_core.AttentionConfig.parse("quest+sinkhorn(eps=0)")
