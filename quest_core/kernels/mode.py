@@ -1,16 +1,25 @@
-"""``QUEST_KERNELS``: which paths the kernels may take, for debugging."""
+"""``QUEST_KERNELS``: which paths the kernels may take, for debugging and for comparing them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+
+from torch import Tensor
 
 from ..errors import ConfigError, one_of
 
-MODES = ("auto", "eager")
+MODES = ("auto", "fused", "eager", "reference")
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is imported only where it is used
 
 
 def mode() -> str:
-    """``auto`` (default: the fastest path that applies) or ``eager`` (plain PyTorch operations only).
+    """The value of ``QUEST_KERNELS``.
+
+    - ``auto`` (default): the path expected to be fastest; where only a measurement could tell, the established one.
+    - ``fused``: a Triton kernel wherever one applies, also where `auto` does not take it, so that they can be compared.
+    - ``eager``: plain PyTorch operations, with derivatives written by hand.
+    - ``reference``: the plain formula and PyTorch's own derivative of it; packed sequences one at a time.
 
     Raises:
         ConfigError: when the environment variable is something else.
@@ -19,3 +28,8 @@ def mode() -> str:
     if chosen not in MODES:
         raise ConfigError(f"QUEST_KERNELS is {chosen!r}; {one_of(chosen, MODES)}")
     return chosen
+
+
+def triton_takes(x: Tensor) -> bool:
+    """Whether a Triton kernel can run where `x` is: on a CUDA device, or anywhere under Triton's interpreter."""
+    return HAS_TRITON and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")

@@ -3,9 +3,10 @@
 Reference: :func:`quest_core.mechanisms.reference.unit`. Norms are accumulated in float32 or wider. A vector whose
 norm is zero (or underflows to zero) becomes zero, with a zero gradient.
 
-Three paths compute the same:
+These paths compute the same (see :func:`quest_core.kernels.mode` for how to choose):
 
-- traced (torch.compile, torch.export, functorch): plain operations, which the compiler fuses;
+- traced (torch.compile, torch.export, functorch): plain operations, which the compiler fuses with their neighbours;
+- CUDA, with Triton installed: one fused pass forward and one backward over any strides (`unit_triton`);
 - CPU, float32/float64/bfloat16: PyTorch's own fused weight-norm kernel, one pass forward and one backward, run over
   the rows in the order in which they lie in memory, so that the usual [B, N, H, D] layout is not copied;
 - everything else: plain operations with a backward of three passes.
@@ -14,12 +15,14 @@ Three paths compute the same:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .mode import mode
+from .layout import memory_order
+from .mode import mode, triton_takes
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -33,9 +36,33 @@ def unit(x: Tensor) -> Tensor:
     Returns:
         [..., D] in the dtype of `x`.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         return _plain(x)
-    return _Unit.apply(x)  # type: ignore[no-any-return]
+    chosen = mode()
+    if torch.compiler.is_compiling():
+        return _operator(x) if chosen == "fused" and triton_takes(x) else _plain(x)
+    if chosen == "reference":
+        return _plain(x)
+    return _eager(x, _path(x, chosen))
+
+
+def _path(x: Tensor, chosen: str) -> str:
+    """Which code computes eager unit vectors in mode `chosen`: "triton", "weight norm" or "plain"."""
+    if chosen == "eager" or x.numel() == 0:
+        return "plain"
+    if triton_takes(x) and (chosen == "fused" or x.is_cuda):
+        from . import unit_triton
+
+        if unit_triton.applies(x):
+            return "triton"
+    return "weight norm" if x.device.type == "cpu" and x.dtype in FUSED_DTYPES and _has_fused() else "plain"
+
+
+def _operator(x: Tensor) -> Tensor:
+    from . import unit_triton
+
+    out: Tensor = unit_triton.unit(x) if unit_triton.applies(x) else _plain(x)
+    return out
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
@@ -57,27 +84,21 @@ def _has_fused() -> bool:
     )
 
 
-def _memory_order(x: Tensor) -> tuple[list[int], list[int]]:
-    """The permutation that makes a dense tensor contiguous (last axis kept last), and its inverse."""
-    order = [*sorted(range(x.dim() - 1), key=x.stride().__getitem__, reverse=True), x.dim() - 1]
-    inverse = [0] * len(order)
-    for position, axis in enumerate(order):
-        inverse[axis] = position
-    return order, inverse
-
-
 class _Unit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.fused = (
-            mode() == "auto" and x.device.type == "cpu" and x.dtype in FUSED_DTYPES and x.numel() > 0 and _has_fused()
-        )
-        if not ctx.fused:
+    def forward(ctx: Any, x: Tensor, path: str) -> Tensor:
+        ctx.path = path
+        if path == "triton":
+            from . import unit_triton
+
+            ctx.save_for_backward(x)
+            return unit_triton.forward(x)
+        if path == "plain":
             inverse = _inverse_norm(x)  # [..., 1]
             ctx.save_for_backward(x, inverse)
             scaled: Tensor = (x * inverse).to(x.dtype)
             return scaled
-        order, ctx.back = _memory_order(x)
+        order, ctx.back = memory_order(x)
         rows = x.permute(order).reshape(-1, x.shape[-1]).contiguous()  # [R, D]; copies only a slice of a packed tensor
         ones = x.new_ones(rows.shape[0], 1)  # [R, 1]
         out, norm = torch.ops.aten._weight_norm_interface(rows, ones, 0)  # [R, D], [R, 1]
@@ -90,17 +111,24 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if not ctx.fused:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.path == "triton":
+            from . import unit_triton
+
+            return unit_triton.backward(grad, *ctx.saved_tensors), None
+        if ctx.path == "plain":
             x, inverse = ctx.saved_tensors
             wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
             along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
             across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
-            return across
+            return across, None
         rows, ones, norm = ctx.saved_tensors
         grad = grad.permute(ctx.order)
         grad_rows = grad.reshape(rows.shape).contiguous()  # [R, D]
         out = torch.ops.aten._weight_norm_interface_backward(grad_rows, rows, ones, norm, 0)[0]  # [R, D]
         if ctx.zero is not None:
             out = out.masked_fill(ctx.zero, 0)
-        return out.view(grad.shape).permute(ctx.back)  # type: ignore[no-any-return]
+        return out.view(grad.shape).permute(ctx.back), None
+
+
+_eager: Callable[[Tensor, str], Tensor] = _Unit.apply

@@ -1,0 +1,468 @@
+"""Attention over sequences of different lengths that lie one behind the other, without padding between them.
+
+Graphs, point clouds and documents come in batches whose lengths differ. Padding all to the longest makes attention pay
+for N² of nothing; here sequences are packed along one token axis and `cu_seqlens` says where each begins. On a GPU the
+variable-length flash kernels read this as it is; elsewhere sequences of similar length share a padded batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import AttentionConfig, AttentionSpec
+from .errors import InputError, UnsupportedError
+from .kernels import mode
+from .mechanisms.aft_conv import AttentionFreeConv
+from .mechanisms.base import Grouping, Score
+from .mechanisms.mechanism import Mechanism, _stateless
+from .mechanisms.normalisers import Sigmoid, Softmax
+
+WASTE = 1.25
+"""A bucket's padded area, sequences · N · M, is at most this many times the area Σ n·m of what it holds ..."""
+
+SMALL_AREA = 2**13
+"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area."""
+
+
+class _Bucket(NamedTuple):
+    """Sequences that share a padded batch."""
+
+    size: int
+    n: int
+    m: int
+    queries: Tensor | None  # [size, N], True = real; None when nothing is padded
+    keys: Tensor | None  # [size, M]
+
+
+class _Rows(NamedTuple):
+    """How tokens, packed, correspond to rows of all the buckets, one behind the other."""
+
+    token: Tensor  # [R]: the token that a row holds; padding repeats the last one of its sequence
+    row: Tensor  # [T]: the row that holds a token; 0 for tokens that are in no bucket
+    padding: Tensor | None  # the rows that are padding
+    absent: Tensor | None  # the tokens that are in no bucket, for their sequence has no keys or no queries
+
+
+class _Layout(NamedTuple):
+    buckets: list[_Bucket]
+    q: _Rows | None  # None: the tokens as they lie are the rows
+    k: _Rows | None
+
+
+class PackingPlan:
+    """Where packed sequences begin, and how to batch them; made once, used by every layer and step of the same lengths.
+
+    >>> plan = PackingPlan.from_cu_seqlens(cu_seqlens)
+    >>> for layer in layers:
+    ...     out = attention_packed(q, k, v, "quest", cu_seqlens_q=plan)
+
+    Lengths are copied to the host once, when a path first needs them; the variable-length GPU kernels do not, given the
+    greatest lengths.
+
+    Attributes:
+        cu_seqlens_q: [B + 1], int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        cu_seqlens_k: the same of keys and values; the very same tensor in self-attention.
+    """
+
+    def __init__(
+        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None
+    ) -> None:
+        self.cu_seqlens_q = cu_seqlens_q
+        self.cu_seqlens_k = cu_seqlens_k
+        self._longest = (max_seqlen_q, max_seqlen_k)
+        self._layouts: dict[tuple[str, torch.device], _Layout] = {}
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None = None,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> PackingPlan:
+        """A plan for these lengths.
+
+        Args:
+            cu_seqlens_q: [B + 1], int32 (or int64), from 0 up to the number of query tokens, never falling.
+            cu_seqlens_k: the same of keys and values; None in self-attention.
+            max_seqlen_q: tokens of the longest query sequence; saves a copy from the GPU.
+            max_seqlen_k: the same of keys and values.
+
+        Raises:
+            InputError: wrong type or shape.
+        """
+        for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64)):
+                raise InputError(f"{name} is {cu.dtype} of shape {list(cu.shape)}; it needs int32 of shape [B + 1]")
+        cu_q = cu_seqlens_q.to(torch.int32)
+        if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+            return cls(cu_q, cu_q, max_seqlen_q, max_seqlen_q)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise InputError(
+                f"cu_seqlens_q tells of {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k of "
+                f"{cu_seqlens_k.shape[0] - 1}"
+            )
+        return cls(cu_q, cu_seqlens_k.to(torch.int32), max_seqlen_q, max_seqlen_k)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[list[int], list[int]]:
+        """Where each sequence begins, and at last where all end: queries and keys, B + 1 each, on the host."""
+        both: list[list[int]] = []
+        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            if both and self.cu_seqlens_k is self.cu_seqlens_q:
+                return both[0], both[0]
+            offsets: list[int] = cu.tolist()
+            if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
+                raise InputError(f"{name} begins with {offsets[:4]}; it begins with 0 and never falls")
+            both.append(offsets)
+        return both[0], both[1]
+
+    @functools.cached_property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Queries n and keys m of every sequence."""
+        starts_q, starts_k = self.offsets
+        return [(starts_q[b + 1] - starts_q[b], starts_k[b + 1] - starts_k[b]) for b in range(len(starts_q) - 1)]
+
+    @functools.cached_property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest query sequence and of the longest key sequence."""
+        n, m = self._longest
+        return (
+            max((n for n, _ in self.lengths), default=0) if n is None else n,
+            max((m for _, m in self.lengths), default=0) if m is None else m,
+        )
+
+    def layout(self, kind: str, device: torch.device) -> _Layout:
+        """The buckets of a `kind` that `_kind` names, on `device`."""
+        if (kind, device) not in self._layouts:
+            self._layouts[kind, device] = self._lay_out(kind, device)
+        return self._layouts[kind, device]
+
+    def _lay_out(self, kind: str, device: torch.device) -> _Layout:
+        members = list(_group(self.lengths, kind))
+        starts_q, starts_k = self.offsets
+        sizes = [(max(self.lengths[b][0] for b in group), max(self.lengths[b][1] for b in group)) for group in members]
+        rows_q, real_q = _rows(starts_q, members, [n for n, _ in sizes], device)
+        rows_k, real_k = rows_q, real_q
+        if starts_k is not starts_q:
+            rows_k, real_k = _rows(starts_k, members, [m for _, m in sizes], device)
+        buckets = [
+            _Bucket(len(group), *size, queries, keys)
+            for group, size, queries, keys in zip(members, sizes, real_q, real_k, strict=True)
+        ]
+        return _Layout(buckets, rows_q, rows_k)
+
+
+def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]:
+    """The sequences of each bucket. One without queries gives nothing and one without keys zeros: both are left out."""
+    live = [b for b, (n, m) in enumerate(lengths) if n and m]
+    if kind == "single":
+        return [[b] for b in live]
+    if kind == "whole":
+        return [live] if live else []
+    if kind == "alike":
+        alike: dict[tuple[int, int], list[int]] = {}
+        for b in live:
+            alike.setdefault(lengths[b], []).append(b)
+        return alike.values()
+    groups: list[list[int]] = []
+    longest_n = longest_m = real = 0
+    # Longest first, so that a bucket's padding is known as it grows. Equal lengths stay in the order of memory.
+    for b in sorted(live, key=lengths.__getitem__, reverse=True):
+        n, m = lengths[b]
+        if groups:
+            wide_n, wide_m, area = max(longest_n, n), max(longest_m, m), real + n * m
+            if (len(groups[-1]) + 1) * wide_n * wide_m <= WASTE * area + SMALL_AREA:
+                groups[-1].append(b)
+                longest_n, longest_m, real = wide_n, wide_m, area
+                continue
+        groups.append([b])
+        longest_n, longest_m, real = n, m, n * m
+    return groups
+
+
+def _rows(
+    starts: list[int], members: list[list[int]], widths: list[int], device: torch.device
+) -> tuple[_Rows | None, list[Tensor | None]]:
+    """The correspondence of tokens and rows, and each bucket's real positions [size, N] (None: all of them)."""
+    offsets = torch.tensor(starts)
+    tokens: list[Tensor] = []
+    reals: list[Tensor] = []
+    for group, width in zip(members, widths, strict=True):
+        first = torch.tensor(group)
+        begin, length = offsets[first], offsets[first + 1] - offsets[first]
+        position = torch.arange(width)
+        tokens.append((begin[:, None] + torch.minimum(position, length[:, None] - 1)).flatten())
+        reals.append(position < length[:, None])
+    total = starts[-1]
+    token = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.long)
+    real = torch.cat([r.flatten() for r in reals]) if reals else torch.zeros(0, dtype=torch.bool)
+    masks = [None if r.all() else r.to(device) for r in reals]
+    if token.shape[0] == total and torch.equal(token, torch.arange(total)):
+        return None, masks
+    row = torch.full((total,), -1)
+    row[token[real]] = torch.arange(token.shape[0])[real]
+    padding, absent = (~real).nonzero().flatten(), (row < 0).nonzero().flatten()
+    rows = _Rows(
+        token.to(device),
+        row.clamp(min=0).to(device),
+        padding.to(device) if padding.numel() else None,
+        absent.to(device) if absent.numel() else None,
+    )
+    return rows, masks
+
+
+class _Pick(torch.autograd.Function):
+    """Rows of tensors by index, and in the backward pass rows of the gradients by the inverse index.
+
+    Packed tokens go to padded rows and back by permutations, so that each direction is a gather, in both passes, and
+    no sum is scattered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, index: Tensor, blank: Tensor | None, back: Tensor, blank_back: Tensor | None, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """x [R, ...] -> [len(index), ...], zero in the rows `blank`; gradients are zero in the rows `blank_back`."""
+        ctx.back, ctx.blank_back = back, blank_back
+        return tuple(_pick(x, index, blank) for x in xs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[4:]
+        picked = (
+            _pick(grad, ctx.back, ctx.blank_back) if want else None for grad, want in zip(grads, wanted, strict=True)
+        )
+        return None, None, None, None, *picked
+
+
+def _pick(x: Tensor, index: Tensor, blank: Tensor | None) -> Tensor:
+    picked = x.index_select(0, index)
+    return picked if blank is None else picked.index_fill_(0, blank, 0)
+
+
+_pick_rows: Callable[..., tuple[Tensor, ...]] = _Pick.apply
+
+
+def _pad(rows: _Rows | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Packed tokens [T, ...] -> the rows of all buckets [R, ...]."""
+    if rows is None:
+        return xs
+    return _pick_rows(rows.token, None, rows.row, rows.absent, *xs)
+
+
+def _unpad(rows: _Rows | None, x: Tensor) -> Tensor:
+    """The rows of all buckets [R, ...] -> packed tokens [T, ...], zero for those in no bucket."""
+    if rows is None:
+        return x
+    return _pick_rows(rows.row, rows.absent, rows.token, rows.padding, x)[0]
+
+
+def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
+    """How sequences may share batches: "near" in length, exactly "alike", the "whole" batch at once, or "single"."""
+    crossed = is_causal and plan.cu_seqlens_k is not plan.cu_seqlens_q and any(n != m for n, m in plan.lengths)
+    if mechanism.family is None:
+        # Elliptical scores compare with the previous layer's values; key-driven groupings average over the batch.
+        sees_batch = type(mechanism.grouping).assign is not Grouping.assign
+        if sees_batch or type(mechanism.score).prepare is not Score.prepare:
+            if crossed:
+                raise UnsupportedError(
+                    f"attention '{mechanism.config}' looks at the whole batch at once and cannot be causal where a "
+                    "packed sequence has another number of keys than of queries; call it for one sequence at a time"
+                )
+            return "whole"
+    if mode() == "reference":
+        return "single"
+    # Padding moves a causal diagonal when n ≠ m, and the cells of a grid.
+    return "alike" if crossed or isinstance(mechanism.family, AttentionFreeConv) else "near"
+
+
+def _mask(bucket: _Bucket, mechanism: Mechanism) -> Tensor | None:
+    """What is real in a bucket: keys, [size, 1, 1, M]; where rows are not independent queries too, [size, 1, N, M]."""
+    keys = None if bucket.keys is None else bucket.keys[:, None, None, :]
+    if mechanism.family is not None or (
+        isinstance(mechanism.normaliser, (Softmax, Sigmoid)) and not mechanism.grouping.needs_weights
+    ):
+        return keys
+    if bucket.queries is None:
+        return keys
+    queries = bucket.queries[:, None, :, None]
+    return queries & keys if keys is not None else queries.expand(-1, -1, -1, bucket.m)
+
+
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention: AttentionSpec | Mechanism = "quest",
+    *,
+    cu_seqlens_q: Tensor | PackingPlan,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention within each of many sequences that lie one behind the other; equal to a loop over them.
+
+    >>> out = attention_packed(q, k, v, "quest", cu_seqlens_q=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
+
+    On CUDA, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length flash attention,
+    where it has one. Everything else runs in padded batches of sequences of similar length, whose padded area exceeds
+    the real one by a quarter at most (short sequences by more). Elliptical scores and key-driven groupings look at the
+    whole batch; they get all sequences in one padded batch.
+
+    Args:
+        q: queries [T, H, D].
+        k: keys [S, G, D] and v: values [S, G, Dv]; S = T in self-attention.
+        attention: a name, mapping or AttentionConfig without learnable parameters, or a Mechanism.
+        cu_seqlens_q: where the sequences begin in q, int32 [B + 1], or a PackingPlan for both sides.
+        cu_seqlens_k: the same for k and v; None when it is cu_seqlens_q.
+        max_seqlen_q: tokens of the longest sequence in q; saves a copy from the GPU.
+        max_seqlen_k: the same for k and v.
+        is_causal: query i of a sequence with n queries and m keys sees keys j ≤ i + m − n.
+        dropout_p: dropout on the weights.
+
+    Returns:
+        [T, H, Dv]; zeros for the queries of a sequence that has no keys.
+
+    Raises:
+        InputError: shapes, types or lengths that do not fit together.
+        ConfigError: unknown name or option, or a mechanism with learnable parameters given by name.
+        UnsupportedError: as of `Mechanism.forward`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise InputError(f"{name} has shape {list(x.shape)}; packed it needs three axes: tokens, heads, features")
+    if v.shape[:2] != k.shape[:2]:
+        raise InputError(f"k has (tokens, heads) {tuple(k.shape[:2])} but v has {tuple(v.shape[:2])}")
+    if isinstance(cu_seqlens_q, PackingPlan):
+        if cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
+            raise InputError("a PackingPlan holds all lengths; leave out cu_seqlens_k, max_seqlen_q and max_seqlen_k")
+        plan = cu_seqlens_q
+    else:
+        plan = PackingPlan.from_cu_seqlens(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+        )
+    if isinstance(attention, dict):
+        attention = AttentionConfig.parse(attention)
+    mechanism = attention if isinstance(attention, Mechanism) else _stateless(attention)
+    if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
+        return _varlen(q, k, v, mechanism, plan, is_causal)
+    return _in_buckets(q, k, v, mechanism, plan, is_causal, dropout_p)
+
+
+def _in_buckets(
+    q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
+) -> Tensor:
+    """[T, H, Dv] by padded batches."""
+    for name, x, offsets in (("q", q, plan.offsets[0]), ("k", k, plan.offsets[1])):
+        if x.shape[0] != offsets[-1]:
+            raise InputError(f"{name} has {x.shape[0]} tokens, but its sequences end at {offsets[-1]}")
+    layout = plan.layout(_kind(mechanism, plan, is_causal), q.device)
+    if not layout.buckets:
+        nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # zero, and part of the graph
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
+    padded = _pad(layout.q, q, k, v) if layout.k is layout.q else (*_pad(layout.q, q), *_pad(layout.k, k, v))
+    outs = []
+    for bucket, *parts in zip(layout.buckets, *(_split(x, layout, i > 0) for i, x in enumerate(padded)), strict=True):
+        mask = _mask(bucket, mechanism)
+        out = mechanism(*parts, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return _unpad(layout.q, outs[0] if len(outs) == 1 else torch.cat(outs))
+
+
+def _split(rows: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
+    """Rows of all buckets [R, H, D] -> for each bucket a batch [size, H, N, D], a view."""
+    widths = [bucket.m if keys else bucket.n for bucket in layout.buckets]
+    sizes = [bucket.size * width for bucket, width in zip(layout.buckets, widths, strict=True)]
+    pieces = [rows] if len(sizes) == 1 else rows.split(sizes)
+    return [piece.unflatten(0, (-1, width)).transpose(1, 2) for piece, width in zip(pieces, widths, strict=True)]
+
+
+@functools.cache
+def _varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
+    """PyTorch's variable-length attention and the names of its parameters, where this PyTorch has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen_applies(
+    q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
+) -> bool:
+    """Whether the variable-length flash kernels compute this mechanism."""
+    if not q.is_cuda or dropout_p > 0 or mode() == "reference" or mechanism.family is not None:
+        return False
+    if _varlen_dtype(q) not in (torch.float16, torch.bfloat16) or min(q.shape[0], k.shape[0]) == 0:
+        return False
+    found = _varlen_attn()
+    if found is None or not found[1] >= {"scale", "window_size"}:
+        return False
+    return (
+        type(mechanism.normaliser) is Softmax
+        and type(mechanism.score).prepare is Score.prepare
+        and type(mechanism.grouping).assign is Grouping.assign
+        and not mechanism.grouping.needs_weights
+        and mechanism.observer is None
+        and mechanism.score.scale(q.shape[-1]) > 0
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % 8 == 0  # rows of 16 bytes, which the kernels take for granted
+        and q.shape[-1] <= 256
+        and (q.shape[1] == k.shape[1] or "enable_gqa" in found[1])
+        # Kernels differ in where the diagonal of a causal mask begins when n ≠ m.
+        and (not is_causal or plan.cu_seqlens_k is plan.cu_seqlens_q)
+    )
+
+
+def _varlen_dtype(x: Tensor) -> torch.dtype:
+    """The type attention is computed in: that of autocast where it is on."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:
+    """[T, H, Dv] by the variable-length kernels."""
+    found = _varlen_attn()
+    assert found is not None  # _varlen_applies says so
+    varlen_attn, parameters = found
+    heads_q, heads_k = q.shape[1], k.shape[1]
+    why = mechanism.grouping.mismatch(heads_q, heads_k)
+    if why:
+        raise InputError(f"attention '{mechanism.config}': {why}")
+    scale = mechanism.score.scale(q.shape[-1])
+    dtype = _varlen_dtype(q)
+    # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
+    q = mechanism.score.query(q.transpose(0, 1)[None])[0].transpose(0, 1).to(dtype)
+    k = mechanism.score.key(k.transpose(0, 1)[None])[0].transpose(0, 1).to(dtype)
+    longest_n, longest_m = plan.longest
+    options: dict[str, Any] = {"enable_gqa": heads_q != heads_k} if "enable_gqa" in parameters else {}
+    out: Tensor = varlen_attn(
+        _aligned(q),
+        _aligned(k),
+        _aligned(v.to(dtype)),
+        plan.cu_seqlens_q,
+        plan.cu_seqlens_k,
+        longest_n,
+        longest_m,
+        scale=scale,
+        window_size=(-1, 0) if is_causal else (-1, -1),
+        **options,
+    )
+    return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x [T, H, D] of 2-byte numbers, copied unless every row begins at a multiple of 16 bytes."""
+    steps = (x.stride(0), x.stride(1), x.storage_offset())
+    return x if x.stride(2) == 1 and all(step % 8 == 0 for step in steps) else x.contiguous()

@@ -1,0 +1,273 @@
+"""Packed attention against a loop over single sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import quest_core
+from quest_core import PackingPlan, attention_packed, packing
+from quest_core.errors import ConfigError, InputError, UnsupportedError
+
+HEADS, DIM = 4, 8
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def tokens(lengths_q: list[int], lengths_k: list[int], groups: int = HEADS, seed: int = 0) -> list[Tensor]:
+    """q [T, H, D], k and v [S, G, D], float64, requiring gradients; k and v are slices of one packed tensor."""
+    made = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(lengths_q), HEADS, DIM, generator=made, dtype=torch.float64)
+    kv = torch.randn(sum(lengths_k), 2, groups, DIM, generator=made, dtype=torch.float64)
+    return [x.detach().requires_grad_() for x in (q, kv[:, 0], kv[:, 1])]
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, mechanism: Any, lengths_q: list[int], lengths_k: list[int], **options: Any
+) -> Tensor:
+    outs = []
+    if not lengths_q:
+        return torch.zeros_like(q)
+    for one_q, one_k, one_v in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
+        if one_k.shape[0] == 0 or one_q.shape[0] == 0:
+            outs.append(torch.zeros_like(one_q) + 0 * (q.sum() + k.sum() + v.sum()))
+        else:
+            batch = [x[None].transpose(1, 2) for x in (one_q, one_k, one_v)]
+            outs.append(mechanism(*batch, **options)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def check(
+    spec: Any, lengths_q: list[int], lengths_k: list[int], *, groups: int = HEADS, is_causal: bool = False
+) -> None:
+    mechanism = (
+        spec
+        if isinstance(spec, quest_core.Mechanism)
+        else quest_core.mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
+    )
+    q, k, v = tokens(lengths_q, lengths_k, groups)
+    cu_q = cumulative(lengths_q)
+    cu_k = None if lengths_k is lengths_q else cumulative(lengths_k)
+    out = attention_packed(q, k, v, mechanism, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, is_causal=is_causal)
+    want = loop(q, k, v, mechanism, lengths_q, lengths_k, is_causal=is_causal)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    if out.numel():
+        seed = torch.randn(out.shape, dtype=out.dtype)
+        got = torch.autograd.grad(out, (q, k, v), seed)
+        expected = torch.autograd.grad(want, (q, k, v), seed, materialize_grads=True)
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-12)
+
+
+# Zeros, many of one length, a few long ones: what graphs and point clouds bring.
+LENGTHS = st.lists(
+    st.one_of(st.sampled_from([0, 1, 7]), st.integers(0, 20), st.integers(60, 90)), min_size=0, max_size=7
+)
+
+
+@pytest.mark.parametrize("kind", ["self", "causal", "gqa"])
+@given(lengths=LENGTHS)
+def test_equals_a_loop(kind: str, lengths: list[int]) -> None:
+    spec, groups = ("quest+gqa(kv_heads=2)", 2) if kind == "gqa" else ("quest", HEADS)
+    check(spec, lengths, lengths, groups=groups, is_causal=kind == "causal")
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 80)), max_size=6), is_causal=st.booleans())
+def test_cross_lengths_equal_a_loop(pairs: list[tuple[int, int]], is_causal: bool) -> None:
+    check("quest", [n for n, _ in pairs], [m for _, m in pairs], is_causal=is_causal)
+
+
+MIXED = [5, 0, 81, 5, 17, 64, 1, 12]
+SPECS = [
+    "standard",
+    "qknorm",
+    "quest+sigmoid",
+    "quest+sinkhorn",
+    "qknorm-hs+sinkhorn",
+    "linear",
+    "cosine",
+    "aft-simple",
+    "aft-full(max_length=100)",
+    "aft-local(max_length=100, window=4)",
+]
+
+
+CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (causal and "sinkhorn" in spec)]
+
+
+@pytest.mark.parametrize(("spec", "is_causal"), CASES)
+def test_every_kind_of_mechanism_equals_a_loop(spec: str, is_causal: bool) -> None:
+    check(spec, MIXED, MIXED, is_causal=is_causal)
+
+
+def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:
+    plan = PackingPlan.from_cu_seqlens(cumulative([2000, *[50] * 31, 0]))
+    buckets = plan.layout("near", torch.device("cpu")).buckets
+    assert [(b.size, b.n, b.m) for b in buckets] == [(1, 2000, 2000), (31, 50, 50)]
+    assert all(b.keys is None for b in buckets), "equal lengths need no mask"
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_padded_area_is_bounded(lengths: list[int]) -> None:
+    plan = PackingPlan.from_cu_seqlens(cumulative(lengths))
+    buckets = plan.layout("near", torch.device("cpu")).buckets
+    assert sum(b.size for b in buckets) == len(lengths)
+    padded, real = sum(b.size * b.n * b.m for b in buckets), sum(n * n for n in lengths)
+    assert padded <= packing.WASTE * real + packing.SMALL_AREA * len(buckets)
+
+
+def test_tokens_of_equal_sequences_are_not_copied() -> None:
+    layout = PackingPlan.from_cu_seqlens(cumulative([7] * 5)).layout("near", torch.device("cpu"))
+    assert layout.q is None
+    assert len(layout.buckets) == 1
+
+
+def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = PackingPlan._lay_out
+    monkeypatch.setattr(PackingPlan, "_lay_out", lambda self, *a: made.append(a) or original(self, *a))
+    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    q, k, v = tokens(MIXED, MIXED)
+    out = q
+    for _ in range(12):
+        out = attention_packed(out, k, v, "quest", cu_seqlens_q=plan)
+    assert len(made) == 1
+    want = q
+    for _ in range(12):
+        want = loop(want, k, v, quest_core.mechanism("quest", num_heads=HEADS, head_dim=DIM), MIXED, MIXED)
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-11)
+
+
+def test_nothing_but_empty_sequences_gives_nothing_and_has_gradients() -> None:
+    q, k, v = tokens([0, 3], [4, 0])
+    out = attention_packed(q, k, v, "quest", cu_seqlens_q=cumulative([0, 3]), cu_seqlens_k=cumulative([4, 0]))
+    assert out.shape == (3, HEADS, DIM)
+    assert not out.any()
+    assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_padding_of_one_sequence_cannot_hurt_another() -> None:
+    """NaN in one sequence stays there, though rows of a bucket share a batch."""
+    q, k, v = (x.detach() for x in tokens([20, 30, 25], [20, 30, 25]))
+    k[20:50] = torch.nan
+    out = attention_packed(q, k, v, "quest", cu_seqlens_q=cumulative([20, 30, 25]))
+    assert out[20:50].isnan().all()
+    assert out[:20].isfinite().all()
+    assert out[50:].isfinite().all()
+
+
+def test_mechanisms_that_see_the_whole_batch_get_it_at_once() -> None:
+    """kdgqa's head sizes are those of the padded batch, not of each bucket."""
+    mechanism = quest_core.mechanism("quest+kdgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    lengths = [90, 3, 4]
+    q, k, v = tokens(lengths, lengths, 2)
+    real = torch.arange(90) < torch.tensor(lengths)[:, None]
+
+    def dense(x: Tensor) -> Tensor:
+        return x.new_zeros(3, 90, *x.shape[1:]).masked_scatter(real[..., None, None], x).transpose(1, 2)
+
+    want = mechanism(*map(dense, (q, k, v)), attn_mask=real[:, None, None]).transpose(1, 2)[real]
+    got = attention_packed(q, k, v, mechanism, cu_seqlens_q=cumulative(lengths))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_reference_mode_takes_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUEST_KERNELS", "reference")
+    check("quest", MIXED, MIXED)
+    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    mechanism = quest_core.mechanism("quest", num_heads=HEADS, head_dim=DIM)
+    assert packing._kind(mechanism, plan, False) == "single"
+
+
+def test_dropout_acts_on_weights() -> None:
+    q, k, v = (x.detach() for x in tokens([40, 30], [40, 30]))
+    cu = cumulative([40, 30])
+    torch.manual_seed(1)
+    first = attention_packed(q, k, v, "quest", cu_seqlens_q=cu, dropout_p=0.5)
+    torch.manual_seed(1)
+    again = attention_packed(q, k, v, "quest", cu_seqlens_q=cu, dropout_p=0.5)
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, attention_packed(q, k, v, "quest", cu_seqlens_q=cu))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("spec", ["quest", "quest(scale=2)+gqa(kv_heads=2)", "qknorm", "standard"])
+def test_the_variable_length_kernel_gets_what_it_needs(
+    spec: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No CUDA here: a stand-in with the kernel's signature checks the contract and computes the plain formula."""
+    seen: dict[str, Any] = {}
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
+    ) -> Tensor:
+        seen.update(options)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert (max_q, max_k) == (81, 81)
+        for x in (query, key, value):
+            assert x.stride(2) == 1
+            assert all(step % 8 == 0 for step in x.stride()[:2])
+        assert options["window_size"] == ((-1, 0) if is_causal else (-1, -1))
+        standard = quest_core.mechanism(
+            f"standard(scale={options['scale']})" + ("+gqa(kv_heads=2)" if options["enable_gqa"] else ""),
+            num_heads=HEADS,
+            head_dim=DIM,
+        )
+        return loop(query, key, value, standard, MIXED, MIXED, is_causal=is_causal)
+
+    names = frozenset({"scale", "window_size", "enable_gqa"})
+    monkeypatch.setattr(packing, "_varlen_attn", lambda: (varlen_attn, names))
+    monkeypatch.setattr(packing, "_varlen_applies", lambda *_: True)
+    mechanism = quest_core.mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
+    check(mechanism, MIXED, MIXED, groups=2 if "gqa" in spec else HEADS, is_causal=is_causal)
+    assert seen
+
+
+def test_pytorchs_own_varlen_attn_is_recognised() -> None:
+    """Where this PyTorch has one; its parameters decide whether it is used."""
+    found = packing._varlen_attn()
+    assert found is None or {"cu_seq_q", "max_q"} <= found[1]
+
+
+def test_a_stateless_mechanism_may_be_named_or_mapped() -> None:
+    q, k, v = tokens([3, 4], [3, 4])
+    cu = cumulative([3, 4])
+    named = attention_packed(q, k, v, "qnorm", cu_seqlens_q=cu)
+    assert torch.equal(named, attention_packed(q, k, v, {"name": "qnorm"}, cu_seqlens_q=cu))
+    with pytest.raises(ConfigError, match="learnable"):
+        attention_packed(q, k, v, "qknorm", cu_seqlens_q=cu)
+
+
+def test_errors_name_what_does_not_fit() -> None:
+    q, k, v = tokens([3, 4], [3, 4])
+    cu = cumulative([3, 4])
+    with pytest.raises(InputError, match="three axes"):
+        attention_packed(q[None], k, v, cu_seqlens_q=cu)
+    with pytest.raises(InputError, match="7 tokens, but its sequences end at 8"):
+        attention_packed(q, k, v, cu_seqlens_q=cumulative([3, 5]))
+    with pytest.raises(InputError, match="int32 of shape"):
+        attention_packed(q, k, v, cu_seqlens_q=cu.float())
+    with pytest.raises(InputError, match="never falls"):
+        attention_packed(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 3, 7], dtype=torch.int32))
+    with pytest.raises(InputError, match="2 sequences, cu_seqlens_k of 1"):
+        attention_packed(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cumulative([7]))
+    with pytest.raises(InputError, match="leave out"):
+        attention_packed(q, k, v, cu_seqlens_q=PackingPlan.from_cu_seqlens(cu), max_seqlen_q=4)
+    with pytest.raises(InputError, match="grouping"):
+        attention_packed(q, k[:, :2], v[:, :2], "quest", cu_seqlens_q=cu)
+
+
+def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_by_sequence() -> None:
+    mechanism = quest_core.mechanism("quest+dgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    q, k, v = tokens([3, 4], [5, 4], 2)
+    with pytest.raises(UnsupportedError, match="whole batch"):
+        attention_packed(
+            q, k, v, mechanism, cu_seqlens_q=cumulative([3, 4]), cu_seqlens_k=cumulative([5, 4]), is_causal=True
+        )
