@@ -11,6 +11,8 @@ from .adapter import Capabilities as Capabilities
 from .adapter import Site as Site
 from .attention import Attention as Attention
 from .cache import Cache as Cache
+from .calibration import CalibrationReport as CalibrationReport
+from .calibration import calibrate as calibrate
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
 from .errors import ConfigError as ConfigError
@@ -26,6 +28,9 @@ from .mechanisms.mechanism import AttentionMismatchWarning as AttentionMismatchW
 from .mechanisms.mechanism import Mechanism as Mechanism
 from .mechanisms.mechanism import attention as attention
 from .mechanisms.mechanism import mechanism as mechanism
+from .monitor import Monitor as Monitor
+from .packing import PackingPlan as PackingPlan
+from .packing import attention_packed as attention_packed
 from .registry import available as available
 from .torch_mha import MultiheadAttention as MultiheadAttention
 

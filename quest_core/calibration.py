@@ -1,0 +1,251 @@
+"""calibrate: put quest in the place of a pretrained model's standard attention, with almost no change to begin with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import Adapter
+from .config import AttentionConfig, AttentionSpec
+from .errors import ConfigError, InputError, UnsupportedError
+from .inject import inject
+from .mechanisms.mechanism import Mechanism, kv_heads, mechanism
+from .monitor import Monitor
+from .registry import adapter as find_adapter
+from .torch_mha import TorchAdapter
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What one attention module was calibrated by, a value for each of its H heads.
+
+    Attributes:
+        path: the module's dotted path.
+        key_norms: mean ‖k‖₂ over the visible keys of the batches.
+        factors: what the query projection was multiplied with.
+    """
+
+    path: str
+    key_norms: tuple[float, ...]
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `calibrate` did.
+
+    Attributes:
+        attention: the mechanism, as AttentionConfig writes it.
+        layers: one entry an attention module, in the order of the forward pass.
+        uncalibrated: how far the model's outputs move when attention is replaced and nothing else done, as
+            RMS(change) / RMS(outputs of the standard model) over all batches.
+        calibrated: the same with the factors folded in.
+    """
+
+    attention: str
+    layers: tuple[LayerCalibration, ...]
+    uncalibrated: float
+    calibrated: float
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        return (
+            f"attention={self.attention} calibrated in {count} module{'s' * (count > 1)}: the output changes by "
+            f"{self.calibrated:.3g} of its RMS ({self.uncalibrated:.3g} uncalibrated)"
+        )
+
+    def table(self) -> str:
+        """The factor of every head, one module a line."""
+        width = max(len(layer.path) for layer in self.layers)
+        return "\n".join(
+            f"{layer.path:<{width}}  " + " ".join(f"{factor:8.4g}" for factor in layer.factors) for layer in self.layers
+        )
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    attention: AttentionSpec = "quest",
+    *,
+    adapter: str | Adapter | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> tuple[nn.Module, CalibrationReport]:
+    """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
+
+    Standard logits are q kᵀ / √D = (‖k‖/√D) · q k̄ᵀ, quest's are q k̄ᵀ. Within a head, ‖k‖ differs from key to key; its
+    mean over the batches, times 1/√D, is folded into that head's query projection. Where all keys of a head have the
+    same norm nothing changes but rounding; the more they differ, the more of the old attention is lost, and the report
+    says how much. Fine-tune afterwards.
+
+    >>> model, report = quest_core.calibrate(model, batches)
+    >>> print(report)
+    attention=quest calibrated in 3 modules: the output changes by 0.185 of its RMS (0.244 uncalibrated)
+
+    Measuring runs on a copy of the model, in evaluation mode and without gradients, so memory for a second model is
+    needed. The model keeps its mode and its parameter objects (calibrate before or after making the optimizer; a state
+    it holds for the old scale is stale), the random state is left as it was, and on any error the model is untouched.
+
+    Args:
+        model: a model with standard attention, stock or injected, that an adapter knows.
+        batches: a few inputs like those of training. All are kept and run three times.
+        attention: quest, with any normaliser, and a grouping only if it leaves every query head its own key head.
+        adapter: as in :func:`quest_core.inject`.
+        forward: ``forward(model, batch)`` returns the output to compare, a tensor or a nest of tuples, lists and
+            mappings of tensors; by default ``model(*batch)`` for a tuple or list and ``model(batch)`` for others.
+
+    Returns:
+        The model, as inject returns it, and the report.
+
+    Raises:
+        ConfigError: the attention is not quest, or its grouping shares key heads; or the model's is not standard.
+        InputError: no batches, no tensors in the output, or an attention that the batches never reached.
+        UnsupportedError: the adapter cannot scale queries, or attention modules share parameters.
+        InjectionError, PluginError: as in inject.
+    """
+    target = AttentionConfig.parse(attention)
+    _refuse_uncalibratable(target)
+    run = forward or _run
+    batches = list(batches)
+    if not batches:
+        raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+        twin = copy.deepcopy(model).eval()
+        twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        owners = [(row.path, _owner(row.adapter, adapter)) for row in replaced.replacements]
+        _refuse_shared(twin, [path for path, _ in owners])
+        layers, wanted = _measure(twin, owners, batches, run, target)
+        twin, _ = inject(twin, target, adapter=adapter)
+        uncalibrated = _change(twin, batches, wanted, run)
+        _fold(twin, owners, layers)
+        calibrated = _change(twin, batches, wanted, run)
+    # Every step has succeeded on the copy, so the model itself can follow.
+    model, _ = inject(model, target, adapter=adapter)
+    _fold(model, owners, layers)
+    return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
+
+
+_ALLOWED = "calibrate takes 'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
+
+
+def _refuse_uncalibratable(target: AttentionConfig) -> None:
+    if target.family or target["score"] != "quest":
+        raise ConfigError(f"attention '{target}' cannot be calibrated: its score is not quest; {_ALLOWED}")
+    if target["grouping"] in ("kdgqa", "dgqa"):
+        raise ConfigError(
+            f"attention '{target}' cannot be calibrated: '{target['grouping']}' gives query heads other key heads than "
+            f"they were trained with; {_ALLOWED}"
+        )
+    if target.option("scale") == 0:
+        raise ConfigError(f"attention '{target}' cannot be calibrated: with scale=0 queries have no effect; {_ALLOWED}")
+
+
+def _source(model: nn.Module) -> AttentionConfig:
+    """The attention that the model has now: standard, with the options that an injection gave it."""
+    found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
+    if not found:
+        return AttentionConfig.parse("standard")
+    wrong = sorted(str(config) for config in found if config.family or config["score"] != "standard")
+    if wrong or len(found) > 1:
+        names = ", ".join(wrong or sorted(map(str, found)))
+        raise ConfigError(
+            f"calibrate starts from a model with one standard attention, but this one has: {names}; "
+            "give it the model as it was pretrained"
+        )
+    return found.pop()
+
+
+def _owner(name: str, given: str | Adapter | None) -> Adapter:
+    """The adapter that replaced a module, which an injection report knows by name."""
+    if given is not None and not isinstance(given, str):
+        return given
+    return TorchAdapter() if name == TorchAdapter.name else find_adapter(name)
+
+
+def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
+    """A parameter of two attention modules would be scaled twice, by factors of different layers."""
+    holder: dict[int, str] = {}
+    for path in paths:
+        for parameter in model.get_submodule(path).parameters():
+            other = holder.setdefault(id(parameter), path)
+            if other != path:
+                raise UnsupportedError(
+                    f"'{other}' and '{path}' share parameters, so they cannot be scaled by the key norms of either; "
+                    "use quest_core.inject and fine-tune without calibration"
+                )
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _measure(
+    model: nn.Module,
+    owners: list[tuple[str, Adapter]],
+    batches: list[Any],
+    run: Callable[[nn.Module, Any], Any],
+    target: AttentionConfig,
+) -> tuple[list[LayerCalibration], list[list[Tensor]]]:
+    """The factors of every attention module of an injected standard model, and its outputs on every batch."""
+    ratios, monitors = [], []
+    for path, owner in owners:
+        site = next(site for site in owner.sites(model) if site.path == path)
+        if kv_heads(target, site.num_heads) != site.num_heads:
+            raise ConfigError(
+                f"attention '{target}' cannot be calibrated: '{path}' has {site.num_heads} query heads, which were "
+                f"trained with a key head each; {_ALLOWED}"
+            )
+        found = [module for module in site.module.modules() if isinstance(module, Mechanism)]
+        if len(found) != 1:
+            raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")
+        wanted_score = mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim).score
+        ratios.append(found[0].score.scale(site.head_dim) / wanted_score.scale(site.head_dim))
+        monitors.append(Monitor(found[0], logits=False))
+    outputs = [_tensors(run(model, batch)) for batch in batches]
+    if not any(outputs):
+        raise InputError(
+            "the model's output holds no floating-point tensor to compare; say with forward= what to compare"
+        )
+    layers = []
+    for (path, _), ratio, monitor in zip(owners, ratios, monitors, strict=True):
+        seen = list(monitor.collect().values())
+        norms = seen[0]["key_norm_mean"] if seen else [math.nan]
+        if not all(map(math.isfinite, norms)):
+            raise InputError(
+                f"'{path}' saw no key, or none with a finite norm, in the {len(batches)} given batches, so its factors "
+                "are unknown; give batches (or a forward=) that run all of the model"
+            )
+        layers.append(LayerCalibration(path, tuple(norms), tuple(norm * ratio for norm in norms)))
+    return layers, outputs
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors of a nest of mappings and sequences, in order."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, tuple | list) else []
+
+
+def _change(
+    model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Callable[[nn.Module, Any], Any]
+) -> float:
+    """RMS of the change of the outputs over the RMS of `before`."""
+    change = total = 0.0
+    for batch, old in zip(batches, before, strict=True):
+        for was, now in zip(old, _tensors(run(model, batch)), strict=True):
+            change += float((now.double() - was.double()).square().sum())
+            total += float(was.double().square().sum())
+    return math.sqrt(change / total) if total else math.nan
+
+
+def _fold(model: nn.Module, owners: list[tuple[str, Adapter]], layers: list[LayerCalibration]) -> None:
+    for (path, owner), layer in zip(owners, layers, strict=True):
+        owner.scale_queries(model.get_submodule(path), torch.tensor(layer.factors, dtype=torch.float64))

@@ -1,0 +1,343 @@
+"""Monitor: what the attention of a model does while it trains, a few numbers a layer and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError, InjectionError
+from .mechanisms.base import Normaliser, logits
+from .mechanisms.elliptical import EllipticalQuest
+from .mechanisms.mechanism import Mechanism, Observation
+from .mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax, _sinkhorn_blocks
+from .mechanisms.scores import Quest
+
+BLOCK = 2**19
+"""Logits held at a time."""
+
+
+class Monitor:
+    """Watches every attention of a model and sums up what it sees until `collect` asks.
+
+    >>> monitor = quest_core.Monitor(model, every=10)
+    >>> for batch in batches:
+    ...     train_step(model, batch)
+    ...     logger.log(monitor.collect(flat=True))   # {"encoder.layers.0.self_attn/entropy/head0": 2.1, ...}
+    >>> monitor.remove()
+
+    For every layer, one value for each of its H query heads (key norms: for each of its G key/value heads):
+
+    | name | what | over |
+    |---|---|---|
+    | max_logit | largest logit as the normaliser gets it: scaled, additive masks and residuals added | visible pairs |
+    | entropy | mean entropy, in nats, of a query's weights divided by their sum | queries |
+    | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalisation | queries |
+    | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalisation | keys |
+    | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 (quest) | queries |
+
+    A pair of a query and a key is visible when no mask hides it and, in causal attention, the key is not of the
+    future. Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the
+    weights before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and
+    report norms alone. While decoding, each call counts the queries and keys of its new tokens.
+
+    The numbers are exact, also where the model runs on fused kernels that never form the weights: logits are formed
+    anew in blocks of bounded size, in float32 or wider, and the entropy is log Σ exp(l) − Σ p·l. That costs about one
+    to two forward passes of the attention; `every` thins it out and ``logits=False`` leaves it away
+    (`logit_bound` then still is an upper bound of `max_logit` for quest). Nothing is recorded for autograd, nothing is
+    read back from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
+    Only normalisers that are not those of quest_core are asked for all their weights at once.
+
+    A model without a monitor pays one comparison a call. State dicts, copies and pickles of a model do not contain
+    its monitor, and torch.export leaves it out. Under torch.compile every observed attention is a graph break, so
+    ``fullgraph=True`` refuses an observed model; `remove` the monitor first.
+
+    Args:
+        model: a model with quest_core attention in it.
+        every: observe the first of every so many calls of each attention.
+        logits: whether to report max_logit and entropy, which need the logits.
+
+    Raises:
+        InjectionError: the model has no quest_core attention.
+        ConfigError: `every` is not positive, or another Monitor watches the model.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
+        if every < 1:
+            raise ConfigError(f"every is {every}; observe every n-th call with a whole number of at least 1")
+        found = {_name(path): module for path, module in model.named_modules() if isinstance(module, Mechanism)}
+        if not found:
+            raise InjectionError(
+                f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
+                "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
+            )
+        taken = [path for path, module in found.items() if module.observer is not None]
+        if taken:
+            raise ConfigError(f"'{taken[0]}' is observed already; call remove() of the other Monitor first")
+        self._mechanisms = found
+        self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
+        for path, module in found.items():
+            module.observer = self._layers[path].observe
+
+    def collect(self, *, flat: bool = False) -> dict[str, Any]:
+        """What was observed since the last call: maxima of all calls, and means over all their tokens.
+
+        Where torch.distributed is initialised the ranks share what they saw, so all of them must call this; each gets
+        the same answer.
+
+        Args:
+            flat: one dict of floats, as loggers take it, in place of one a layer.
+
+        Returns:
+            {path: {name: [a float a head]}}, or {"path/name/head0": float} if `flat`; plain Python values. The path
+            is that of the module which holds the mechanism. Layers that no rank has run are left out; a head without
+            a visible pair reports NaN.
+        """
+        seen = [{path: layer.take() for path, layer in self._layers.items() if layer.maxima}]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            local = seen[0]
+            seen = [{} for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather_object(seen, local)
+        result: dict[str, dict[str, list[float]]] = {}
+        for path in self._layers:
+            shares = [share[path] for share in seen if path in share]
+            if shares:
+                result[path] = _reduce(shares)
+        if not flat:
+            return result
+        return {
+            f"{path}/{name}/head{head}": value
+            for path, names in result.items()
+            for name, values in names.items()
+            for head, value in enumerate(values)
+        }
+
+    def remove(self) -> None:
+        """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
+        for module in self._mechanisms.values():
+            module.observer = None
+        self._mechanisms = {}
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _name(path: str) -> str:
+    """A mechanism is an implementation detail of the attention that holds it, which is what users know."""
+    return path.removesuffix(".mechanism") or "mechanism"
+
+
+_Share = tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]
+"""Maxima by name, and sums with the number of what was summed, each [heads] in float64 on the CPU."""
+
+
+def _reduce(shares: list[_Share]) -> dict[str, list[float]]:
+    """What several ranks have seen of one layer, put together."""
+    out: dict[str, list[float]] = {}
+    for name in dict.fromkeys(name for share in shares for name in share[0]):
+        top = torch.stack([share[0][name] for share in shares]).amax(0)
+        out[name] = top.masked_fill(top == -math.inf, math.nan).tolist()
+    for name in dict.fromkeys(name for share in shares for name in share[1]):
+        total, count = (torch.stack([share[1][name][i] for share in shares]).sum(0) for i in (0, 1))
+        out[name] = (total / count).tolist()
+    return {name: out[name] for name in sorted(out)}
+
+
+class _Layer:
+    """What has been seen of one mechanism since the last `take`, kept on the mechanism's device."""
+
+    def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
+        self.every, self.logits, self.calls = every, logits, 0
+        self.normaliser: Normaliser | None = None
+        self.bounded = False
+        if mechanism.family is None:
+            self.score, self.normaliser = mechanism.score, mechanism.normaliser
+            self.bounded = isinstance(self.score, Quest | EllipticalQuest)  # their keys have norm 1
+        self.maxima: dict[str, Tensor] = {}
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._outside_graphs = torch.compiler.disable(self._count)
+
+    def take(self) -> _Share:
+        """The maxima and sums so far; starts anew."""
+        maxima = {name: x.double().cpu() for name, x in self.maxima.items()}
+        sums = {name: (total.double().cpu(), count.double().cpu()) for name, (total, count) in self.sums.items()}
+        self.maxima, self.sums = {}, {}
+        return maxima, sums
+
+    def observe(self, seen: Observation) -> None:
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+            return  # torch.export runs the model on tensors that have no values
+        self._outside_graphs(seen)
+
+    @torch.no_grad()
+    def _count(self, seen: Observation) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside a backward pass: activation checkpointing computes the same once more
+        self.calls += 1
+        if (self.calls - 1) % self.every or 0 in seen.q.shape or 0 in seen.k.shape:
+            return
+        with torch.autocast(seen.q.device.type, enabled=False):
+            self._observe(seen)
+
+    def _observe(self, seen: Observation) -> None:
+        n = seen.q.shape[2]
+        m = seen.k.shape[2] if seen.prepared is None else seen.prepared[1].shape[2]
+        mask = _joined(seen.mask, seen.residual)
+        queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
+        self._add_norms("query_norm", seen.q, queries)
+        self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
+        if seen.prepared is None or self.normaliser is None:
+            return
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in seen.prepared)
+        scale = self.score.scale(q.shape[-1])
+        if self.bounded:
+            bound = torch.where(queries, q.norm(dim=-1), -math.inf).amax((0, 2)) * abs(scale)  # [H]
+            if mask is not None and mask.dtype != torch.bool:
+                bound = bound + mask.amax()
+            self._add_max("logit_bound", bound)
+        if self.logits:
+            for z, rows in _blocks(self.normaliser, q, k, mask, seen.is_causal, scale):
+                self._add_max("max_logit", z.amax((0, 2, 3)))
+                entropy, counted = _entropy(rows)
+                self._add_mean("entropy", entropy, counted)
+
+    def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
+        """`x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        self._add_max(f"{name}_max", torch.where(counted, norm, -math.inf).amax((0, 2)))
+        self._add_mean(f"{name}_mean", torch.where(counted, norm, 0), counted)
+
+    def _add_max(self, name: str, value: Tensor) -> None:
+        """`value` [heads]."""
+        old = self.maxima.get(name)
+        self.maxima[name] = value if old is None else torch.maximum(old, value)
+
+    def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
+        """`values` [B, heads, tokens], 0 where not `counted`."""
+        total = values.sum((0, 2), dtype=torch.float64)
+        count = counted.expand(values.shape).sum((0, 2))
+        old = self.sums.get(name)
+        self.sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+
+
+def _joined(mask: Tensor | None, residual: Tensor | None) -> Tensor | None:
+    """The mask, additive if there are residual logits, with four axes."""
+    if residual is not None and mask is not None:
+        residual = residual.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else residual + mask
+    mask = mask if residual is None else residual
+    return mask if mask is None or mask.dim() == 4 else mask[None, None]
+
+
+def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys some query of the sample sees.
+
+    Returns:
+        Booleans, broadcastable to [B, H, N], and [B or 1, 1, M].
+    """
+    last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
+    if mask is None:
+        return (last >= 0)[None, None], torch.ones(1, 1, m, dtype=torch.bool, device=device)
+    pairs = mask if mask.dtype == torch.bool else mask > -math.inf
+    pairs = pairs.expand(*pairs.shape[:3], m)
+    if is_causal and pairs.shape[2] > 1:
+        pairs = pairs & torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
+    # The last query is never shut off by causality, so a mask of keys alone hides the same keys with it.
+    first = pairs.byte().argmax(-1)  # [.., .., N or 1]: the first key that the mask shows
+    return pairs.any(-1) & (first <= last), pairs.any(2).any(1, keepdim=True)
+
+
+def _blocks(
+    normaliser: Normaliser, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of samples and queries: their logits, and the logarithms of their weights up to a constant a row.
+
+    Args:
+        q: [B, H, N, D] and k: [B, G, M, D], prepared, in float32 or wider.
+        mask: None, boolean or additive with four axes.
+
+    Yields:
+        Twice [b, H, n, m], −inf for hidden pairs; m stops at the last key that the block sees.
+    """
+    batch, heads, n, _ = q.shape
+    m = k.shape[2]
+    samples = max(1, BLOCK // (heads * n * m))
+    rows = max(1, BLOCK // (samples * heads * m))
+    for first in range(0, batch, samples):
+        q_some, k_some = q[first : first + samples], k[first : first + samples]
+        mask_some = mask if mask is None or mask.shape[0] == 1 else mask[first : first + samples]
+        columns = _column_terms(normaliser, q_some, k_some, mask_some, is_causal, scale)
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            keys = min(stop + m - n, m) if is_causal else m
+            if keys <= 0:
+                continue
+            z = logits(q_some[:, :, start:stop], k_some[:, :, :keys], scale)
+            z = _hide(z, mask_some, is_causal, start, n, m)
+            yield z, _log_weights(normaliser, z, columns, start)
+
+
+def _hide(z: Tensor, mask: Tensor | None, is_causal: bool, start: int, n: int, m: int) -> Tensor:
+    """Masked logits of the queries from `start` on; z [b, H, n, m] is a block of [b, H, N, M]."""
+    rows, keys = z.shape[-2:]
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, start : start + rows]
+        mask = mask if mask.shape[3] == 1 else mask[..., :keys]
+        z = z.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
+    if is_causal:
+        later = torch.ones(rows, keys, dtype=torch.bool, device=z.device).triu(start + m - n + 1)
+        z.masked_fill_(later, -math.inf)
+    return z
+
+
+def _column_terms(
+    normaliser: Normaliser, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor | None:
+    """What the log weights need to know beyond their own row: of sinkhorn the log factors of the columns [b, H, 1, M],
+    of a normaliser from elsewhere all log weights [b, H, N, M]."""
+    if isinstance(normaliser, Softmax | Sigmoid) or (isinstance(normaliser, Sinkhorn) and normaliser.iterations == 1):
+        return None
+    if isinstance(normaliser, Sinkhorn):
+        scaled = mask if mask is None or mask.dtype == torch.bool else mask / normaliser.eps
+        v = k[..., :1]  # the output is not looked at
+        factors: Tensor = _sinkhorn_blocks(q, k, v, scaled, scale / normaliser.eps, normaliser.iterations, 0.0, None)[2]
+        return factors[-1]
+    z = _hide(logits(q, k, scale), mask, is_causal, 0, q.shape[2], k.shape[2])
+    return normaliser.weights(z, mask=z > -math.inf, is_causal=False).log()
+
+
+def _log_weights(normaliser: Normaliser, z: Tensor, columns: Tensor | None, start: int) -> Tensor:
+    """Logarithms of weights up to a constant a row: z [b, H, n, m] masked logits of the queries from `start` on."""
+    if isinstance(normaliser, Softmax):
+        return z
+    if isinstance(normaliser, Sigmoid):
+        bias: Tensor | float | None = normaliser.bias
+        if bias is None:
+            bias = -(z > -math.inf).sum(-1, keepdim=True).clamp(min=1).to(z.dtype).log()
+        return nn.functional.logsigmoid(z + bias)
+    if isinstance(normaliser, Sinkhorn):
+        z = z / normaliser.eps
+        return z if columns is None else z + columns
+    assert columns is not None
+    return columns[:, :, start : start + z.shape[2], : z.shape[3]]
+
+
+def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy of softmax(z) in nats, and whether a row has any weight: [b, H, n, m] -> [b, H, n] each; z is lost."""
+    top = z.amax(-1, keepdim=True)
+    counted = top != -math.inf
+    # The largest becomes 0, so that log Σ exp(z) − Σ p·z does not cancel. exp is 0 long before −1e4, and unlike −∞ that
+    # can be multiplied with 0.
+    z = z.sub_(top.masked_fill(~counted, 0)).clamp_(min=-1e4)
+    weights = z.exp()
+    total = weights.sum(-1)
+    entropy = total.log() - weights.mul_(z).sum(-1) / total
+    return torch.where(counted[..., 0], entropy, 0), counted[..., 0]

@@ -1,0 +1,213 @@
+"""Conversion of pretrained weights: calibration from standard attention to quest."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core import ConfigError, InjectionError, InputError, UnsupportedError
+from quest_core.torch_mha import TorchAdapter
+
+E, H, D = 12, 3, 4
+
+
+def even_keys(**settings: Any) -> tuple[nn.MultiheadAttention, Tensor]:
+    """Attention and tokens where all keys of a head have one norm: 3, 0.5 and 8."""
+    module = nn.MultiheadAttention(E, H, batch_first=True, **settings)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+        rotations = [c * torch.linalg.qr(torch.randn(D, D))[0] for c in (3.0, 0.5, 8.0)]
+        w_k = module.in_proj_weight[E : 2 * E] if module.in_proj_weight is not None else module.k_proj_weight
+        w_k.copy_(torch.block_diag(*rotations))
+        if module.in_proj_bias is not None:
+            module.in_proj_bias[E : 2 * E] = 0
+    tokens = nn.functional.normalize(torch.randn(2, 5, H, D), dim=-1).flatten(2)  # [B, N, E]
+    return module, tokens
+
+
+def model(layers: int = 2) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(E, H, 16, 0.1, batch_first=True)
+    made = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "in_proj" in name:
+                parameter.normal_(0, 0.8)
+    return made
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "separate": {"vdim": 6}, "no bias": {"bias": False}}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_even_keys_leave_the_output_as_it_was(settings: dict[str, Any]) -> None:
+    stock, x = even_keys(**settings)
+    value = torch.randn(2, 5, stock.vdim)
+    wanted = stock(x, x, value)[0]
+    ours, report = quest_core.calibrate(stock, [(x, x, value)])
+    assert str(ours.config) == "quest"
+    torch.testing.assert_close(ours(x, x, value)[0], wanted, rtol=1e-4, atol=1e-4)
+    assert report.layers[0].key_norms == pytest.approx((3, 0.5, 8), rel=1e-5)
+    assert report.layers[0].factors == pytest.approx((1.5, 0.25, 4), rel=1e-5)
+    assert report.calibrated < 1e-5 < 1e-2 < report.uncalibrated
+
+
+def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives() -> None:
+    stock = model()
+    batches = [torch.randn(2, 5, E), torch.randn(1, 9, E)]
+    reference = copy.deepcopy(stock).eval()
+    ours, report = quest_core.calibrate(stock, batches)
+
+    norms = []
+    first = reference.layers[0].self_attn
+    for x in batches:
+        k = nn.functional.linear(x, first.in_proj_weight[E : 2 * E], first.in_proj_bias[E : 2 * E])
+        norms.append(k.unflatten(-1, (H, D)).norm(dim=-1).flatten(0, 1))
+    mean = torch.cat(norms).mean(0)  # over tokens of both batches
+    assert report.layers[0].key_norms == pytest.approx(mean.tolist())
+    assert report.layers[0].factors == pytest.approx((mean / math.sqrt(D)).tolist())
+    scaled = first.in_proj_weight[:E].unflatten(0, (H, D)) * (mean / math.sqrt(D))[:, None, None]
+    torch.testing.assert_close(ours.layers[0].self_attn.in_proj_weight[:E], scaled.flatten(0, 1))
+    torch.testing.assert_close(ours.layers[0].self_attn.in_proj_weight[E:], first.in_proj_weight[E:])
+
+    def change(converted: nn.Module) -> float:
+        new, old = (torch.cat([m(x).flatten() for x in batches]) for m in (converted.eval(), reference))
+        return ((new - old).norm() / old.norm()).item()
+
+    assert report.calibrated == pytest.approx(change(ours), rel=1e-3)
+    assert report.uncalibrated == pytest.approx(
+        change(quest_core.inject(copy.deepcopy(reference), "quest")[0]), rel=1e-3
+    )
+
+
+def test_parameters_mode_and_random_state_are_kept() -> None:
+    stock = model().bfloat16()
+    stock.layers[0].eval()
+    parameters, modes = dict(stock.named_parameters()), [m.training for m in stock.layers]
+    state = torch.get_rng_state()
+    ours, _ = quest_core.calibrate(stock, (torch.full((2, 5, E), c, dtype=torch.bfloat16) for c in (0.1, 0.7)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert ours is stock
+    assert all(parameters[name] is p and p.requires_grad for name, p in ours.named_parameters())
+    assert [m.training for m in ours.layers] == modes
+    assert all(layer.self_attn.mechanism.observer is None for layer in ours.layers)
+
+
+def test_an_injected_model_starts_from_its_own_scale_and_normaliser() -> None:
+    stock, x = even_keys()
+    ours, _ = quest_core.inject(stock, "standard+sigmoid(scale=0.3)")
+    wanted = ours(x, x, x)[0]
+    ours, report = quest_core.calibrate(ours, [(x, x, x)], "quest+sigmoid(scale=-2)")
+    torch.testing.assert_close(ours(x, x, x)[0], wanted, rtol=1e-4, atol=1e-4)
+    assert report.layers[0].factors == pytest.approx([norm * 0.3 / -2 for norm in (3, 0.5, 8)])
+
+
+def test_a_grouping_that_changes_nothing_is_allowed() -> None:
+    stock, x = even_keys()
+    wanted = stock(x, x, x)[0]
+    ours, _ = quest_core.calibrate(stock, [(x, x, x)], {"name": "quest", "kv_heads": H})
+    torch.testing.assert_close(ours(x, x, x)[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_report_reads_well() -> None:
+    _, report = quest_core.calibrate(model(), [torch.randn(2, 5, E)])
+    assert str(report).startswith("attention=quest calibrated in 2 modules: the output changes by 0.")
+    lines = report.table().splitlines()
+    assert [line.split()[0] for line in lines] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert [float(x) for x in lines[1].split()[1:]] == pytest.approx(report.layers[1].factors, rel=1e-3)
+
+
+def test_batches_are_run_as_told_and_outputs_may_be_nested() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = model()
+
+        def forward(self, x: Tensor, *, twice: bool) -> dict[str, Any]:
+            y = self.encoder(x)
+            return {"hidden": [y, (y * 2 if twice else y,)], "length": x.shape[1], "ids": torch.arange(3)}
+
+    batches = [{"x": torch.randn(2, 5, E), "label": 3}]
+    _, report = quest_core.calibrate(Nested(), batches, forward=lambda m, batch: m(batch["x"], twice=True))
+    assert [layer.path for layer in report.layers] == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    assert 0 < report.calibrated != report.uncalibrated > 0
+
+
+class Deaf(TorchAdapter):
+    """An adapter from before scale_queries."""
+
+    name = "deaf"
+    scale_queries = quest_core.Adapter.scale_queries
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = model(1), model(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def shared() -> nn.Module:
+    made = model()
+    made.layers[1].self_attn.in_proj_weight = made.layers[0].self_attn.in_proj_weight
+    return made
+
+
+X = [torch.zeros(2, 5, E)]
+FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "another score": (model, {"attention": "qknorm"}, ConfigError, "'qknorm' cannot be .* not quest; calibrate takes"),
+    "a family": (model, {"attention": "linear"}, ConfigError, "'linear' cannot be .* not quest; calibrate takes"),
+    "fewer key heads": (
+        model,
+        {"attention": "quest+gqa(kv_heads=1)"},
+        ConfigError,
+        r"'layers.0.self_attn' has 3 query heads.*every query head its own key head",
+    ),
+    "wandering key heads": (
+        model,
+        {"attention": "quest+kdgqa(kv_heads=3)"},
+        ConfigError,
+        "'kdgqa' gives query heads other key heads",
+    ),
+    "scale 0": (model, {"attention": "quest(scale=0)"}, ConfigError, "scale=0"),
+    "an unknown name": (model, {"attention": "qest"}, ConfigError, "did you mean 'quest'"),
+    "not standard": (lambda: quest_core.inject(model(), "quest")[0], {}, ConfigError, "this one has: quest"),
+    "no attention": (lambda: nn.Linear(E, E), {}, InjectionError, "has no attention"),
+    "no batches": (model, {"batches": []}, InputError, "no batches"),
+    "no tensors": (model, {"forward": lambda m, batch: m(batch).sum().item()}, InputError, "forward="),
+    "an unused layer": (Unused, {}, InputError, "'unused.layers.0.self_attn' saw no key"),
+    "nan": (model, {"batches": [X[0] + math.nan]}, InputError, "none with a finite norm"),
+    "shared weights": (shared, {}, UnsupportedError, "'layers.0.self_attn' and 'layers.1.self_attn' share"),
+    "an adapter that cannot": (model, {"adapter": Deaf()}, UnsupportedError, "'deaf' does not implement scale_queries"),
+    "a model that fails": (model, {"batches": [torch.zeros(2, 5, E + 1)]}, Exception, "."),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "kind", "text"), FAILURES.values(), ids=FAILURES)
+def test_an_error_leaves_the_model_untouched(
+    make: Any, options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    made = make()
+    before, classes = copy.deepcopy(made.state_dict()), [type(m) for m in made.modules()]
+    with pytest.raises(kind, match=text):
+        quest_core.calibrate(made, options.pop("batches", X), **options)
+    assert [type(m) for m in made.modules()] == classes
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
+
+
+def test_half_precision_projections_are_scaled_in_full() -> None:
+    module = quest_core.MultiheadAttention(E, H, dtype=torch.bfloat16)
+    before = module.in_proj_weight.detach().clone()
+    factor = torch.tensor([1 / 3, 7.0, 1e-3], dtype=torch.float64)
+    TorchAdapter().scale_queries(module, factor)
+    wanted = (before[:E].float().unflatten(0, (H, D)) * factor.float()[:, None, None]).flatten(0, 1).bfloat16()
+    assert torch.equal(module.in_proj_weight[:E], wanted)
+    assert torch.equal(module.in_proj_weight[E:], before[E:])

@@ -1,0 +1,515 @@
+"""Monitor: its numbers against plain formulas in float64, whatever path the model takes, and nothing when it is off."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quest_core
+from quest_core import ConfigError, InjectionError, Monitor
+from quest_core import monitor as monitor_module
+
+B, H, N, M, D = 2, 4, 5, 7, 3
+
+NAMES = {"max_logit", "entropy", "query_norm_mean", "query_norm_max", "key_norm_mean", "key_norm_max"}
+
+
+def mechanism(attention: str, heads: int = H) -> quest_core.Mechanism:
+    return quest_core.mechanism(attention, num_heads=heads, head_dim=D).eval()
+
+
+def inputs(attention: str = "quest", n: int = N, m: int = M) -> tuple[Tensor, Tensor, Tensor]:
+    groups = quest_core.mechanisms.mechanism.kv_heads(attention, H)
+    return torch.randn(B, H, n, D) * 3, torch.randn(B, groups, m, D), torch.randn(B, groups, m, D)
+
+
+def masks(n: int = N, m: int = M) -> dict[str, dict[str, Any]]:
+    some = torch.rand(n, m) > 0.4
+    some[1] = False  # a query that sees no key
+    padding = torch.ones(B, 1, 1, m, dtype=torch.bool)
+    padding[0, ..., 4:] = False
+    padding[1, ..., 0] = False
+    per_head = torch.randn(B, H, n, m).masked_fill(torch.rand(B, H, n, m) > 0.6, -math.inf)
+    return {
+        "everything": {},
+        "causal": {"is_causal": True},
+        "some pairs": {"attn_mask": some},
+        "padding": {"attn_mask": padding},
+        "padding, causal": {"attn_mask": padding, "is_causal": True},
+        "some pairs, causal": {"attn_mask": some, "is_causal": True},
+        "additive": {"attn_mask": per_head},
+        "queries": {"attn_mask": torch.rand(B, 1, n, 1) > 0.3},
+    }
+
+
+def expected(
+    attention: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any = None, is_causal: bool = False
+) -> dict[str, list[float]]:
+    """The documented numbers, in float64 and from all pairs at once."""
+    plain = copy.deepcopy(attention).double()
+    q, k, v = q.double(), k.double(), v.double()
+    mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.double()
+    _, weights, logits = plain.forward_with_logits(q, k, v, attn_mask=mask, is_causal=is_causal)
+    seen = torch.ones_like(logits, dtype=torch.bool)
+    if mask is not None:
+        seen &= mask if mask.dtype == torch.bool else mask > -math.inf
+    if is_causal:
+        n, m = logits.shape[2:]
+        seen &= torch.arange(m) <= torch.arange(n)[:, None] + m - n
+    queries, keys = seen.any(3), seen.any(2).any(1)  # [B, H, N], [B, M]
+    share = weights / weights.sum(3, keepdim=True)
+    entropy = -torch.special.xlogy(share, share).sum(3)
+    out: dict[str, list[float]] = {name: [] for name in NAMES}
+    for h in range(H):
+        out["max_logit"].append(logits[:, h][seen[:, h]].max().item())
+        out["entropy"].append(entropy[:, h][queries[:, h]].mean().item())
+        norms = q[:, h].norm(dim=-1)[queries[:, h]]
+        out["query_norm_mean"].append(norms.mean().item())
+        out["query_norm_max"].append(norms.max().item())
+    for g in range(k.shape[1]):
+        norms = k[:, g].norm(dim=-1)[keys]
+        out["key_norm_mean"].append(norms.mean().item())
+        out["key_norm_max"].append(norms.max().item())
+    return out
+
+
+def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
+    assert found.keys() - {"logit_bound"} == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name] == pytest.approx(values, rel=2e-5, abs=2e-6), name
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "standard",
+        "quest",
+        "quest(scale=3)",
+        "qnorm",
+        "qknorm-hs",
+        "quest+gqa(kv_heads=2)",
+        "standard+mqa",
+        "quest+kdgqa(kv_heads=2)",
+        "quest+dgqa(kv_heads=2)",
+        "quest+pgqa(kv_heads=2, noise_in_eval=false)",
+        "quest+sigmoid",
+        "standard+sigmoid(bias=-1)+gqa(kv_heads=2)",
+        "quest+sinkhorn",
+        "quest+sinkhorn(iterations=1, eps=0.5)",
+        "quest+sinkhorn(iterations=4, eps=2)+gqa(kv_heads=2)",
+    ],
+)
+@pytest.mark.parametrize("block", [16, 2**19])
+def test_numbers_are_those_of_the_formulas(
+    attention: str, mask: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "BLOCK", block)
+    m = mechanism(attention)
+    q, k, v = inputs(attention)
+    options = masks()[mask]
+    if options.get("is_causal") and m._no_causal:
+        with pytest.raises(quest_core.UnsupportedError):
+            m(q, k, v, **options)
+        return
+    with Monitor(m) as monitor:
+        m(q, k, v, **options)
+        seen = monitor.collect()["mechanism"]
+    assert_same(seen, expected(m, q, k, v, **options))
+    if "logit_bound" in seen:
+        assert all(b >= x - 1e-5 for b, x in zip(seen["logit_bound"], seen["max_logit"], strict=True))
+
+
+def test_quest_by_hand() -> None:
+    """One head, two queries, two keys: unit keys along the axes."""
+    m = quest_core.mechanism("quest", num_heads=1, head_dim=2)
+    q = torch.tensor([[[[3.0, 4.0], [0.0, 0.0]]]])
+    k = torch.tensor([[[[2.0, 0.0], [0.0, 5.0]]]])
+    with Monitor(m) as monitor:
+        m(q, k, torch.zeros_like(k))
+    p = math.exp(3) / (math.exp(3) + math.exp(4))
+    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    wanted = {
+        "max_logit": 4.0,
+        "entropy": (entropy + math.log(2)) / 2,
+        "query_norm_mean": 2.5,
+        "query_norm_max": 5.0,
+        "key_norm_mean": 3.5,
+        "key_norm_max": 5.0,
+        "logit_bound": 5.0,
+    }
+    assert {name: value for name, (value,) in monitor.collect()["mechanism"].items()} == pytest.approx(wanted)
+
+
+def test_more_queries_than_keys_leave_the_first_ones_blind() -> None:
+    q, k, v = inputs(n=6, m=4)
+    m = mechanism("quest")
+    with Monitor(m) as monitor:
+        m(q, k, v, is_causal=True)
+    assert_same(monitor.collect()["mechanism"], expected(m, q, k, v, is_causal=True))
+
+
+def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
+    first, second = mechanism("elliptical-quest"), mechanism("elliptical-quest")
+    model = nn.ModuleList([first, second])
+    quest_core.chain(model, ["0", "1"])
+    q, k, v = inputs(n=M)
+    with Monitor(model) as monitor:
+        first(q, k, v)
+        before = copy.deepcopy(second)
+        second(q, k, v + torch.randn_like(v))
+    assert before.observer is None
+    seen = monitor.collect()
+    assert seen["0"]["max_logit"] == pytest.approx(expected(mechanism("quest"), q, k, v)["max_logit"], rel=1e-5)
+    assert seen["1"]["max_logit"] != pytest.approx(seen["0"]["max_logit"], rel=1e-2)
+    assert seen["1"]["query_norm_max"] == seen["0"]["query_norm_max"]
+    assert all(b > x for b, x in zip(seen["1"]["logit_bound"], seen["1"]["max_logit"], strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("attention", ["linear", "cosine", "aft-simple"])
+def test_families_report_norms(attention: str, causal: bool) -> None:
+    m = quest_core.mechanism(attention, num_heads=H, head_dim=D)
+    q, k, v = inputs(n=M)
+    visible = torch.ones(B, 1, 1, M, dtype=torch.bool)
+    visible[0, ..., 3:] = False
+    with Monitor(m) as monitor:
+        m(q, k, v, attn_mask=visible, is_causal=causal)
+    seen = monitor.collect()["mechanism"]
+    assert seen.keys() == {name for name in NAMES if "norm" in name}
+    real = visible[:, 0, 0]
+    assert seen["key_norm_mean"] == pytest.approx([k[:, h].norm(dim=-1)[real].mean().item() for h in range(H)])
+    assert seen["query_norm_max"] == pytest.approx([q[:, h].norm(dim=-1).max().item() for h in range(H)])
+
+
+def test_decoding_adds_up_to_the_whole() -> None:
+    layer = quest_core.Attention(12, 4, "quest+gqa(kv_heads=2)")
+    x = torch.randn(2, 6, 12)
+    with Monitor(layer) as monitor:
+        layer(x, is_causal=True)
+        whole = monitor.collect()
+        cache = quest_core.Cache()
+        for piece in x.split([2, 1, 3], dim=1):
+            layer(piece, is_causal=True, cache=cache)
+        pieces = monitor.collect()
+    assert pieces.keys() == whole.keys()
+    for path, names in whole.items():
+        for name, values in names.items():
+            assert pieces[path][name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_families_are_observed_while_decoding() -> None:
+    m = mechanism("linear")
+    q, k, v = inputs(n=M)
+    with Monitor(m) as monitor:
+        cache = quest_core.Cache()
+        for i in range(M):
+            m.decode(q[:, :, i : i + 1], k[:, :, i : i + 1], v[:, :, i : i + 1], cache)
+    assert monitor.collect()["mechanism"]["key_norm_mean"] == pytest.approx(k.norm(dim=-1).mean((0, 2)).tolist())
+
+
+def test_fused_and_weights_paths_report_the_same() -> None:
+    m = quest_core.MultiheadAttention(12, 4, batch_first=True, attention="quest")
+    x, padding = torch.randn(2, 6, 12), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    with Monitor(m) as monitor:
+        seen = []
+        for need_weights in (False, True):
+            m(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+            seen.append(monitor.collect())
+    assert seen[0] == seen[1]
+    assert list(seen[0]) == ["mechanism"]
+
+
+def test_residual_logits_count() -> None:
+    m, (q, k, v) = mechanism("standard"), inputs()
+    residual = torch.randn(B, H, N, M) * 4
+    mask = torch.rand(N, M) > 0.3
+    for options in ({}, {"attn_mask": mask}, {"attn_mask": torch.zeros(N, M).masked_fill(~mask, -math.inf)}):
+        with Monitor(m) as monitor:
+            _, weights, logits = m.forward_with_logits(q, k, v, residual=residual, **options)
+            seen = monitor.collect()["mechanism"]
+        visible = logits.masked_fill(~mask, -math.inf) if options else logits
+        assert seen["max_logit"] == pytest.approx(visible.amax((0, 2, 3)).tolist())
+        entropy = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
+        assert seen["entropy"] == pytest.approx(entropy.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_read_in_full(dtype: torch.dtype) -> None:
+    m = mechanism("standard")
+    q, k, v = (x.to(dtype) for x in inputs())
+    wanted = expected(m, q, k, v)
+    with Monitor(m) as monitor:
+        m(q, k, v)
+        assert_same(monitor.collect()["mechanism"], wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            m(q.float(), k.float(), v.float())
+        assert_same(monitor.collect()["mechanism"], wanted)
+
+
+def test_entropy_does_not_cancel_at_large_logits() -> None:
+    q = torch.tensor([1e6, 0.0]).expand(1, 1, 3, 2)
+    k = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])[None, None]  # two equal winners: ln 2
+    m = quest_core.mechanism("quest", num_heads=1, head_dim=2)
+    with Monitor(m) as monitor:
+        m(q, k, k)
+    seen = monitor.collect()["mechanism"]
+    assert seen["entropy"] == pytest.approx([math.log(2)])
+    assert seen["max_logit"] == [1e6]
+
+
+def test_numbers_that_are_none_stay_visible() -> None:
+    """A model that has diverged must not look healthy, nor must a row that sees nothing."""
+    m, (q, k, v) = mechanism("standard"), inputs()
+    with Monitor(m) as monitor:
+        m(q, k, v, attn_mask=torch.zeros(N, M, dtype=torch.bool))
+        assert all(math.isnan(x) for values in monitor.collect()["mechanism"].values() for x in values)
+        m(q[:, :, :0], k, v)
+        assert monitor.collect() == {}
+        q[1, 2, 3, 0] = math.nan
+        m(q, k, v)
+        seen = monitor.collect()["mechanism"]
+    for name in ("max_logit", "entropy", "query_norm_mean", "query_norm_max"):
+        assert [math.isnan(x) for x in seen[name]] == [False, False, True, False], name
+
+
+def test_a_normaliser_from_elsewhere_is_asked_for_its_weights() -> None:
+    class Squares(quest_core.mechanisms.base.Normaliser):
+        def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+            return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
+
+    m, (q, k, v) = mechanism("quest"), inputs()
+    m.normaliser = Squares()
+    wanted = expected(m, q, k, v, is_causal=True)
+    with Monitor(m) as monitor:
+        m(q, k, v, is_causal=True)
+    assert_same(monitor.collect()["mechanism"], wanted)
+
+
+# --- collecting -----------------------------------------------------------------------------------------------------
+
+
+def encoder(attention: str = "quest") -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
+    return quest_core.inject(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), attention)[0]
+
+
+def test_passes_are_put_together_by_tokens() -> None:
+    m = mechanism("quest")
+    long, short = inputs(n=9), inputs(n=2)
+    with Monitor(m) as monitor:
+        m(*long)
+        one = monitor.collect()["mechanism"]
+        m(*short)
+        other = monitor.collect()["mechanism"]
+        m(*long)
+        m(*short)
+        both = monitor.collect()["mechanism"]
+        assert monitor.collect() == {}
+    for name in ("max_logit", "query_norm_max", "key_norm_max", "logit_bound"):
+        assert both[name] == [max(a, b) for a, b in zip(one[name], other[name], strict=True)]
+    for name in ("entropy", "query_norm_mean"):
+        wanted = [(9 * a + 2 * b) / 11 for a, b in zip(one[name], other[name], strict=True)]
+        assert both[name] == pytest.approx(wanted)
+
+
+def test_collect_gives_plain_values_by_path() -> None:
+    model = encoder()
+    with Monitor(model) as monitor:
+        model(torch.randn(2, 5, 8))
+        nested = monitor.collect()
+        model(torch.randn(2, 5, 8))
+        flat = monitor.collect(flat=True)
+    assert list(nested) == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert nested["layers.0.self_attn"].keys() == NAMES | {"logit_bound"}
+    assert all(type(x) is float for names in nested.values() for values in names.values() for x in values)
+    assert len(flat) == 2 * 7 * 4
+    assert type(flat["layers.1.self_attn/max_logit/head3"]) is float
+
+
+def test_layers_that_did_not_run_are_left_out() -> None:
+    model = encoder()
+    with Monitor(model) as monitor:
+        model.layers[1](torch.randn(2, 5, 8))
+    assert list(monitor.collect()) == ["layers.1.self_attn"]
+
+
+def test_every_nth_call_is_observed() -> None:
+    m = mechanism("standard")
+    with Monitor(m, every=3) as monitor:
+        seen = []
+        for _ in range(7):
+            m(*inputs())
+            seen.append(bool(monitor.collect()))
+    assert seen == [True, False, False, True, False, False, True]
+
+
+def test_norms_and_bound_without_the_logits() -> None:
+    m, (q, k, v) = mechanism("quest(scale=-2)"), inputs()
+    with Monitor(m, logits=False) as monitor:
+        m(q, k, v)
+    seen = monitor.collect()["mechanism"]
+    assert seen.keys() == {name for name in NAMES if "norm" in name} | {"logit_bound"}
+    assert seen["logit_bound"] == pytest.approx([2 * x for x in seen["query_norm_max"]])
+
+
+def test_errors_name_the_fix() -> None:
+    stock = nn.MultiheadAttention(8, 2)
+    with pytest.raises(InjectionError, match=r"MultiheadAttention has no attention of quest_core.*inject"):
+        Monitor(stock)
+    model = encoder()
+    with pytest.raises(ConfigError, match="every is 0"):
+        Monitor(model, every=0)
+    monitor = Monitor(model)
+    with pytest.raises(ConfigError, match=r"'self_attn' is observed already.*remove\(\)"):
+        Monitor(model.layers[1])
+    monitor.remove()
+    monitor.remove()
+    Monitor(model)
+
+
+# --- what a monitor must not change ---------------------------------------------------------------------------------
+
+
+def test_training_is_the_same_with_and_without() -> None:
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = encoder("quest+dgqa(kv_heads=2)").train()
+        monitor = Monitor(model) if watched else None
+        out = model(torch.randn(2, 5, 8))
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in model.parameters()), *model.state_dict().values()])
+    assert monitor is not None
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    layer = next(iter(monitor._layers.values()))
+    assert not any(x.requires_grad for x in layer.maxima.values())
+    assert not any(x.requires_grad for pair in layer.sums.values() for x in pair)
+
+
+def test_recomputation_is_not_counted_twice() -> None:
+    m = mechanism("quest")
+    q, k, v = inputs()
+    monitor = Monitor(m, every=2)
+    for _ in range(2):
+        q.requires_grad_(True)
+        torch.utils.checkpoint.checkpoint(m, q, k, v, use_reentrant=False).sum().backward()
+    assert monitor._layers["mechanism"].calls == 2
+
+
+def test_state_dicts_copies_and_pickles_have_no_monitor() -> None:
+    model = encoder().eval()
+    keys = list(model.state_dict())
+    with Monitor(model) as monitor:
+        assert list(model.state_dict()) == keys
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            x = torch.randn(2, 5, 8)
+            torch.testing.assert_close(twin(x), model(x))
+            monitor.collect()
+            twin(x)
+            assert monitor.collect() == {}
+        shallow = copy.copy(model.layers[0].self_attn.mechanism)
+        assert shallow.observer is None
+        assert model.layers[0].self_attn.mechanism.observer is not None
+    assert model.layers[0].self_attn.mechanism.observer is None
+
+
+def test_compiles_without_a_break_when_off_and_with_one_when_on() -> None:
+    layer = quest_core.Attention(12, 4, "quest").eval()
+    x = torch.randn(2, 6, 12)
+    wanted = layer(x)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
+    compiled = torch.compile(layer, backend="eager")
+    compiled(x)
+    with Monitor(layer) as monitor:
+        torch.testing.assert_close(compiled(x), wanted)
+        found = monitor.collect(flat=True)
+        layer(x)
+        assert found == pytest.approx(monitor.collect(flat=True))
+        torch._dynamo.reset()  # the graph with its break would be found again
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+            torch.compile(layer, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
+
+
+def test_export_leaves_the_monitor_out() -> None:
+    layer = quest_core.Attention(12, 4, "quest").eval()
+    x = torch.randn(2, 6, 12)
+    plain = torch.export.export(layer, (x,))
+    with Monitor(layer) as monitor:
+        observed = torch.export.export(layer, (x,))
+        assert monitor.collect() == {}
+    assert [n.target for n in observed.graph.nodes] == [n.target for n in plain.graph.nodes]
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("attention", ["quest", "standard+sigmoid"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "BLOCK", 4096)
+    m = mechanism(attention)
+    q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)
+    seen = quest_core.mechanisms.mechanism.Observation(q, k, (q, k), None, causal)
+    monitor = Monitor(m)
+    with Largest() as largest:
+        m.observer(seen)  # type: ignore[misc]
+    assert largest.largest <= 4096
+    assert len(monitor.collect()["mechanism"]["entropy"]) == H
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def sample(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rank)
+    return inputs(n=3 + 4 * rank)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
+    monitor = Monitor(model)
+    model[0](*sample(rank))
+    if rank == 1:
+        model[1](*sample(rank))  # a layer that only one rank has run
+    Path(folder, str(rank)).write_text(json.dumps(monitor.collect()))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_share_what_they_saw(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
+    with Monitor(model) as monitor:
+        for rank in range(2):
+            model[0](*sample(rank))
+        model[1](*sample(1))
+    wanted = monitor.collect()
+    assert found[0].keys() == wanted.keys()
+    for path, names in wanted.items():
+        for name, values in names.items():
+            assert found[0][path][name] == pytest.approx(values, rel=1e-6)
