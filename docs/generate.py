@@ -1,7 +1,7 @@
 """Writes the tables of the README and of docs/mechanisms.md from what mechanisms and plugins declare.
 
-  python docs/generate.py            write them
-  python docs/generate.py --check    exit 1 if what is there differs
+python docs/generate.py            write them
+python docs/generate.py --check    exit 1 if what is there differs
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ class Capabilities:
         packed: the host packs sequences of different lengths.
         weights: the host reads the attention weights or passes logits on.
         regroups: the host's key/value projections may have fewer heads than the queries.
+        dropout: the host drops attention weights in training.
+        narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
         fixed_length: the sequence length where it is known and constant, else None.
     """
 
@@ -40,6 +42,8 @@ class Capabilities:
     packed: bool = False
     weights: bool = False
     regroups: bool = True
+    dropout: bool = False
+    narrows_keys: bool = False
     fixed_length: int | None = None
 
 
@@ -122,6 +126,8 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),
             (asked.weights, part.weights, "the host reads attention weights and it has none"),
+            (asked.dropout, part.dropout, "it has no weights for the attention dropout, which would have to be 0"),
+            (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             (part.ordered, asked.ordered, "it needs ordered tokens"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
         ):

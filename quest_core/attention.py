@@ -99,13 +99,23 @@ class Attention(nn.Module):
         k = self._split(self.k_proj(source), self.kv_heads)  # [B, G, M, D]
         v = self._split(self.v_proj(source), self.kv_heads)  # [B, G, M, D]
         dropout_p = self.dropout if self.training else 0.0
-        mask = merge_key_mask(attn_mask, key_mask)
+        mask = attn_mask
+        if key_mask is not None:
+            mask = merge_masks(attn_mask, self._padding_mask(key_mask, same_tokens=context is None and cache is None))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
             out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
+
+    def _padding_mask(self, key_mask: Tensor, *, same_tokens: bool) -> Tensor:
+        if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
+            raise InputError(
+                f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape [B, M], "
+                "True where a key may be attended to"
+            )
+        return self.mechanism.padding_mask(key_mask, same_tokens=same_tokens)
 
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
@@ -114,16 +124,8 @@ class Attention(nn.Module):
         return split
 
 
-def merge_key_mask(attn_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    """One mask for both: attn_mask as in `attention`, key_mask [B, M] boolean with True = may be attended to."""
-    if key_mask is None:
-        return attn_mask
-    if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
-        raise InputError(
-            f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape [B, M], "
-            "True where a key may be attended to"
-        )
-    seen = key_mask[:, None, None, :]  # [B, 1, 1, M]
+def merge_masks(attn_mask: Tensor | None, seen: Tensor) -> Tensor:
+    """One mask for both: attn_mask as in `attention`, seen boolean (True = may attend), broadcastable to it."""
     if attn_mask is None:
         return seen
     if attn_mask.dtype == torch.bool:

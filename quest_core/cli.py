@@ -151,7 +151,7 @@ def _new_plugin(arguments: argparse.Namespace) -> int:
     print(f"wrote {folder}; next:")
     print(f"  pip install -e {shlex.quote(f'{folder}[host,test]')}")
     print(f"  python -m pytest {shlex.quote(str(folder))}")
-    print(f"  grep -rn 'Host [1-7]' {shlex.quote(str(folder))}      # what to say about your framework")
+    print(f"  grep -rn 'Host [1-6]' {shlex.quote(str(folder))}      # what to say about your framework")
     return 0
 
 

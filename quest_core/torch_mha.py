@@ -158,7 +158,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, n, m = query.shape[1 - tokens], query.shape[tokens], key.shape[tokens]
 
         q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D], or tokens first
-        mask = self._visible(attn_mask, key_padding_mask, batch, n, m)
+        mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=query is key)
         causal = is_causal and (attn_mask is None or (key_padding_mask is None and not need_weights and n == m))
         if causal and attn_mask is not None:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
@@ -203,7 +203,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
 
     def _visible(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, n: int, m: int
+        self,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        batch: int,
+        n: int,
+        m: int,
+        *,
+        same_tokens: bool,
     ) -> Tensor | None:
         """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
         if attn_mask is not None:
@@ -222,7 +229,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise InputError(
                     f"key_padding_mask has shape {list(key_padding_mask.shape)}; it needs [B, M] = [{batch}, {m}]"
                 )
-            key_padding_mask = key_padding_mask[:, None, None, :]  # [B, 1, 1, M]
+            if key_padding_mask.dtype == torch.bool:
+                key_padding_mask = ~self.mechanism.padding_mask(~key_padding_mask, same_tokens=same_tokens)
+            else:
+                key_padding_mask = self.mechanism.padding_mask(key_padding_mask, same_tokens=same_tokens)
         masks = [x for x in (attn_mask, key_padding_mask) if x is not None]
         if not masks:
             return None
@@ -303,7 +313,9 @@ class TorchAdapter(Adapter):
             and (isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward)
         )
         for index, (path, module) in enumerate(found):
-            yield Site(path, module, index, module.num_heads, module.head_dim)
+            cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
+            asked = Capabilities(cross=cross, dropout=module.dropout > 0)
+            yield Site(path, module, index, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)

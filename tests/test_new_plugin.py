@@ -257,7 +257,7 @@ def test_the_command_says_what_comes_next(
     assert [command.split("  #")[0].strip() for command in commands] == [
         "pip install -e 'quest-mini[host,test]'",
         "python -m pytest quest-mini",
-        "grep -rn 'Host [1-7]' quest-mini",
+        "grep -rn 'Host [1-6]' quest-mini",
     ]
     assert cli.main(["new-plugin", "mini"]) == 2
     assert capsys.readouterr().err.startswith("quest: 'quest-mini' exists already")

@@ -25,6 +25,7 @@ from quest_core.adapter import refusal
 from quest_core.inject import REPORT
 from quest_core.mechanisms import reference
 from quest_core.mechanisms.base import Normaliser, Score
+from quest_core.registry import parts
 
 
 class AdapterConformance(ABC):
@@ -54,7 +55,15 @@ class AdapterConformance(ABC):
 
     adapter: ClassVar[Adapter]
     sites: ClassVar[int]
-    mechanisms: ClassVar[tuple[str, ...]] = ("quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm")
+    mechanisms: ClassVar[tuple[str, ...]] = (
+        "quest",
+        "qnorm",
+        "qknorm-hs",
+        "qknorm-ds",
+        "qknorm",
+        "quest+sigmoid",
+        "sinkhorn",
+    )
     refused: ClassVar[tuple[str, ...]] = ()
     compiles: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
@@ -192,7 +201,7 @@ class AdapterConformance(ABC):
             for part in model.modules():
                 if isinstance(part, Mechanism):
                     part.score = _ReferenceScore(part)
-                    part.normaliser = _ReferenceSoftmax()
+                    part.normaliser = _ReferenceNormaliser(part.config)
             self.assert_close(got, self.run(model, inputs), 1e-9)
             standard = self.injected("standard").double().eval()
             assert not torch.allclose(_plain(got), _plain(self.run(standard, inputs)), atol=1e-9), attention
@@ -212,6 +221,23 @@ class AdapterConformance(ABC):
             assert all(p.grad is not None for p in own)
             moved = [not torch.equal(a, b) for a, b in zip(before, own, strict=True)]
             assert not own or any(moved), f"{attention}: its parameters do not train"
+
+    def test_families_train_or_are_refused_by_name(self) -> None:
+        """What has no weights cannot drop them, pass them on or be told of them; nothing may happen in silence."""
+        families = [part for part in parts().values() if part.axis == "family"]
+        for part in families:
+            config = quest_core.AttentionConfig.parse(part.name)
+            able = all(self.adapter.refusal(site, config) is None for site in self.adapter.sites(self.stock()))
+            if not able:
+                with pytest.raises(quest_core.UnsupportedError, match=f"'{part.name}' cannot be used in"):
+                    self.injected(part.name)
+                continue
+            model = self.injected(part.name)
+            with _touched(model) as touched:
+                _loss(self.run(model, self.inputs())).backward()
+            assert len(touched) == self.sites
+            own = [p for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()]
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in own), part.name
 
     def test_padding_never_matters(self) -> None:
         torch.manual_seed(1)
@@ -337,11 +363,19 @@ class _ReferenceScore(Score):
         return k if self.name in ("qnorm", "standard") else reference.unit(k)
 
 
-class _ReferenceSoftmax(Normaliser):
+class _ReferenceNormaliser(Normaliser):
+    """The normaliser of a mechanism, computed by the reference's own lines."""
+
+    def __init__(self, config: quest_core.AttentionConfig) -> None:
+        super().__init__()
+        self.name = config["normaliser"]
+        self.options = config.build_arguments(next(p for p in config.specs() if p.axis == "normaliser"))
+
     def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
         if mask is not None and mask.dtype != torch.bool:
             logits = logits + mask
-        return reference.softmax(logits, reference.visible(logits.shape[-2], logits.shape[-1], mask, is_causal))
+        seen = reference.visible(logits.shape[-2], logits.shape[-1], mask, is_causal)
+        return reference.NORMALISERS[self.name](logits, seen, **self.options)
 
 
 @contextmanager

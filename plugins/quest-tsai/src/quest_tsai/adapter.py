@@ -72,12 +72,10 @@ class TsaiAdapter(Adapter):
         return made.from_host(host, config, site.num_heads, core, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: three things of tsai that belong to scores, or to equal groups of heads."""
+        """Beside what capabilities say: things of tsai that belong to scores, or to equal groups of heads."""
         core = getattr(site.module, "sdp_attn", None)
         if _learns_scale(core) and (config.family or config["score"] != "standard" or config.option("scale")):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
-        if any(part.key_features is not None for part in config.specs()):
-            return f"the keys of '{config}' are not as wide as tsai's key projection makes them"
         if hasattr(site.module, "Er") and config.family:
             return f"ConvTran adds relative positions to the scores, and '{config}' has none"
         if hasattr(site.module, "relative_bias_table") and (
@@ -123,7 +121,9 @@ def _site(path: str, module: nn.Module, index: int, made: type[Replacement], par
     reads = bool(getattr(module, "res_attention", False) or stores)
     cross = made is PerceiverAttention and type(parent).__name__ == "CrossAttention"
     ordered = made is not TabularAttention and made is not PerceiverAttention
-    asked = Capabilities(ordered=ordered, cross=cross, weights=reads)
+    core = getattr(module, made.core, None)
+    drop = getattr(core, "attn_dropout", None)
+    asked = Capabilities(ordered=ordered, cross=cross, weights=reads, dropout=drop is not None and drop.p > 0)
     return Site(path, module, index, heads, width // heads, asked)
 
 

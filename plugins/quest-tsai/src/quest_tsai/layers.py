@@ -39,12 +39,12 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def split_masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def split_masks(attn_mask: Tensor | None, seen: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """tsai's two masks -> what is hidden, and what is added to the scores.
 
     Args:
         attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = hidden) or additive.
-        key_padding_mask: [B, M], true or non-zero = padding.
+        seen: False = padding, broadcastable to [B, H, N, M].
 
     Returns:
         Boolean and additive mask, each with four axes or None.
@@ -57,10 +57,8 @@ def split_masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> tu
             hidden = attn_mask
         else:
             added = attn_mask
-    if key_padding_mask is not None:
-        padding = plain(key_padding_mask)
-        padding = (padding if padding.dtype == torch.bool else padding != 0)[:, None, None, :]  # [B, 1, 1, M]
-        hidden = padding if hidden is None else hidden | padding
+    if seen is not None:
+        hidden = ~seen if hidden is None else hidden | ~seen
     return hidden, added
 
 
@@ -243,8 +241,12 @@ class MultiheadAttention(Replacement):
         q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
         k = split_heads(self.W_K(K), self.kv_heads)  # [B, G, M, D]
         v = split_heads(self.W_V(V), self.kv_heads)  # [B, G, M, Dv]
-        hidden, added = split_masks(attn_mask, key_padding_mask)
         core: Core = self.sdp_attn
+        seen = None
+        if key_padding_mask is not None:
+            real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
+            seen = core.mechanism.padding_mask(real, same_tokens=K is Q)
+        hidden, added = split_masks(attn_mask, seen)
         out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
         out = getattr(self, self.output)(merge_heads(out))
         return (out, weights, scores) if core.gives_scores else (out, weights)
