@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import memory_order
+from .layout import is_dense, memory_order
 from .mode import mode, triton_takes
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -43,7 +43,10 @@ def unit(x: Tensor) -> Tensor:
         return _operator(x) if chosen == "fused" and triton_takes(x) else _plain(x)
     if chosen == "reference":
         return _plain(x)
-    return _eager(x, _path(x, chosen))
+    path = _path(x, chosen)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _forward(x, path)[0]  # a tenth of a small attention's time goes into autograd's bookkeeping
+    return _eager(x, path)
 
 
 def _path(x: Tensor, chosen: str) -> str:
@@ -84,30 +87,48 @@ def _has_fused() -> bool:
     )
 
 
+def _forward(x: Tensor, path: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Unit vectors, and what the backward pass of the same path needs."""
+    if path == "triton":
+        from . import unit_triton
+
+        return unit_triton.forward(x), (x,)
+    if path == "plain":
+        inverse = _inverse_norm(x)  # [..., 1]
+        return (x * inverse).to(x.dtype), (x, inverse)
+    rows = _rows(x, x.stride())  # [R, D]
+    ones = rows.new_ones(rows.shape[0], 1)  # [R, 1]
+    out, norm = torch.ops.aten._weight_norm_interface(rows, ones, 0)  # [R, D], [R, 1]
+    if not norm.all():
+        out.masked_fill_(norm == 0, 0)
+    return _unrows(out, x.shape, x.stride()), (rows, ones, norm)
+
+
+def _rows(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """[..., D] -> [R, D], contiguous, rows in the order that `stride` gives them in memory.
+
+    A view where `x` itself lies so without gaps, else a copy.
+    """
+    if x.stride() == stride and is_dense(x.shape, stride):
+        return x.as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1))
+    return x.permute(memory_order(stride)[0]).reshape(-1, x.shape[-1]).contiguous()
+
+
+def _unrows(rows: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """[R, D], contiguous -> `shape`, a view: the inverse of `_rows`."""
+    if is_dense(shape, stride):
+        return rows.as_strided(shape, stride)
+    order, back = memory_order(stride)
+    return rows.view([shape[axis] for axis in order]).permute(back)
+
+
 class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, path: str) -> Tensor:
-        ctx.path = path
-        if path == "triton":
-            from . import unit_triton
-
-            ctx.save_for_backward(x)
-            return unit_triton.forward(x)
-        if path == "plain":
-            inverse = _inverse_norm(x)  # [..., 1]
-            ctx.save_for_backward(x, inverse)
-            scaled: Tensor = (x * inverse).to(x.dtype)
-            return scaled
-        order, ctx.back = memory_order(x)
-        rows = x.permute(order).reshape(-1, x.shape[-1]).contiguous()  # [R, D]; copies only a slice of a packed tensor
-        ones = x.new_ones(rows.shape[0], 1)  # [R, 1]
-        out, norm = torch.ops.aten._weight_norm_interface(rows, ones, 0)  # [R, D], [R, 1]
-        ctx.order, ctx.zero = order, None
-        if not norm.all():
-            ctx.zero = norm == 0
-            out.masked_fill_(ctx.zero, 0)
-        ctx.save_for_backward(rows, ones, norm)
-        return out.view([x.shape[axis] for axis in order]).permute(ctx.back)  # type: ignore[no-any-return]
+        ctx.path, ctx.layout = path, (x.shape, x.stride())
+        out, saved = _forward(x, path)
+        ctx.save_for_backward(*saved)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -123,12 +144,12 @@ class _Unit(torch.autograd.Function):
             across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
             return across, None
         rows, ones, norm = ctx.saved_tensors
-        grad = grad.permute(ctx.order)
-        grad_rows = grad.reshape(rows.shape).contiguous()  # [R, D]
+        shape, stride = ctx.layout
+        grad_rows = _rows(grad, stride)  # [R, D]
         out = torch.ops.aten._weight_norm_interface_backward(grad_rows, rows, ones, norm, 0)[0]  # [R, D]
-        if ctx.zero is not None:
-            out = out.masked_fill(ctx.zero, 0)
-        return out.view(grad.shape).permute(ctx.back), None
+        if not norm.all():
+            out = out.masked_fill(norm == 0, 0)
+        return _unrows(out, shape, stride), None
 
 
 _eager: Callable[[Tensor, str], Tensor] = _Unit.apply

@@ -110,7 +110,7 @@ def _backward_kernel(
 def _launch(kernel: Any, like: Tensor, *inputs: Tensor) -> Tensor:
     """Run `kernel` over the rows of `inputs`, all of the shape of `like`, in the order in which its rows lie."""
     out = empty_rows(like)
-    order, _ = memory_order(like)
+    order, _ = memory_order(like.stride())
     dim = like.shape[-1]
     outer = order[:-1]
     sizes, strides = merge_axes([like.shape[a] for a in outer], *([t.stride(a) for a in outer] for t in inputs))

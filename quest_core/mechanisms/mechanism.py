@@ -78,6 +78,7 @@ class Mechanism(nn.Module):
         ]
         specs = list(config.specs())
         self._key_features = specs[0].key_features
+        self._chained = any(part.chained for part in specs)
         self._counts_queries = any(part.counts_queries for part in specs)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
@@ -136,7 +137,7 @@ class Mechanism(nn.Module):
             weights = self.normaliser.weights(logits(q, k, scale), mask=mask, is_causal=False)
             weights = self.grouping.perturb(weights, k.shape[1], mask)
             return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v)
-        return self.normaliser(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)  # type: ignore[no-any-return]
+        return self.normaliser.forward(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
     def forward_with_weights(
         self,
@@ -241,7 +242,14 @@ class Mechanism(nn.Module):
         return out
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """The logits [B, H, N, M] before any mask: q [B, H, N, D], k [B, G, M, D]."""
+        """The logits [B, H, N, M] before any mask, of scores that look at queries and keys alone.
+
+        Args:
+            q: [B, H, N, D].
+            k: [B, G, M, D], in equal consecutive groups.
+        """
+        if self.family is not None or self._chained:
+            raise UnsupportedError(f"attention '{self.config}' has no logits of queries and keys alone")
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
 
     def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
