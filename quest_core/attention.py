@@ -120,8 +120,8 @@ class Attention(nn.Module):
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
         """[B, N, heads·D] -> [B, heads, N, D], a view."""
-        split: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-        return split
+        batch, tokens, width = x.shape
+        return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
 def merge_masks(attn_mask: Tensor | None, seen: Tensor) -> Tensor:

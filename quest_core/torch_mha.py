@@ -163,7 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if causal and attn_mask is not None:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
         q, k, v = (
-            x.unflatten(-1, (heads, -1)).movedim((1 - tokens, 2), (0, 1))
+            x.view(*x.shape[:2], heads, self.head_dim).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))
         )  # [B, H, N, D], [B, G, M, D], [B, G, M, D]
         k, v, mask = self._extend(k, v, mask, causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,17 +11,6 @@ def memory_order(stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
     """The permutation that makes a dense tensor of these strides contiguous (last axis kept last), and its inverse."""
     order = (*sorted(range(len(stride) - 1), key=stride.__getitem__, reverse=True), len(stride) - 1)
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-@functools.lru_cache(maxsize=1024)
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, those of the last axis side by side."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return shape[-1] == 1 or stride[-1] == 1
 
 
 def empty_rows(x: Tensor, features: int | None = None) -> Tensor:

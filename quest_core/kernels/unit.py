@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import is_dense, memory_order
+from .layout import memory_order
 from .mode import mode, triton_takes
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -44,9 +44,7 @@ def unit(x: Tensor) -> Tensor:
     if chosen == "reference":
         return _plain(x)
     path = _path(x, chosen)
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return _forward(x, path)[0]  # a tenth of a small attention's time goes into autograd's bookkeeping
-    return _eager(x, path)
+    return _weight_norm(x) if path == "weight norm" else _eager(x, path)
 
 
 def _path(x: Tensor, chosen: str) -> str:
@@ -87,48 +85,31 @@ def _has_fused() -> bool:
     )
 
 
-def _forward(x: Tensor, path: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Unit vectors, and what the backward pass of the same path needs."""
-    if path == "triton":
-        from . import unit_triton
-
-        return unit_triton.forward(x), (x,)
-    if path == "plain":
-        inverse = _inverse_norm(x)  # [..., 1]
-        return (x * inverse).to(x.dtype), (x, inverse)
-    rows = _rows(x, x.stride())  # [R, D]
-    ones = rows.new_ones(rows.shape[0], 1)  # [R, 1]
-    out, norm = torch.ops.aten._weight_norm_interface(rows, ones, 0)  # [R, D], [R, 1]
+def _weight_norm(x: Tensor) -> Tensor:
+    """Through PyTorch's fused weight-norm kernel, whose derivative is as fused and needs no Python."""
+    order, back = memory_order(x.stride())
+    inside = x.permute(order)  # as it lies in memory
+    rows = inside.reshape(-1, x.shape[-1]).contiguous()  # [R, D]; a view, but for slices of a packed tensor
+    out, norm = torch.ops.aten._weight_norm_interface(rows, rows.new_ones(rows.shape[0], 1), 0)  # [R, D], [R, 1]
     if not norm.all():
-        out.masked_fill_(norm == 0, 0)
-    return _unrows(out, x.shape, x.stride()), (rows, ones, norm)
-
-
-def _rows(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """[..., D] -> [R, D], contiguous, rows in the order that `stride` gives them in memory.
-
-    A view where `x` itself lies so without gaps, else a copy.
-    """
-    if x.stride() == stride and is_dense(x.shape, stride):
-        return x.as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1))
-    return x.permute(memory_order(stride)[0]).reshape(-1, x.shape[-1]).contiguous()
-
-
-def _unrows(rows: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """[R, D], contiguous -> `shape`, a view: the inverse of `_rows`."""
-    if is_dense(shape, stride):
-        return rows.as_strided(shape, stride)
-    order, back = memory_order(stride)
-    return rows.view([shape[axis] for axis in order]).permute(back)
+        return _eager(x, "plain")  # the kernel divides by the norm of a zero vector
+    unit_rows: Tensor = out
+    return unit_rows.view(inside.shape).permute(back)
 
 
 class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, path: str) -> Tensor:
-        ctx.path, ctx.layout = path, (x.shape, x.stride())
-        out, saved = _forward(x, path)
-        ctx.save_for_backward(*saved)
-        return out
+        ctx.path = path
+        if path == "triton":
+            from . import unit_triton
+
+            ctx.save_for_backward(x)
+            return unit_triton.forward(x)
+        inverse = _inverse_norm(x)  # [..., 1]
+        ctx.save_for_backward(x, inverse)
+        scaled: Tensor = (x * inverse).to(x.dtype)
+        return scaled
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -137,19 +118,11 @@ class _Unit(torch.autograd.Function):
             from . import unit_triton
 
             return unit_triton.backward(grad, *ctx.saved_tensors), None
-        if ctx.path == "plain":
-            x, inverse = ctx.saved_tensors
-            wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
-            along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
-            across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
-            return across, None
-        rows, ones, norm = ctx.saved_tensors
-        shape, stride = ctx.layout
-        grad_rows = _rows(grad, stride)  # [R, D]
-        out = torch.ops.aten._weight_norm_interface_backward(grad_rows, rows, ones, norm, 0)[0]  # [R, D]
-        if not norm.all():
-            out = out.masked_fill(norm == 0, 0)
-        return _unrows(out, shape, stride), None
+        x, inverse = ctx.saved_tensors
+        wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
+        along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
+        across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
+        return across, None
 
 
 _eager: Callable[[Tensor, str], Tensor] = _Unit.apply

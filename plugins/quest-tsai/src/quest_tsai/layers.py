@@ -31,7 +31,8 @@ def plain(x: Tensor) -> Tensor:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, N, heads·D] -> [B, heads, N, D], a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
