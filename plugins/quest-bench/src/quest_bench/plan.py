@@ -1,0 +1,402 @@
+"""From a command line to cells: which suites exist, what was asked for, and the grid of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quest_core.benchmarks import Cell
+from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError, PluginError, one_of
+from quest_core.registry import Record, discover
+
+from . import worker
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark suite as its plugin's info declares it, with the record of that plugin."""
+
+    name: str
+    summary: str
+    tasks: tuple[str, ...]
+    metric: str
+    unit: str
+    higher_is_better: bool
+    paper: Mapping[str, Mapping[str, float]]
+    paper_source: str
+    options: Mapping[str, Mapping[str, Any]]
+    plots: str | None
+    data: str
+    data_required: bool
+    needs: str
+    record: Record
+    info: Mapping[str, Any]  # the mapping this was read from
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
+        """A suite mapping of an info.py; raises PluginError naming the key that is missing."""
+        try:
+            return cls(
+                name=info["suite"],
+                summary=info["summary"],
+                tasks=tuple(info["tasks"]),
+                metric=info["metric"],
+                unit=info.get("unit", ""),
+                higher_is_better=info.get("higher_is_better", True),
+                paper=info.get("paper", {}),
+                paper_source=info.get("paper_source", ""),
+                options={option["name"]: option for option in info.get("options", ())},
+                plots=info.get("plots"),
+                data=info.get("data", ""),
+                data_required=info.get("data_required", False),
+                needs=info.get("needs") or record.name,
+                record=record,
+                info=info,
+            )
+        except KeyError as error:
+            raise PluginError(
+                f"plugin '{record.name}' ({record.distribution} {record.version}) declares a suite without {error}; "
+                f"fix: pip install --upgrade {record.distribution}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Every plugin record and suite at hand.
+
+    Attributes:
+        records: by plugin name; where `--python` names an environment, the record as seen from there.
+        suites: by suite name, including those whose plugin is not ok.
+        pythons: plugin name -> the interpreter its cells run with.
+    """
+
+    records: Mapping[str, Record]
+    suites: Mapping[str, Suite]
+    pythons: Mapping[str, str] = field(default_factory=dict)
+
+    def python(self, suite: Suite) -> str:
+        return self.pythons.get(suite.needs, sys.executable)
+
+
+def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
+    """Discover plugins here and in the environments named by `PLUGIN=PATH` or QUEST_PYTHON_<PLUGIN>.
+
+    Raises:
+        ConfigError: for a PLUGIN=PATH that cannot be read or whose python does not exist.
+        PluginError: when a named environment has no such plugin.
+    """
+    chosen = {
+        key.removeprefix("QUEST_PYTHON_").lower().replace("_", "-"): (path, key)
+        for key, path in os.environ.items()
+        if key.startswith("QUEST_PYTHON_")
+    }
+    for text in pythons:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"--python is {text!r}; write PLUGIN=PATH, such as --python tsai=~/envs/tsai/bin/python")
+        chosen[name] = (path, "--python")
+    records = {record.name: record for record in discover()}
+    paths: dict[str, str] = {}
+    for name, (text, source) in chosen.items():
+        python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
+        if not python.is_file() or not os.access(path, os.X_OK):
+            raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is no executable file")
+        there = {record.name: record for record in _describe(name, python)}
+        if name not in there:
+            raise PluginError(
+                f"{source}: {text} has no plugin '{name}'; {one_of(name, there)}; "
+                f"fix: {text} -m pip install quest-{name}"
+            )
+        records[name] = there[name]
+        paths[name] = str(python)
+    suites: dict[str, Suite] = {}
+    for record in records.values():
+        for info in record.info.get("suites", ()):
+            suite = Suite.read(info, record)
+            if suite.name in suites:
+                raise PluginError(
+                    f"suite '{suite.name}' is provided by both {suites[suite.name].record.distribution} and "
+                    f"{record.distribution}; fix: pip uninstall {record.distribution}"
+                )
+            suites[suite.name] = suite
+    return Catalogue(records, dict(sorted(suites.items())), paths)
+
+
+def _describe(name: str, python: Path) -> list[Record]:
+    done = subprocess.run(
+        [str(python), worker.__file__, "describe"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise PluginError(
+            f"--python {name}={python}: asking it for its plugins failed: {last}; "
+            f"fix: {python} -m pip install quest-core quest-{name}"
+        )
+    return [Record(**record) for record in json.loads(done.stdout.splitlines()[-1])]
+
+
+def select(available: Catalogue, selector: str) -> tuple[Suite, list[str]]:
+    """'ts/uea' -> (the suite, all its tasks); 'ts/uea/JapaneseVowels,BasicMotions' -> (the suite, those tasks).
+
+    Raises:
+        ConfigError: for an unknown suite or task, with the nearest spelling.
+        PluginError: when the suite's plugin is not ok, with its reason and fix.
+    """
+    suites = available.suites
+    name = next((n for n in suites if selector == n or selector.startswith(n + "/")), None)
+    if name is None:
+        broken = [r for r in available.records.values() if r.status != "ok" and not r.info]
+        hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
+        stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
+        raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")
+    suite = suites[name]
+    tasks = list(dict.fromkeys(filter(None, selector[len(name) + 1 :].split(",")))) or list(suite.tasks)
+    unknown = [task for task in tasks if task not in suite.tasks]
+    if unknown:
+        raise ConfigError("; ".join(f"suite '{name}' has no task '{t}'; {one_of(t, suite.tasks)}" for t in unknown))
+    host = available.records.get(suite.needs)
+    if host is None:
+        raise PluginError(
+            f"suite '{name}' needs the plugin '{suite.needs}', which is not installed; "
+            f"fix: pip install quest-{suite.needs}, or name its environment with --python {suite.needs}=PATH"
+        )
+    for record in (suite.record, host):
+        if record.status != "ok":
+            raise PluginError(
+                f"suite '{name}': plugin '{record.name}' is {record.status}: {record.detail}; "
+                f"fix: {record.fix}, or name its environment with --python {record.name}=PATH"
+            )
+    return suite, tasks
+
+
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def split_list(text: str) -> list[str]:
+    """Split at commas that stand outside brackets and quotes; quotes around a whole item are dropped.
+
+    >>> split_list('standard,quest+gqa(kv_heads=4, groups=2),"a,b"')
+    ['standard', 'quest+gqa(kv_heads=4, groups=2)', 'a,b']
+    """
+    items, depth, quote, start = [], 0, "", 0
+    for position, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in _OPEN:
+            depth += 1
+        elif letter in _CLOSE:
+            depth -= 1
+        elif letter == "," and depth == 0:
+            items.append(text[start:position])
+            start = position + 1
+    items.append(text[start:])
+    stripped = [item.strip() for item in items]
+    return [i[1:-1] if len(i) >= 2 and i[0] == i[-1] and i[0] in "\"'" else i for i in stripped if i]
+
+
+def parse_attentions(text: str) -> list[str]:
+    """The canonical texts of a comma-separated list of attentions; all that is wrong comes in one ConfigError."""
+    chosen: list[str] = []
+    problems: list[str] = []
+    for item in split_list(text):
+        try:
+            chosen.append(str(AttentionConfig.parse(item)))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("--attention: " + "; ".join(dict.fromkeys(problems)))
+    if not chosen:
+        raise ConfigError("--attention is empty; write for example --attention standard,quest")
+    return list(dict.fromkeys(chosen))
+
+
+def parse_seeds(text: str) -> list[int]:
+    """'0-4,7' -> [0, 1, 2, 3, 4, 7]; raises ConfigError for anything else."""
+    seeds: list[int] = []
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise ConfigError(f"--seeds is {text!r}: {item!r} is neither a seed nor a rising range; write 0-4 or 0,3,7")
+        seeds.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not seeds:
+        raise ConfigError("--seeds is empty; write 0-4 or 0,3,7")
+    return list(dict.fromkeys(seeds))
+
+
+def parse_settings(suite: Suite, settings: Sequence[str]) -> dict[str, list[Any]]:
+    """`--set key=value[,value...]` against a suite's options: every option with the values to run, defaults filled in.
+
+    Raises:
+        ConfigError: naming each key that does not exist and each value that is not allowed, all in one.
+    """
+    values = {name: [option["default"]] for name, option in suite.options.items()}
+    problems: list[str] = []
+    given: set[str] = set()
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        if not equals:
+            problems.append(f"--set {setting!r} is not key=value")
+        elif key not in suite.options:
+            problems.append(f"suite '{suite.name}' has no option '{key}'; {one_of(key, suite.options)}")
+        elif key in given:
+            problems.append(f"--set {key} is given twice; write several values as {key}=a,b")
+        else:
+            given.add(key)
+            try:
+                read = [_read_value(suite, key, item) for item in split_list(text) or [""]]
+                values[key] = list(dict.fromkeys(read))
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return values
+
+
+def _read_value(suite: Suite, key: str, text: str) -> Any:
+    option = suite.options[key]
+    kind = option["kind"] if isinstance(option["kind"], str) else option["kind"].__name__
+    minimum, choices = option.get("minimum"), option.get("choices") or ()
+    if option.get("nullable") and text.lower() in ("null", "none"):
+        return None
+    value: Any = None
+    if kind == "bool":
+        value = {"true": True, "false": False}.get(text.lower())
+    elif kind == "str":
+        value = text
+    else:
+        with contextlib.suppress(ValueError):
+            value = int(text) if kind == "int" else float(text)
+        value = value if value is None or math.isfinite(value) else None
+    if value is not None and (minimum is None or value >= minimum) and (not choices or value in choices):
+        return value
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[kind]
+    words += f" of at least {minimum:g}" if minimum is not None else ""
+    tail = one_of(text, map(str, choices)) if choices else f"it takes {words}"
+    tail += " or null" if option.get("nullable") else ""
+    raise ConfigError(f"suite '{suite.name}': option '{key}' is {text!r}; {tail}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A grid of cells of one suite.
+
+    Attributes:
+        settings: option -> the values to run; several make a sweep.
+    """
+
+    suite: Suite
+    tasks: Sequence[str]
+    attentions: Sequence[str]
+    seeds: Sequence[int]
+    settings: Mapping[str, Sequence[Any]]
+    smoke: bool = False
+    data: Path | None = None
+
+    def cells(self, out: Path) -> list[Cell]:
+        """Every cell with its folder under `out`; all attentions of a seed come before the next seed."""
+        grid = itertools.product(self.seeds, self.tasks, itertools.product(*self.settings.values()), self.attentions)
+        return [
+            _placed(
+                Cell(
+                    suite=self.suite.name,
+                    task=task,
+                    attention=attention,
+                    seed=seed,
+                    smoke=self.smoke,
+                    data=self.data,
+                    options=dict(zip(self.settings, values, strict=True)),
+                    workdir=out,
+                )
+            )
+            for seed, task, values, attention in grid
+        ]
+
+
+def describe_cell(cell: Cell) -> dict[str, Any]:
+    """What determines a cell's numbers, as plain JSON types."""
+    return {
+        "suite": cell.suite,
+        "task": cell.task,
+        "attention": cell.attention,
+        "seed": cell.seed,
+        "smoke": cell.smoke,
+        "data": str(cell.data) if cell.data else None,
+        "options": dict(cell.options),
+    }
+
+
+def cell_id(cell: Cell) -> str:
+    """A hash of everything that determines the cell, so that the same command finds the same folders."""
+    text = json.dumps(worker.encode(describe_cell(cell)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _placed(cell: Cell) -> Cell:
+    readable = re.sub(r"[^\w.+=-]+", "_", f"{cell.task}-{cell.attention}-seed{cell.seed}")[:80]
+    return replace(cell, workdir=cell.workdir / "cells" / f"{readable}-{cell_id(cell)[:8]}" / "work")
+
+
+def check_data(suite: Suite, data: str | None) -> Path | None:
+    """The data folder, made absolute; raises ConfigError when it is missing or needed and not given."""
+    if data is None:
+        if suite.data_required:
+            raise ConfigError(f"suite '{suite.name}' needs --data DIR: {suite.data}")
+        return None
+    path = Path(data).expanduser().resolve()
+    if not path.is_dir():
+        wanted = f"; suite '{suite.name}' expects there: {suite.data}" if suite.data else ""
+        raise ConfigError(f"--data is {data!r}, which is no folder{wanted}")
+    return path
+
+
+def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None) -> str:
+    """The command that runs one row of a report again, of what :func:`describe_cell` gives."""
+    words = ["quest", "bench", "run", f"{cell['suite']}/{cell['task']}", "--attention", cell["attention"]]
+    words += ["--seeds", write_seeds(seeds)]
+    words += ["--smoke"] if cell["smoke"] else []
+    words += ["--data", hide_home(cell["data"])] if cell["data"] else []
+    for key, value in cell["options"].items():
+        if suite is None or key not in suite.options or suite.options[key]["default"] != value:
+            words += ["--set", f"{key}={write_value(value)}"]
+    return shlex.join(words)
+
+
+def write_seeds(seeds: Iterable[int]) -> str:
+    """[0, 1, 2, 3, 7] -> '0-3,7'; what :func:`parse_seeds` reads."""
+    ordered = sorted(set(seeds))
+    runs: list[list[int]] = []
+    for seed in ordered:
+        if runs and seed == runs[-1][1] + 1:
+            runs[-1][1] = seed
+        else:
+            runs.append([seed, seed])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def write_value(value: Any) -> str:
+    """An option's value as `--set` reads it."""
+    if isinstance(value, str):
+        return f'"{value}"' if split_list(value) != [value] else value
+    return json.dumps(value)
+
+
+def hide_home(path: str) -> str:
+    """A path under the user's home folder, written with ~: reports are shared, user names need not be."""
+    home = str(Path.home())
+    return "~" + path[len(home) :] if path == home or path.startswith(home + os.sep) else path

@@ -1,0 +1,102 @@
+"""A small plugin with one suite, installed by writing its files: package, metadata and entry points."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+INFO = """
+INFO = {
+    "name": "fake",
+    "api": (1, 0),
+    "summary": "a plugin for tests",
+    "suites": [
+        {
+            "suite": "fake/suite",
+            "summary": "numbers made from the seed",
+            "tasks": ["one", "two"],
+            "metric": "score",
+            "unit": "%",
+            "higher_is_better": True,
+            "paper": {"one": {"standard": 10.5, "quest": 20.25}},
+            "paper_source": "Table 1",
+            "options": [
+                {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
+                 "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky")},
+                {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
+                {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
+                {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
+            ],
+        }
+    ],
+}
+"""
+
+TASKS = """
+import math
+import os
+import signal
+import time
+
+from quest_core.benchmarks import Result
+
+
+def run(cell, progress):
+    print("printed by the suite", flush=True)
+    os.system("echo printed by a child")
+    mode = cell.options["mode"]
+    (cell.workdir / "pid").write_text(str(os.getpid()))
+    if mode == "flaky":
+        tried = cell.workdir / "tried"
+        if cell.seed == 1 and not tried.exists():
+            tried.touch()
+            raise ValueError("the first try fails")
+    if mode == "fail":
+        raise ValueError(f"seed {cell.seed} is refused")
+    if mode == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "hang":
+        time.sleep(120)
+    score = 10.0 * (cell.options["scale"] or 0) + cell.seed + (5 + 0.1 * cell.seed) * (cell.attention == "quest")
+    for step in range(cell.options["steps"]):
+        progress((step + 1) / cell.options["steps"], f"step {step}")
+    if mode == "nan" and cell.seed == 0:
+        score = math.nan
+    metrics = {} if mode == "nothing" else {"score": score, "limit": math.inf}
+    loss = [1.0 / (step + 1) for step in range(cell.options["steps"])] + [-math.inf]
+    return Result(metrics, {"loss": loss}, {"who": "<b>&"})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Installs the plugin for this process and its children; the folder to work in."""
+    site = tmp_path / "site"
+    files = {
+        "fakebench/__init__.py": "",
+        "fakebench/info.py": INFO,
+        "fakebench/tasks.py": TASKS,
+        "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
+        "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(
+            """
+            [quest.adapter_info]
+            fake = fakebench.info:INFO
+            [quest.benchmarks]
+            fake/suite = fakebench.tasks:run
+            """
+        ),
+    }
+    for name, text in files.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    monkeypatch.setenv("COLUMNS", "200")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work

@@ -1,0 +1,57 @@
+"""What the command line says: lists, help and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quest_bench.cli import app_main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "fake/siute"], ["no suite 'fake/siute'", "did you mean 'fake/suite'"]),
+        (["run", "fake/suite/tow"], ["no task 'tow'", "did you mean 'two'"]),
+        (["run", "fake/suite", "--attention", "qest,standrad"], ["did you mean 'quest'", "did you mean 'standard'"]),
+        (["run", "fake/suite", "--seeds", "5-1"], ["--seeds is '5-1'", "write 0-4"]),
+        (["run", "fake/suite", "--set", "stesp=1"], ["no option 'stesp'", "did you mean 'steps'"]),
+        (["run", "fake/suite", "--data", "missing"], ["--data is 'missing', which is no folder"]),
+        (["run", "fake/suite", "--python", "fake=/no/python"], ["'/no/python', which is no executable file"]),
+        (["run", "fake/suite", "--attention", "qest", "--seeds", "x", "--set", "a=1"], ["qest", "--seeds", "'a'"]),
+        (["report", "missing"], ["missing does not exist", "quest bench run SUITE --out missing"]),
+        (["report", "."], [". holds no results"]),
+    ],
+)
+def test_errors_are_one_red_line(
+    fake: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert app_main(arguments) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+    assert not Path("runs").exists()
+
+
+def test_wrong_usage_is_2(fake: Path) -> None:
+    assert app_main(["run"]) == 2
+    assert app_main(["rum"]) == 2
+
+
+def test_help_teaches(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert app_main(["run", "--help"]) == 0
+    assert "--attention standard,quest --seeds 0-4" in capfd.readouterr().out
+
+
+def test_ls_shows_suites_and_broken_plugins(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert app_main(["ls"]) == 0
+    shown = capfd.readouterr().out
+    assert "fake/suite" in shown
+    assert "--set steps=3" in shown
+    assert "fake: ok" in shown
+    (fake.parent / "site" / "fakebench" / "info.py").write_text("1 / 0")
+    assert app_main(["ls"]) == 0
+    assert "plugin 'fake' is broken" in capfd.readouterr().out

@@ -1,0 +1,165 @@
+"""What a command line means: suites, attentions, seeds, sweeps, cells; and what it says when it is wrong."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from quest_bench.plan import (
+    Plan,
+    Suite,
+    catalogue,
+    cell_id,
+    parse_attentions,
+    parse_seeds,
+    parse_settings,
+    reproduce,
+    select,
+    split_list,
+    write_seeds,
+)
+from quest_bench.plan import describe_cell as describe
+from quest_core.errors import ConfigError, PluginError
+
+
+@pytest.fixture
+def suite(fake: Path) -> Suite:
+    return catalogue().suites["fake/suite"]
+
+
+def test_lists_split_outside_brackets_and_quotes() -> None:
+    assert split_list('standard, quest+gqa(kv_heads=4, b=2),"a,b",[1,2],') == [
+        "standard",
+        "quest+gqa(kv_heads=4, b=2)",
+        "a,b",
+        "[1,2]",
+    ]
+
+
+def test_attentions_are_canonical_and_unique() -> None:
+    assert parse_attentions("standard,quest,{'name': 'quest'},quest+softmax".replace("'", '"')) == ["standard", "quest"]
+
+
+def test_every_wrong_attention_is_in_one_message() -> None:
+    with pytest.raises(ConfigError, match=r"'qest'.*did you mean 'quest'.*'standrad'.*did you mean 'standard'"):
+        parse_attentions("qest,quest,standrad")
+    with pytest.raises(ConfigError, match="empty"):
+        parse_attentions(" , ")
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("3", [3]), ("0-2, 7,1", [0, 1, 2, 7])])
+def test_seeds(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+    assert parse_seeds(write_seeds(seeds)) == sorted(seeds)
+
+
+@pytest.mark.parametrize("text", ["", "a", "4-1", "0..3", "-1", "1.5"])
+def test_bad_seeds(text: str) -> None:
+    with pytest.raises(ConfigError, match="--seeds is"):
+        parse_seeds(text)
+
+
+def test_settings_fill_defaults_and_sweep(suite: Suite) -> None:
+    assert parse_settings(suite, []) == {"mode": ["ok"], "scale": [1.0], "steps": [3], "fast": [False]}
+    found = parse_settings(suite, ["scale=0.5,2,null,2.0", "fast=true,false", "steps=7"])
+    assert found == {"mode": ["ok"], "scale": [0.5, 2.0, None], "steps": [7], "fast": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("step=3", r"no option 'step'; choose from: fast, mode, scale, steps \(did you mean 'steps'\?\)"),
+        ("steps=2.5", "option 'steps' is '2.5'; it takes a whole number of at least 1"),
+        ("steps=0", "at least 1"),
+        ("scale=nan", "takes a number of at least 0 or null"),
+        ("scale=-1", "at least 0"),
+        ("fast=1", "true or false"),
+        ("mode=nann", r"choose from: .*did you mean 'nan'"),
+        ("mode", "not key=value"),
+        ("steps=", "whole number"),
+    ],
+)
+def test_bad_settings(suite: Suite, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(suite, [setting])
+
+
+def test_all_bad_settings_are_told_at_once(suite: Suite) -> None:
+    with pytest.raises(ConfigError, match=r"'a'.*'steps' is 'x'.*fast is given twice"):
+        parse_settings(suite, ["a=1", "steps=x", "fast=true", "fast=false"])
+
+
+def test_select(fake: Path) -> None:
+    found = catalogue()
+    assert select(found, "fake/suite")[1] == ["one", "two"]
+    assert select(found, "fake/suite/two")[1] == ["two"]
+    assert select(found, "fake/suite/two,one")[1] == ["two", "one"]
+    with pytest.raises(ConfigError, match=r"no suite 'fake/suit'.*did you mean 'fake/suite'"):
+        select(found, "fake/suit")
+    with pytest.raises(ConfigError, match=r"no suite 'fake/siute/one'.*did you mean 'fake/suite'"):
+        select(found, "fake/siute/one")
+    with pytest.raises(ConfigError, match=r"no task 'on'; choose from: one, two \(did you mean 'one'"):
+        select(found, "fake/suite/on")
+
+
+def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
+    info = fake.parent / "site" / "fakebench" / "info.py"
+    info.write_text(info.read_text().replace('"api": (1, 0)', '"api": (9, 0)'))
+    with pytest.raises(PluginError, match=r"'fake' is incompatible: .*9\.0.*fix: pip install --upgrade"):
+        select(catalogue(), "fake/suite")
+    info.write_text("raise ImportError('no luck')")
+    with pytest.raises(ConfigError, match=r"'fake' is broken: .*no luck.*fix"):
+        select(catalogue(), "fake/suite")
+
+
+def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="PLUGIN=PATH"):
+        catalogue(["python"])
+    with pytest.raises(ConfigError, match=r"--python: the python of plugin 'fake' is '/nowhere/python'"):
+        catalogue(["fake=/nowhere/python"])
+    monkeypatch.setenv("QUEST_PYTHON_FAKE", "/elsewhere/python")
+    with pytest.raises(ConfigError, match="QUEST_PYTHON_FAKE: "):
+        catalogue()
+
+
+def test_another_environments_plugins_are_asked_for(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that only the other environment has: here, a python that puts its folder on the path."""
+    import sys
+
+    site = str(fake.parent / "site")
+    python = fake / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{":".join([site, *sys.path])}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != site])
+    assert "fake/suite" not in catalogue().suites
+    found = catalogue([f"fake={python}"])
+    assert found.suites["fake/suite"].record.version == "1.2"
+    assert found.python(found.suites["fake/suite"]) == str(python)
+    with pytest.raises(PluginError, match=r"has no plugin 'fak'; .*did you mean 'fake'"):
+        catalogue([f"fak={python}"])
+
+
+def test_cells_are_the_grid_and_their_folders_are_stable(suite: Suite) -> None:
+    settings = parse_settings(suite, ["scale=1,2"])
+    plan = Plan(suite, ["one", "two"], ["standard", "quest+gqa(kv_heads=1)"], [0, 1], settings)
+    cells = plan.cells(Path("out"))
+    assert len(cells) == 16
+    assert len({cell.workdir for cell in cells}) == 16
+    assert [c.workdir for c in cells] == [c.workdir for c in plan.cells(Path("out"))]
+    assert cells[1].workdir.parent.name == f"one-quest+gqa_kv_heads=1_-seed0-{cell_id(cells[1])[:8]}"
+    smoke = Plan(suite, ["one", "two"], ["standard"], [0, 1], settings, smoke=True)
+    assert not {c.workdir for c in smoke.cells(Path("out"))} & {c.workdir for c in cells}
+
+
+def test_reproduce_reads_back(suite: Suite) -> None:
+    plan = Plan(suite, ["one"], ["quest+gqa(kv_heads=1)"], [0, 1, 5], parse_settings(suite, ["scale=null", "steps=4"]))
+    words = shlex.split(reproduce(describe(plan.cells(Path("out"))[0]), [5, 0, 1], suite))
+    assert words[:4] == ["quest", "bench", "run", "fake/suite/one"]
+    assert parse_attentions(words[words.index("--attention") + 1]) == ["quest+gqa(kv_heads=1)"]
+    assert words[words.index("--seeds") + 1] == "0-1,5"
+    given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    assert given == ["scale=null", "steps=4"]
+    assert parse_settings(suite, given) == plan.settings

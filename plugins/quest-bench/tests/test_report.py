@@ -1,0 +1,141 @@
+"""The report of made-up results: numbers, words, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import html.parser
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from quest_bench import store
+from quest_bench.cli import app_main
+from quest_bench.plan import Plan, catalogue, parse_settings
+from quest_bench.report import read_groups, write_report
+from quest_bench.worker import write_json
+
+SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 53.0]}
+
+
+def write_results(out: Path, settings: list[str], scores: dict[str, list[float]]) -> None:
+    suite = catalogue().suites["fake/suite"]
+    plan = Plan(suite, ["one"], list(scores), [0, 1, 2], parse_settings(suite, settings))
+    for cell in plan.cells(out):
+        cell.workdir.mkdir(parents=True)
+        path = store.prepare(cell, suite.metric)
+        result: dict[str, Any] = {"metrics": {"score": scores[cell.attention][cell.seed]}}
+        result |= {"series": {"loss": [1.0, 0.5, 0.25][: cell.seed + 1]}, "details": {"x": math.nan}, "seconds": 2.0}
+        result |= {"peak_rss_mib": 100.0, "device": "cpu", "threads": 1, "finished": "", "versions": {"torch": "2.13"}}
+        write_json(path.with_name("result.json"), result)
+    run = {"command": "quest bench run <x>", "started": "2025-01-01", "suite": suite.name, "attentions": list(scores)}
+    run |= {"suite_info": suite.info, "machine": store.machine(), "jobs": 2, "threads": 1, "git": None}
+    run |= {"interrupted": False}
+    store.write_run(out, store.read_run(out), run)
+
+
+class Page(html.parser.HTMLParser):
+    """Collects open elements and every address of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"meta", "br", "link", "img"}:
+            self.open.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_numbers_are_right(fake: Path) -> None:
+    write_results(Path("out"), [], SCORES)
+    (group,) = read_groups(Path("out"), "standard")
+    rows = {row.attention: row for row in group.rows}
+    assert list(rows) == ["standard", "quest", "qnorm"]
+    assert rows["standard"].score.mean == 52.0
+    assert rows["standard"].paper == 10.5
+    assert rows["quest"].difference is not None
+    assert rows["quest"].difference.mean == 5.0
+    # differences 5, 5.5, 4.5: s = 0.5, half = 4.302653 * 0.5 / sqrt(3)
+    assert rows["quest"].difference.high == pytest.approx(5 + 1.242069)
+    assert rows["quest"].verdict == "better than standard: the interval excludes zero"
+    assert (rows["qnorm"].score.n, rows["qnorm"].score.lost, rows["qnorm"].score.mean) == (2, 1, 51.5)
+    assert rows["quest"].command == "quest bench run fake/suite/one --attention quest --seeds 0-2"
+
+
+def test_report_is_one_page_with_everything(fake: Path) -> None:
+    write_results(Path("out"), ["scale=1,2"], SCORES)
+    cells = sorted(Path("out/cells").iterdir())
+    (cells[0] / "result.json").unlink()
+    store.fail(cells[0], "ValueError: a <b> of its own | kind")
+    (cells[0] / "log.txt").write_text("first\nthe last line\n\n")
+    (cells[1] / "result.json").unlink()
+    text = write_report(Path("out"), "standard").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert all(address.startswith("#") for address in page.addresses)
+    assert "@import" not in text
+    assert "url(http" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<svg") == 4  # two groups, each with the metric and the series
+    assert "ValueError: a <b> of its own | kind" in page.text
+    assert "the last line" in page.text
+    assert f"cells/{cells[0].name}/log.txt" in page.text
+    assert "16 cells finished, 1 failed, 1 not finished" in page.text
+    assert "quest bench run <x>" in page.text
+    assert "fake/suite/one · scale=2.0" in page.text
+
+    markdown = Path("out/report.md").read_text()
+    pictures = [line.partition("](")[2].rstrip(")") for line in markdown.splitlines() if line.startswith("![")]
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert (Path("out") / picture).read_bytes().startswith(b"\x89PNG")
+    widths = {line.count("|") - line.count("\\|") for line in markdown.splitlines() if line.startswith("| `")}
+    assert widths <= {6, 11}
+    assert "58.0" not in markdown
+
+
+def test_parquet_holds_every_cell(fake: Path) -> None:
+    write_results(Path("out"), ["scale=1,null"], {"standard": [50.0, 52.0, math.nan]})
+    write_report(Path("out"), "standard")
+    table = pd.read_parquet("out/results.parquet")
+    assert len(table) == 6
+    assert set(table["option/scale"]) == {"1.0", "null"}
+    assert sorted(table["metric/score"].dropna()) == [50.0, 50.0, 52.0, 52.0]
+    assert list(table["series/loss"].iloc[0]) == [1.0, 0.5, 0.25][: table["seed"].iloc[0] + 1]
+
+
+def test_unknown_baseline_is_refused(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_results(Path("out"), [], SCORES)
+    assert app_main(["report", "out", "--baseline", "qust"]) == 2
+    assert "did you mean 'quest'" in capfd.readouterr().err
+
+
+def test_a_suite_that_is_gone_is_reported_from_its_run(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_results(Path("out"), [], SCORES)
+    monkeypatch.undo()
+    monkeypatch.chdir(fake)
+    assert "fake/suite" not in catalogue().suites
+    assert "Table 1" in write_report(Path("out"), "standard").read_text()
+
+
+def test_broken_plots_of_a_suite_are_a_note(fake: Path) -> None:
+    info = fake.parent / "site" / "fakebench" / "info.py"
+    info.write_text(info.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
+    write_results(Path("out"), [], SCORES)
+    assert "could not be drawn" in write_report(Path("out"), "standard").read_text()
