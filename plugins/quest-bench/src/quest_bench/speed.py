@@ -198,8 +198,8 @@ def run(
             f"{threads} threads, {device}, {dtype}.",
             "",
             f"Each cell is the time as a multiple of {PEER} in the same round: the median of {rounds} rounds and, in "
-            "brackets, the middle half of them. Contenders take turns in shuffled order. Freed memory stays with the process, as "
-            "in a training process with a large heap.",
+            "brackets, the middle half of them. Contenders take turns in shuffled order. Freed memory stays with the "
+            "process, as in a training process with a large heap.",
             "",
             markdown(rows),
         ]

@@ -110,7 +110,7 @@ def _replacement(module: nn.Module) -> type[Replacement] | None:
     return HOSTS.get((type(module).__module__, type(module).__name__))
 
 
-def _site(path: str, module: nn.Module, index: int, made: type[Replacement], parent: nn.Module | None) -> Site:
+def _site(path: str, module: Any, index: int, made: type[Replacement], parent: nn.Module | None) -> Site:
     heads: int = module.n_heads
     if made is ConvTranAttention:
         width = module.query.out_features
@@ -127,7 +127,7 @@ def _site(path: str, module: nn.Module, index: int, made: type[Replacement], par
     return Site(path, module, index, heads, width // heads, asked)
 
 
-def _core_arguments(host: nn.Module, site: Site) -> dict[str, Any]:
+def _core_arguments(host: Any, site: Site) -> dict[str, Any]:
     """What the host's core knows beside the mechanism."""
     old = getattr(host, "attn" if isinstance(host, PerceiverAttention) or hasattr(host, "to_kv") else "sdp_attn", None)
     scale = getattr(old, "scale", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # Accuracy in %, one row a dataset: standard, quest, qnorm, qknorm (arXiv 2604.00199, tables 7 and A8).
 _PAPER = {
     "EthanolConcentration": (29.28, 30.42, 29.28, 29.28),
@@ -16,7 +18,7 @@ _PAPER = {
     "UWaveGestureLibrary": (86.88, 86.25, 85.00, 86.81),
 }
 
-INFO = {
+INFO: dict[str, Any] = {
     "name": "tsai",
     "host": "tsai",
     "module": "tsai",

@@ -13,7 +13,7 @@ Everything else takes the mechanism's fused path.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class Core(nn.Module):
     ) -> None:
         super().__init__()
         self.gives_scores, self.gives_weights = gives_scores, gives_weights
-        self.attn_dropout = dropout
+        self.attn_dropout: Any = dropout
         self.learns_scale = scale is not None and scale.requires_grad
         if scale is not None:
             self.scale = scale
@@ -156,6 +156,10 @@ class Replacement(nn.Module):
     num_heads: int
     kv_heads: int
 
+    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
+
+        def __getattr__(self, name: str) -> Any: ...
+
     @classmethod
     def from_host(
         cls, host: nn.Module, config: AttentionConfig, num_heads: int, core: Core, *, fresh: bool
@@ -176,7 +180,7 @@ class Replacement(nn.Module):
         }
         made.config, made.num_heads, made.kv_heads = config, num_heads, kv_heads(config, num_heads)
         made._modules[cls.core] = core
-        anchor = made.get_submodule(cls.pooled[0]).weight
+        anchor: Any = made.get_submodule(cls.pooled[0]).weight
         core.mechanism.to(device=anchor.device, dtype=anchor.dtype)
         core.train(host.training)
         if made.kv_heads != num_heads:
@@ -184,7 +188,7 @@ class Replacement(nn.Module):
                 made._modules[name] = made._smaller(made.get_submodule(name), keep_heads if fresh else pool_heads)
         return made
 
-    def _smaller(self, linear: nn.Linear, pool: Pool) -> nn.Linear:
+    def _smaller(self, linear: Any, pool: Pool) -> nn.Linear:
         weight = self._reduce(linear.weight.detach(), pool)
         bias = linear.bias is not None
         made = nn.Linear(linear.in_features, weight.shape[0], bias, device=weight.device, dtype=weight.dtype)
