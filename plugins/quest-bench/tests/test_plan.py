@@ -102,6 +102,17 @@ def test_select(fake: Path) -> None:
         select(found, "fake/siute/one")
     with pytest.raises(ConfigError, match=r"no task 'on'; choose from: one, two \(did you mean 'one'"):
         select(found, "fake/suite/on")
+    with pytest.raises(ConfigError, match="no task 'three'"):
+        select(found, "fake/suite/three", str(fake))
+
+
+def test_a_data_folder_may_hold_tasks_of_its_own(fake: Path) -> None:
+    info = fake.parent / "site" / "fakebench" / "info.py"
+    info.write_text(info.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
+    found = catalogue()
+    assert select(found, "fake/suite/three", str(fake))[1] == ["three"]
+    with pytest.raises(ConfigError, match="no task 'three'; .*others are read from --data DIR"):
+        select(found, "fake/suite/three")
 
 
 def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:

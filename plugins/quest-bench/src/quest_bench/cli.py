@@ -157,7 +157,7 @@ def run(
         except ConfigError as error:  # all that is wrong is told at once
             problems.append(str(error))
 
-    check("suite", lambda: select(available, suite))
+    check("suite", lambda: select(available, suite, data))
     check("attentions", lambda: parse_attentions(attention))
     check("seeds", lambda: parse_seeds(seeds))
     if "suite" in checked:

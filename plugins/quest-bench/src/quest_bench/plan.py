@@ -148,8 +148,10 @@ def _describe(name: str, python: Path) -> list[Record]:
     return [Record(**record) for record in json.loads(done.stdout.splitlines()[-1])]
 
 
-def select(available: Catalogue, selector: str) -> tuple[Suite, list[str]]:
+def select(available: Catalogue, selector: str, data: str | None = None) -> tuple[Suite, list[str]]:
     """'ts/uea' -> (the suite, all its tasks); 'ts/uea/JapaneseVowels,BasicMotions' -> (the suite, those tasks).
+
+    Where the suite says ``tasks_from_data``, a data folder may hold tasks that the suite does not list.
 
     Raises:
         ConfigError: for an unknown suite or task, with the nearest spelling.
@@ -165,8 +167,11 @@ def select(available: Catalogue, selector: str) -> tuple[Suite, list[str]]:
     suite = suites[name]
     tasks = list(dict.fromkeys(filter(None, selector[len(name) + 1 :].split(",")))) or list(suite.tasks)
     unknown = [task for task in tasks if task not in suite.tasks]
-    if unknown:
-        raise ConfigError("; ".join(f"suite '{name}' has no task '{t}'; {one_of(t, suite.tasks)}" for t in unknown))
+    from_data = bool(suite.info.get("tasks_from_data"))
+    if unknown and not (from_data and data is not None):
+        hint = "; others are read from --data DIR" if from_data else ""
+        found = (f"suite '{name}' has no task '{t}'; {one_of(t, suite.tasks)}{hint}" for t in unknown)
+        raise ConfigError("; ".join(found))
     host = available.records.get(suite.needs)
     if host is None:
         raise PluginError(

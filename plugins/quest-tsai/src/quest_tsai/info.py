@@ -61,6 +61,7 @@ INFO: dict[str, Any] = {
                 for task, row in _PAPER.items()
             },
             "paper_source": "QUEST (arXiv 2604.00199), table 7 and A8",
+            "tasks_from_data": True,
             "data": "a folder with NAME_TRAIN.ts and NAME_TEST.ts; without one, the datasets in the aeon wheel",
             "options": [
                 {"name": "epochs", "kind": "int", "default": 100, "doc": "most epochs of a run", "minimum": 1},
