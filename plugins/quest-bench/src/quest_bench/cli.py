@@ -285,5 +285,35 @@ def speed(
     print(text)
 
 
+@app.command()
+def scaling(
+    context: typer.Context,
+    attention: Annotated[str | None, typer.Option(help="Comma-separated attentions; without it, a choice.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write scaling.md, .json and .png into this folder.")] = None,
+    longest: Annotated[int, typer.Option(help="The longest sequence, up to 16384 tokens.")] = 16384,
+    causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+) -> None:
+    """Measure how time and memory grow with the length, from 256 to 16384 tokens, with fitted exponents and a plot.
+
+    Example:
+
+    [cyan]quest bench scaling --out docs/results/scaling-cpu[/]
+    """
+    from . import scaling as bench
+
+    text = bench.run(
+        parse_attentions(attention or bench.DEFAULT),
+        out,
+        threads=threads or store.cores(),
+        longest=longest,
+        device=device,
+        is_causal=causal,
+        command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
+    )
+    print(text)
+
+
 if __name__ == "__main__":
     sys.exit(app_main(sys.argv[1:]))

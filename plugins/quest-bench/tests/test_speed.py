@@ -1,0 +1,101 @@
+"""Speed and scaling: what is measured is what is named, ratios and exponents are right, mistakes are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import quest_core
+from quest_bench import scaling, speed
+from quest_bench.cli import app_main
+from quest_core.errors import ConfigError
+
+
+def test_contenders_compute_what_their_names_say() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    made = speed.contenders(["quest", "qknorm-hs"], 4, 8)
+    assert list(made) == [speed.PEER, speed.FORMULA, "quest", "qknorm-hs"]
+    torch.testing.assert_close(made[speed.PEER](q, k, v), quest_core.attention(q, k, v, "standard"))
+    torch.testing.assert_close(made[speed.FORMULA](q, k, v), made["quest"](q, k, v))
+    assert isinstance(made["qknorm-hs"], quest_core.Mechanism)
+    with pytest.raises(ConfigError, match="a grouping has fewer keys"):
+        speed.contenders(["quest+gqa(kv_heads=2)"], 4, 8)
+
+
+def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine slows down fourfold half-way; a contender that always takes twice the peer's time shows 2."""
+    calls = iter(range(10_000))
+    peer = torch.nn.functional.scaled_dot_product_attention
+
+    def clock(attend: object, tensors: object, backward: bool, repeats: int) -> float:
+        slow = 4 if next(calls) > 20 else 1
+        return slow * (1.0 if attend is peer else 2.0)
+
+    monkeypatch.setattr(speed, "_time", clock)
+    rows = speed.measure(["quest"], ((1, 1, 4, 4),), rounds=9)
+    assert {(row.contender, row.ratio) for row in rows if row.contender == "quest"} == {("quest", 2.0)}
+    assert {row.ratio for row in rows if row.contender == speed.PEER} == {1.0}
+    assert "| (1, 1, 4, 4) |" in speed.markdown(rows)
+
+
+def test_exponents_of_known_curves() -> None:
+    points = [scaling.Point("x", n, 1e-6 * n**2, 0, 0, 50 * n) for n in (256, 512, 1024, 2048, 4096)]
+    points[0] = scaling.Point("x", 256, 1.0, 0, 0, 1)  # below 1024 tokens nothing is fitted
+    assert scaling.exponent(points, lambda p: p.seconds) == pytest.approx(2)
+    assert scaling.exponent(points, lambda p: p.peak_bytes) == pytest.approx(1)
+
+
+def test_peak_memory_counts_what_is_held_at_once() -> None:
+    def call() -> None:
+        kept = torch.empty(1 << 20)
+        for _ in range(3):
+            torch.empty(1 << 18).fill_(0)
+        del kept
+
+    assert scaling.peak_memory(call, "cpu") == pytest.approx(4 * (2**20 + 2**18), rel=0.01)
+
+
+def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    command = [
+        "scaling",
+        "--attention",
+        "linear,aft-simple",
+        "--longest",
+        "512",
+        "--out",
+        str(tmp_path),
+        "--threads",
+        "1",
+    ]
+    assert app_main(command) == 0
+    torch.set_num_threads(threads)
+    assert {p.name for p in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
+    points = json.loads((tmp_path / "scaling.json").read_text())["points"]
+    assert {(p["contender"], p["tokens"]) for p in points} == {
+        (name, n) for name in (speed.PEER, "linear", "aft-simple") for n in (256, 512)
+    }
+    assert all(p["seconds"] > 0 and p["peak_bytes"] > 0 for p in points)
+    assert "quest bench scaling --attention linear,aft-simple" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speed", "--dtype", "float8"], "--dtype is 'float8'; choose from: float32"),
+        (["speed", "--attention", "qest"], "did you mean 'quest'"),
+        (["scaling", "--longest", "100"], "--longest is 100; the shortest length is 256"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app_main(arguments) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the error is about")
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app_main(["speed", "--device", "cuda"]) == 2
+    assert "sees no GPU" in capsys.readouterr().err
