@@ -77,7 +77,7 @@ class Adapter(ABC):
     name: ClassVar[str]
     """The host's name, as in ``quest-<name>``."""
     capabilities: ClassVar[Capabilities]
-    """The widest offer of the host; single sites may offer less."""
+    """What the host's easiest site offers and asks; single sites may offer less and ask more."""
 
     @abstractmethod
     def sites(self, model: nn.Module) -> Iterable[Site]:

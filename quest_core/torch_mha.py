@@ -302,7 +302,7 @@ class TorchAdapter(Adapter):
     """Plain PyTorch models: every torch.nn.MultiheadAttention becomes a MultiheadAttention of this module."""
 
     name: ClassVar[str] = "torch"
-    capabilities: ClassVar[Capabilities] = Capabilities(cross=True)
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         found = (

@@ -34,6 +34,16 @@ class TestTorchEncoder(AdapterConformance):
         return (x, None, padding), (other, None, padding), lambda out: out[~padding]
 
 
+class TestTorchEncoderWithoutDropout(TestTorchEncoder):
+    """Where there is no dropout on the weights, mechanisms without weights apply too."""
+
+    mechanisms = (*AdapterConformance.mechanisms, "linear", "cosine", "aft-simple", "aft-full", "aft-local")
+
+    def make_model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2)
+
+
 class TestTorchDecoder(AdapterConformance):
     """Causal self-attention and cross-attention."""
 

@@ -71,7 +71,7 @@ def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.Capture
         "--threads",
         "1",
     ]
-    assert app_main(command) == 0
+    assert app_main([*command, "--out", str(tmp_path)]) == 0
     torch.set_num_threads(threads)
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]

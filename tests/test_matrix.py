@@ -1,0 +1,88 @@
+"""Every name of the specification, and every combination of the three axes: it builds, equals its reference, trains."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import quest_core
+from quest_core.mechanisms import PARTS
+from quest_core.mechanisms import reference as truth
+
+SPECIFIED = {
+    "score": [
+        "standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest",
+    ],
+    "normaliser": ["softmax", "sigmoid", "sinkhorn"],
+    "grouping": ["mha", "gqa", "mqa", "kdgqa", "dgqa", "pgqa"],
+    "family": ["linear", "cosine", "aft-full", "aft-local", "aft-simple", "aft-conv"],
+}  # fmt: skip
+COMBINATIONS = list(itertools.product(*(SPECIFIED[axis] for axis in ("score", "normaliser", "grouping"))))
+
+
+def test_all_that_is_specified_exists_and_nothing_else() -> None:
+    assert {axis: sorted(p.name for p in PARTS if p.axis == axis) for axis in SPECIFIED} == {
+        axis: sorted(names) for axis, names in SPECIFIED.items()
+    }
+
+
+def test_every_part_says_what_it_is() -> None:
+    for part in PARTS:
+        assert part.summary
+        assert part.source
+        assert part.complexity.startswith("O(")
+        assert part.causal or part.causal_reason
+        assert all(option.doc for option in part.options)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="+".join)
+def test_every_combination_equals_its_reference_and_trains(combination: tuple[str, str, str]) -> None:
+    score, normaliser, grouping = combination
+    kv = {"mha": 4, "mqa": 1}.get(grouping, 2)
+    options = {} if grouping in ("mha", "mqa") else {"kv_heads": kv}
+    if grouping == "pgqa":
+        options["noise_in_eval"] = False  # its noise has tests of its own
+    config = quest_core.AttentionConfig.parse({"name": "+".join(combination), **options})
+    torch.manual_seed(0)
+    made = quest_core.mechanism(config, num_heads=4, head_dim=6).double().eval()
+    quest_core.chain(made)  # the first layer of an elliptical chain: standard, or quest
+    q = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, kv, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(2, 1, 5, 7) > 0.3
+
+    head = made.grouping.assign(k, 4, mask)
+    head = torch.arange(4) * kv // 4 if head is None else head
+    parameters = {
+        name: p[head] if name == "key_scale" and len(p) == kv else p for name, p in made.score.named_parameters()
+    }
+    plain = {"elliptical": "standard", "elliptical-quest": "quest"}.get(score, score)
+    want, weights = truth.attention(
+        q, k[:, head], v[:, head], plain, mask=mask, parameters=parameters, normaliser=normaliser
+    )
+    torch.testing.assert_close(made(q, k, v, attn_mask=mask), want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(made.forward_with_weights(q, k, v, attn_mask=mask)[1], weights, rtol=1e-10, atol=1e-10)
+
+    made.train()
+    made(q, k, v, attn_mask=mask, dropout_p=0.1).square().sum().backward()
+    leaves = (q, k, v, *made.parameters())
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
+    assert quest_core.AttentionConfig.parse(str(config)) == config
+
+
+@pytest.mark.parametrize("family", SPECIFIED["family"])
+def test_families_stand_alone(family: str) -> None:
+    for other in ("quest", "sigmoid", "mqa", "linear"):
+        if other != family:
+            with pytest.raises(quest_core.ConfigError, match=r"stands alone|two choices for the family"):
+                quest_core.AttentionConfig.parse(f"{family}+{other}")
+
+
+@pytest.mark.parametrize("family", SPECIFIED["family"])
+def test_families_work_in_a_layer(family: str) -> None:
+    layer = quest_core.Attention(12, 4, family)
+    x = torch.randn(2, 9, 12, requires_grad=True)  # 9 tokens: a 3 × 3 grid
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
