@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import nn
 from .adapter import Adapter, Site, require
 from .config import AttentionConfig, AttentionSpec
 from .errors import InjectionError
-from .mechanisms.elliptical import chain
+from .mechanisms.elliptical import chain, stack_of
 from .registry import adapter as find_adapter
 from .registry import discover, running_adapters
 from .torch_mha import TorchAdapter
@@ -39,10 +40,12 @@ class Report:
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
+        left_alone: paths of modules that look like attention by their name and that no adapter knew.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
+    left_alone: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -50,7 +53,8 @@ class Report:
         kinds = sorted({r.host_class for r in self.replacements})
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
-        return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size})"
+        others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
+        return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
         """All replaced modules, one a line."""
@@ -107,6 +111,12 @@ def inject(
         raise InjectionError(_nothing_found(model, adapters))
     for owner, site in chosen:
         require(owner, site, config)
+    if any(part.chained for part in config.specs()) and not _stacked(site.path for _, site in chosen):
+        raise InjectionError(
+            f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
+            f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
+            "where their paths differ in numbers only, such as layers.0.attn and layers.1.attn"
+        )
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         made = [owner.replace(site, config) for owner, site in chosen]
@@ -114,16 +124,40 @@ def inject(
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
         rows.append(Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module)))
-        if site.path:
-            parent, _, leaf = site.path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, module)
-        else:
-            model = module
+        model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, [site.path for _, site in chosen])
-    report = Report(str(config), tuple(rows))
+    report = Report(str(config), tuple(rows), _left_alone(model, made))
     setattr(model, REPORT, report)
     return model, report
+
+
+def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Put `new` wherever `model` holds `old`, which may be under several names; returns the model."""
+    if model is old:
+        return new
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):  # named_children lists a child once, whatever its names
+            if child is old:
+                setattr(module, name, new)
+    return model
+
+
+def _stacked(paths: Iterable[str]) -> bool:
+    """Whether some layer follows another (see `chain`)."""
+    stacks = [stack_of(path) for path in paths]
+    return len(set(stacks)) < len(stacks)
+
+
+def _left_alone(model: nn.Module, made: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Paths of modules that are attention by their name, outside of what was replaced and not wrapped around it."""
+    ours = {id(inner) for module in made for inner in module.modules()}
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE)
+        and not any(id(inner) in ours for inner in module.modules())
+    )
 
 
 def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[Adapter, Site]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -117,8 +118,46 @@ def test_injected_layers_follow_each_other() -> None:
     elliptical, plain = encoder("elliptical").eval(), encoder("standard").eval()
     assert not torch.allclose(elliptical(x), plain(x))
     torch.testing.assert_close(elliptical(x), elliptical(x))  # nothing is left over from the pass before
-    shallow = encoder("elliptical", 1).eval(), encoder("standard", 1).eval()
-    torch.testing.assert_close(shallow[0](x), shallow[1](x))
+    with pytest.raises(quest_core.InjectionError, match="no layer follows another: layers.0.self_attn"):
+        encoder("elliptical", 1)
+
+
+def test_a_skipped_predecessor_is_an_error_and_never_standard_attention() -> None:
+    first, second = pair("elliptical")
+    one, two = tensors(1, 4, 4, 5), tensors(1, 4, 4, 5)
+    with pytest.raises(quest_core.UnsupportedError, match="that layer was skipped"):
+        second(*two)
+    first(*one)
+    second(*two)
+    with pytest.raises(quest_core.UnsupportedError, match="that layer was skipped"):
+        second(*two)  # the values of a pass are handed over once
+    first(*one)
+    with pytest.raises(quest_core.UnsupportedError, match="copied alone"):
+        copy.deepcopy(second)(*two)
+
+
+def test_threads_do_not_see_each_others_values() -> None:
+    model = encoder("elliptical").eval()
+    inputs = [torch.randn(2, 5, 16) for _ in range(16)]
+    with torch.no_grad():
+        want = [model(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(torch.no_grad()(model), inputs))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_recomputing_an_older_forward_pass_is_refused() -> None:
+    model = encoder("elliptical")
+
+    def run(x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    early, _ = run(torch.randn(2, 5, 16)), run(torch.randn(2, 5, 16))
+    with pytest.raises(quest_core.UnsupportedError, match="another forward pass ran in between"):
+        early.sum().backward()
 
 
 def test_copies_keep_their_own_chain() -> None:
@@ -137,15 +176,19 @@ def test_copies_keep_their_own_chain() -> None:
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
     x = torch.randn(2, 5, 16)
     gradients = []
-    for use in (False, True):
+    for reentrant in (None, False, True):
         model = encoder("elliptical")
-        out = x
+        out = x.clone().requires_grad_()
         for layer in model.layers:
-            out = torch.utils.checkpoint.checkpoint(layer, out, use_reentrant=False) if use else layer(out)
+            if reentrant is None:
+                out = layer(out)
+            else:
+                out = torch.utils.checkpoint.checkpoint(layer, out, use_reentrant=reentrant)
         out.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", NAMES)

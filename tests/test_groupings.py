@@ -106,7 +106,7 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     for norms in ([1.0, 3.0], [1.0, 5.0], [2.0, 9.0]):
         made(q, keys(norms).float(), v)
     state = copy.deepcopy(made.state_dict())
-    assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "steps"}
+    assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "pending", "steps"}
     made.eval()
     made(q, keys([9.0, 1.0]).float(), v)
     assert all(torch.equal(made.state_dict()[name], x) for name, x in state.items())
@@ -122,6 +122,34 @@ def test_activation_checkpointing_counts_a_step_once() -> None:
     q, k, v = torch.randn(2, 4, 3, 4, requires_grad=True), torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
     torch.utils.checkpoint.checkpoint(made, q, k, v, use_reentrant=False).sum().backward()
     assert made.grouping.steps == 1
+
+
+def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change() -> None:
+    gradients = []
+    for use in (False, True):
+        torch.manual_seed(0)
+        layer = quest_core.Attention(32, 8, "quest+dgqa(kv_heads=2, window=1)")
+        with torch.no_grad():
+            layer.k_proj.weight[:4] *= 0.1
+        for step in range(3):
+            x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(step))
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if use else layer(x)
+            out.square().sum().backward()
+        assert layer.mechanism.grouping.sizes.tolist() == [1, 7]
+        gradients.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bad", [torch.randn(0, 5, 16), torch.full((2, 5, 16), torch.inf)])
+def test_a_batch_without_finite_norms_does_not_count(bad: Tensor) -> None:
+    layer = quest_core.Attention(16, 4, "dgqa(kv_heads=2, window=1)")
+    good = torch.randn(2, 5, 16)
+    for x in (bad, good, bad, good):
+        layer(x)
+    assert layer.mechanism.grouping.steps == 2
+    assert layer.mechanism.grouping.norms.isfinite().all()
+    assert layer.mechanism.grouping.pending.sum() == 4
 
 
 def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:

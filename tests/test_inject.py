@@ -166,3 +166,24 @@ def test_fresh_weights_keep_their_spread_and_trained_ones_their_mean() -> None:
     torch.testing.assert_close(trained.in_proj_weight[64:80], full.mean(1).flatten(0, 1))
     torch.testing.assert_close(fresh.in_proj_weight[64:80], full[:, 0].flatten(0, 1))
     assert torch.equal(fresh.in_proj_weight[:64], stock.in_proj_weight[:64])
+
+
+def test_a_module_with_two_names_is_replaced_under_both() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.two = nn.MultiheadAttention(8, 2)
+
+    model, report = quest_core.inject(Shared(), "quest")
+    assert len(report.replacements) == 1
+    assert model.one is model.two
+    assert isinstance(model.two, MultiheadAttention)
+
+
+def test_attention_that_no_adapter_knows_is_reported() -> None:
+    class OddAttention(nn.Module):
+        pass
+
+    model, report = quest_core.inject(nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention()), "quest")
+    assert report.left_alone == ("1",)
+    assert str(report).endswith("; not replaced: 1")

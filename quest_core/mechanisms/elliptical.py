@@ -9,6 +9,7 @@ Each layer needs the values of the layer before it, in the same forward pass. `q
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,15 +29,19 @@ class Elliptical(Standard):
 
     m is the mean over the visible tokens of abs(v − v of the previous layer), divided by its largest feature; when
     nothing has changed it is 1. No gradient flows through it. A causal layer uses the mean over the tokens so far.
-    The first layer of a chain is standard; so is a layer whose values differ in shape from those before it, as at the
-    border of two stages.
+    The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
+
+    Values are handed over once, within one forward pass and one thread. A layer that finds none refuses to run: its
+    predecessor was skipped, or is a copy that nobody runs.
     """
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None
-        self._values: Tensor | None = None  # [B, G, M, D], of the latest forward pass
+        self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
+        # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
+        self._step: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, previous: Elliptical | None) -> None:
         """Say which layer comes before this one; None makes it the first."""
@@ -58,19 +63,40 @@ class Elliptical(Standard):
                 "elliptical attention needs the values of the layer before it, and nobody said which layer that is; "
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
-        before = None if self._previous[0] is None else self._previous[0]._take(v)
-        self._values = v.detach()
+        own = v.detach()
+        before = self._before(own)
+        self._values[_thread()] = own
         if before is not None:
-            metric = self._metric(v.detach(), before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
+            metric = self._metric(own, before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
             q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
         return self.query(q), self.key(k)
 
-    def _take(self, v: Tensor) -> Tensor | None:
-        """This layer's latest values, if they are of the same shape as `v`."""
-        values = self._values
-        if not torch.is_grad_enabled():
-            self._values = None  # nothing will be recomputed for a backward pass, so nothing need be kept
-        return values if values is not None and values.shape == v.shape else None
+    def _before(self, own: Tensor) -> Tensor | None:
+        """The values of the layer before in this forward pass; None for the first layer, and at a stage's border."""
+        assert self._previous is not None
+        previous = self._previous[0]
+        if previous is None:
+            return None
+        thread = _thread()
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
+            kept = self._step.get(thread)
+            if kept is None or not torch.equal(kept[0], own):
+                raise UnsupportedError(
+                    "elliptical attention cannot compute this layer again for the backward pass: another forward pass "
+                    "ran in between. Run backward after each forward pass, or leave out activation checkpointing"
+                )
+            before: Tensor | None = kept[1]
+        else:
+            before = previous._values.pop(thread, None)
+            if before is None:
+                raise UnsupportedError(
+                    "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                    "skipped, or this one was copied alone. Run all layers in their order, and call "
+                    "quest_core.chain(model) after copying layers"
+                )
+            if self.training:
+                self._step[thread] = (own, before)
+        return before if before is not None and before.shape == own.shape else None
 
     @staticmethod
     def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
@@ -105,7 +131,7 @@ class Elliptical(Standard):
         return metric.repeat_interleave(heads // metric.shape[1], 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": None}  # of one forward pass; not worth a place in a pickle
+        return {**self.__dict__, "_values": {}, "_step": {}}  # of one forward pass; no copy should have them
 
 
 class EllipticalQuest(Elliptical):
@@ -116,6 +142,15 @@ class EllipticalQuest(Elliptical):
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
+
+
+def stack_of(path: str) -> str:
+    """The stack that a layer belongs to: its path with the numbers taken out."""
+    return re.sub(r"\d+", "*", path)
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
@@ -137,7 +172,7 @@ def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         )
         for score in scores:
             if isinstance(score, Elliptical):
-                stack = re.sub(r"\d+", "*", path)
+                stack = stack_of(path)
                 score.follow(latest.get(stack))
                 latest[stack] = score
 

@@ -102,11 +102,12 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
 
     ([G], equation 1.)
     """
-    k = k.detach().double()
+    k = k.detach()
+    tokens = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))  # [B, G, M]
     seen = visible_keys(mask, k.shape[0], k.shape[2])
     if seen is not None:
-        k = k * seen[:, None, :, None]
-    return k.square().sum((2, 3)).sqrt().mean(0)
+        tokens = tokens * seen[:, None]
+    return tokens.double().square().sum(-1).sqrt().mean(0)
 
 
 class KeyDriven(Grouping):
@@ -131,8 +132,8 @@ class KeyDriven(Grouping):
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
         if self.requested is not None and kv_heads != self.requested:
             return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
-        if kv_heads > num_heads:
-            return f"k has {kv_heads} heads, more than the {num_heads} of q"
+        if kv_heads * max(1, self.min_queries) > num_heads:
+            return f"{kv_heads} key heads with min_queries={self.min_queries} need more than the {num_heads} of q"
         return None
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
@@ -153,6 +154,7 @@ class DynamicKeyDriven(KeyDriven):
     name: ClassVar[str] = "dgqa"
     norms: Tensor
     sizes: Tensor
+    pending: Tensor
     steps: Tensor
 
     def __init__(
@@ -170,28 +172,36 @@ class DynamicKeyDriven(KeyDriven):
         if dims is not None:
             self.register_buffer("norms", torch.zeros(dims.kv_heads, dtype=torch.float64))  # c
             self.register_buffer("sizes", allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries))
+            self.register_buffer("pending", self.sizes.clone())  # what the next training step will use
             self.register_buffer("steps", torch.zeros((), dtype=torch.long))  # training steps so far
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
-        head = head_index(self.sizes, num_heads)
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.training and not recomputing:
+            with torch.no_grad():
+                self.sizes.copy_(self.pending)  # before the forward pass, so that its backward pass finds the same
             self._observe(key_norms(k, mask), num_heads)
-        return head
+        return head_index(self.sizes, num_heads)
 
     @torch.no_grad()
     def _observe(self, current: Tensor, num_heads: int) -> None:
-        """One training step: the first remembers the norms, every `window`-th sets the sizes."""
-        first, due = self.steps == 0, (self.steps > 0) & (self.steps % self.window == 0)
+        """One training step: the first remembers the norms, every `window`-th sets the sizes for the next.
+
+        A step whose norms are not finite (an overflow, an empty batch) does not count.
+        """
+        counts = current.isfinite().all()
+        current = torch.where(counts, current, self.norms)
+        first = counts & (self.steps == 0)
+        due = counts & (self.steps > 0) & (self.steps % self.window == 0)
         if self.evolution == "ema":
             kept = self.alpha * current + (1 - self.alpha) * self.norms
             importance = kept
         else:
             kept, importance = current, (current - self.norms).abs()
         sizes = allocate(importance, num_heads, self.min_queries)
-        self.sizes.copy_(torch.where(due, sizes, self.sizes))
+        self.pending.copy_(torch.where(due, sizes, self.pending))
         self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
-        self.steps.add_(1)
+        self.steps.add_(counts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
         """Moves between devices, but `.half()` and friends leave the statistics in float64."""
@@ -220,8 +230,8 @@ class Perturbed(Grouped):
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
         if not (self.training or self.noise_in_eval):
             return weights
-        batch, _, n, m = weights.shape
-        grouped = weights.detach().reshape(batch, kv_heads, -1)  # [B, G, H/G·N·M]
+        batch, heads, n, m = weights.shape
+        grouped = weights.detach().reshape(batch, kv_heads, heads // kv_heads * n * m)  # [B, G, H/G·N·M]
         seen = torch.ones_like(weights, dtype=torch.bool)
         if mask is not None:
             seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
