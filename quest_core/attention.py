@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
+from .convert import pool_heads
 from .errors import ConfigError, InputError
 from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
@@ -48,6 +49,8 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_heads < 1:
+            raise ConfigError(f"num_heads is {num_heads}; it is a whole number of at least 1")
         if head_dim is None and embed_dim % num_heads:
             raise ConfigError(
                 f"embed_dim is {embed_dim}, which the {num_heads} heads do not divide; choose another or give head_dim"
@@ -90,6 +93,9 @@ class Attention(nn.Module):
         Returns:
             [B, N, E].
         """
+        for name, tokens in (("x", x), ("context", context)):
+            if tokens is not None and tokens.dim() != 3:
+                raise InputError(f"{name} has shape {list(tokens.shape)}; it needs three axes: batch, tokens, features")
         if cache is not None and context is not None:
             raise InputError("cache holds the keys of x itself; project a fixed context without one")
         if cache is not None and not is_causal:
@@ -101,7 +107,9 @@ class Attention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         mask = attn_mask
         if key_mask is not None:
-            mask = merge_masks(attn_mask, self._padding_mask(key_mask, same_tokens=context is None and cache is None))
+            keys = source.shape[1] + (0 if cache is None else len(cache))
+            same_tokens = context is None and cache is None
+            mask = merge_masks(attn_mask, self._padding_mask(key_mask, x.shape[0], keys, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
@@ -109,13 +117,23 @@ class Attention(nn.Module):
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
 
-    def _padding_mask(self, key_mask: Tensor, *, same_tokens: bool) -> Tensor:
-        if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
+    def _padding_mask(self, key_mask: Tensor, batch: int, keys: int, *, same_tokens: bool) -> Tensor:
+        if key_mask.shape != (batch, keys) or key_mask.dtype != torch.bool:
             raise InputError(
-                f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape [B, M], "
-                "True where a key may be attended to"
+                f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
+                f"[B, M] = [{batch}, {keys}], True where a key may be attended to"
             )
         return self.mechanism.padding_mask(key_mask, same_tokens=same_tokens)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        if self.kv_heads != self.num_heads:
+            for name, own in (*self.k_proj.named_parameters("k_proj"), *self.v_proj.named_parameters("v_proj")):
+                given = state_dict.get(prefix + name)
+                if given is not None and given.shape[1:] == own.shape[1:]:
+                    full = own.shape[0] // self.kv_heads * self.num_heads
+                    if given.shape[0] == full:
+                        state_dict[prefix + name] = pool_heads(given, self.num_heads, self.kv_heads)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
@@ -128,6 +146,11 @@ def merge_masks(attn_mask: Tensor | None, seen: Tensor) -> Tensor:
     """One mask for both: attn_mask as in `attention`, seen boolean (True = may attend), broadcastable to it."""
     if attn_mask is None:
         return seen
+    if attn_mask.dim() not in (2, 4) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise InputError(
+            f"attn_mask is {attn_mask.dtype} of shape {list(attn_mask.shape)}; it is boolean (True = may attend) or "
+            "additive floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
+        )
     if attn_mask.dtype == torch.bool:
         return attn_mask & seen
     return torch.where(seen, attn_mask, -torch.inf)

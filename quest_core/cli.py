@@ -39,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in importlib.metadata.entry_points(group="quest.commands")}
     if arguments and arguments[0] in commands:
-        return _plugin_command(commands[arguments[0]])(arguments[1:])
+        try:
+            return _plugin_command(commands[arguments[0]])(arguments[1:])
+        except QuestError as error:
+            print(f"quest: {error}", file=sys.stderr)
+            return 2
 
     parser = argparse.ArgumentParser(
         prog="quest",

@@ -180,6 +180,16 @@ class AttentionConfig:
             return given[key]
         return next((o.default for p in self.specs() for o in p.options if o.name == key), None)
 
+    def means(self, text: str) -> bool:
+        """Whether `text` is this attention, options left at their defaults included; False if it is unknown here."""
+        try:
+            other = AttentionConfig.parse(text)
+        except ConfigError:
+            return False
+        return self.parts == other.parts and all(
+            self.build_arguments(part) == other.build_arguments(part) for part in self.specs()
+        )
+
     def build_arguments(self, part: Part) -> dict[str, Any]:
         """The options of one part, with defaults filled in."""
         return {o.name: self.option(o.name) for o in part.options}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .adapter import Adapter, Capabilities, Site
 from .config import AttentionConfig, AttentionSpec
 from .convert import Pool, keep_heads, pool_heads
-from .errors import InputError
-from .mechanisms.mechanism import kv_heads, mechanism
+from .errors import InputError, UnsupportedError
+from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -50,6 +50,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.config = AttentionConfig.parse(attention)
+        if key_features(self.config, self.head_dim) != self.head_dim:
+            raise UnsupportedError(
+                f"attention '{self.config}' has narrower keys than torch.nn.MultiheadAttention projects; use "
+                "quest_core.Attention"
+            )
         self.kv_heads = kv_heads(self.config, num_heads)
         if self.kv_heads != num_heads:
             self._shrink(keep_heads)
@@ -63,10 +68,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         cls, module: nn.MultiheadAttention, attention: AttentionSpec, *, fresh: bool = False
     ) -> MultiheadAttention:
         """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
-        if isinstance(module, cls) and module.kv_heads != module.num_heads:
+        groups = kv_heads(attention, module.num_heads)
+        pooled = isinstance(module, cls) and module.kv_heads != module.num_heads
+        if pooled and module.kv_heads != groups:
             raise InputError(
                 f"this module has {module.kv_heads} key/value heads already; build the model anew to choose another "
                 "attention"
+            )
+        if any(name not in cls._known for name in module._parameters) or nn.utils.parametrize.is_parametrized(module):
+            raise InputError(
+                "the weights of this torch.nn.MultiheadAttention are parametrised (weight_norm, pruning, ...); inject "
+                "first, or remove the parametrisation"
             )
         made = cls(
             module.embed_dim,
@@ -87,8 +99,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         anchor = module.out_proj.weight
         made.mechanism = mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
         made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        if made.kv_heads != made.num_heads:
+        if made.kv_heads != made.num_heads and not pooled:
             made._shrink(keep_heads if fresh else pool_heads)
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            setattr(made, hooks, getattr(module, hooks))
         return made.train(module.training)
 
     def _shrink(self, pool: Pool) -> None:
@@ -100,6 +114,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     smaller = self._reduce(name, parameter, pool)
                     self._parameters[name] = nn.Parameter(smaller, parameter.requires_grad)
 
+    _known = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
     _keys_and_values = ("in_proj_weight", "in_proj_bias", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
     def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
@@ -143,6 +158,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             ``average_attn_weights=False``) or None without ``need_weights``, which is the fast path.
         """
         if query.is_nested:
+            if key is not query or value is not query or is_causal or not (attn_mask is key_padding_mask is None):
+                raise InputError(
+                    "nested tensors are taken for self-attention without masks, as nn.TransformerEncoder sends them; "
+                    "pad them and pass key_padding_mask"
+                )
             return self._forward_nested(query, need_weights, average_attn_weights)
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -159,8 +179,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D], or tokens first
         mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=query is key)
-        causal = is_causal and (attn_mask is None or (key_padding_mask is None and not need_weights and n == m))
-        if causal and attn_mask is not None:
+        causal = is_causal and (attn_mask is None or n == m)
+        if causal and attn_mask is not None and key_padding_mask is None and not need_weights:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
         q, k, v = (
             x.view(*x.shape[:2], heads, self.head_dim).permute(1 - tokens, 2, tokens, 3)
@@ -213,6 +233,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         same_tokens: bool,
     ) -> Tensor | None:
         """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise InputError(f"{name} is {mask.dtype}; it is boolean (True = hidden) or additive floating point")
         if attn_mask is not None:
             fitting = {(n, m), (1, n, m), (batch * self.num_heads, n, m)}
             if tuple(attn_mask.shape) not in fitting:
@@ -261,7 +284,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not extra:
             return k, v, mask
         if causal:
-            raise InputError("is_causal without attn_mask does not say whether added keys are visible; pass attn_mask")
+            raise InputError(
+                "is_causal does not say whether the added keys of add_bias_kv and add_zero_attn are visible; leave it "
+                "out and pass the mask as attn_mask"
+            )
         k = torch.cat([k, *(pair[0] for pair in extra)], dim=2)
         v = torch.cat([v, *(pair[1] for pair in extra)], dim=2)
         if mask is not None:
@@ -275,18 +301,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         lengths = torch.tensor([len(row) for row in query.unbind()], device=query.device)
         padded = query.to_padded_tensor(0.0)  # [B, N, E]
         padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]  # [B, N]
-        batch_first, self.batch_first = self.batch_first, True
-        try:
-            out, weights = self.forward(
-                padded,
-                padded,
-                padded,
-                key_padding_mask=padding,
-                need_weights=need_weights,
-                average_attn_weights=average_attn_weights,
-            )
-        finally:
-            self.batch_first = batch_first
+        if not self.batch_first:
+            padded = padded.transpose(0, 1)
+        out, weights = self.forward(
+            padded,
+            padded,
+            padded,
+            key_padding_mask=padding,
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+        )
+        out = out if self.batch_first else out.transpose(0, 1)
         rows = [row[:length] for row, length in zip(out, lengths.tolist(), strict=True)]
         return torch.nested.nested_tensor(rows), weights
 

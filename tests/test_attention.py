@@ -89,8 +89,14 @@ def test_wrong_masks_are_named() -> None:
     x = torch.randn(2, 5, 8)
     with pytest.raises(quest_core.InputError, match="True where a key may be attended to"):
         layer(x, key_mask=torch.ones(2, 5))
-    with pytest.raises(quest_core.InputError, match=r"attn_mask has shape \[2, 1, 1, 4\]"):
+    with pytest.raises(quest_core.InputError, match=r"key_mask is .* \[2, 4\]; it needs .* \[2, 5\]"):
         layer(x, key_mask=torch.ones(2, 4, dtype=torch.bool))
+    real = torch.ones(2, 5, dtype=torch.bool)
+    for wrong in (torch.ones(2, 5, 5, dtype=torch.bool), torch.ones(5, 5, dtype=torch.long)):
+        with pytest.raises(quest_core.InputError, match=r"a mask per sample \[B, N, M\]"):
+            layer(x, attn_mask=wrong, key_mask=real)  # merging must not make it look right
+    with pytest.raises(quest_core.InputError, match="needs three axes: batch, tokens, features"):
+        layer(x[0])
     cache = Cache()
     layer(x, is_causal=True, cache=cache)
     with pytest.raises(quest_core.InputError, match="cache holds a batch of 2, the new tokens are 1"):
@@ -99,3 +105,23 @@ def test_wrong_masks_are_named() -> None:
         layer(x, cache=cache)
     with pytest.raises(quest_core.InputError, match="cache holds the keys of x itself"):
         layer(x, x, is_causal=True, cache=cache)
+
+
+def test_a_failed_step_leaves_the_cache_as_it_was() -> None:
+    layer = Attention(12, 4, "quest").eval()
+    x = torch.randn(2, 6, 12)
+    cache = Cache()
+    layer(x[:, :5], is_causal=True, cache=cache)
+    with pytest.raises(quest_core.InputError, match=r"attn_mask has shape \[3, 7\]"):
+        layer(x[:, 5:], is_causal=True, cache=cache, attn_mask=torch.ones(3, 7, dtype=torch.bool))
+    torch.testing.assert_close(layer(x[:, 5:], is_causal=True, cache=cache), layer(x, is_causal=True)[:, 5:])
+
+
+def test_a_checkpoint_with_all_heads_is_pooled_on_load() -> None:
+    full, small = Attention(12, 4, "quest"), Attention(12, 4, "quest+gqa(kv_heads=2)")
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        small.load_state_dict(full.state_dict(), strict=True)
+    torch.testing.assert_close(small.k_proj.weight, full.k_proj.weight.view(2, 2, 3, 12).mean(1).flatten(0, 1))
+    again = Attention(12, 4, "quest+gqa(kv_heads=2)")
+    again.load_state_dict(small.state_dict(), strict=True)
+    assert torch.equal(again.v_proj.bias, small.v_proj.bias)

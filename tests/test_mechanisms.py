@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -327,3 +328,14 @@ def test_grouped_functional_needs_a_divisor() -> None:
     q, k, v = tensors(1, 4, 3, 2, 2, 2)
     with pytest.raises(quest_core.InputError, match="4 heads, which the 3 key/value heads do not divide"):
         quest_core.attention(q, k, v, "quest+gqa")
+
+
+def test_mappings_of_any_kind() -> None:
+    q, k, v = tensors(1, 2, 2, 3, 3, 4)
+    spec = MappingProxyType({"name": "quest", "scale": 2.0})
+    torch.testing.assert_close(quest_core.attention(q, k, v, spec), quest_core.attention(q, k, v, "quest(scale=2.0)"))
+
+
+def test_head_scales_cannot_start_above_their_cap() -> None:
+    with pytest.raises(quest_core.ConfigError, match="init is 200, above cap=100"):
+        quest_core.mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)

@@ -250,3 +250,77 @@ def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message:
     stock, ours = pair("quest", batch_first=True)
     with pytest.raises(quest_core.InputError, match=message):
         ours(*inputs(stock), **options)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: bool) -> None:
+    """With padding or weights the mask does the masking, but what looks ahead by itself must still be refused."""
+    x, mask = torch.randn(2, 6, 12), nn.Transformer.generate_square_subsequent_mask(6)
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
+    if padded:
+        options["key_padding_mask"] = torch.zeros(2, 6)
+    for attention in ("sinkhorn", "quest+kdgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)"):
+        with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
+            MultiheadAttention(12, 4, batch_first=True, attention=attention)(x, x, x, **options)
+    one, two = (MultiheadAttention(12, 4, batch_first=True, attention="elliptical").eval() for _ in range(2))
+    quest_core.chain(nn.ModuleList([one, two]))
+
+    def run(x: Tensor) -> Tensor:
+        x = one(x, x, x, **options)[0]
+        return two(x, x, x, **options)[0]
+
+    later = x.clone()
+    later[:, 4:] += 1
+    torch.testing.assert_close(run(later)[:, :4], run(x)[:, :4])
+
+
+def test_nested_tensors_with_more_than_themselves_are_refused() -> None:
+    _, ours = pair("quest", batch_first=True)
+    nested = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(5, 12)])
+    other = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(5, 12)])
+    for inputs_, options in (((nested, other, other), {}), ((nested, nested, nested), {"is_causal": True})):
+        with pytest.raises(quest_core.InputError, match="nested tensors are taken for self-attention without masks"):
+            ours(*inputs_, **options)
+
+
+def test_parametrised_weights_are_refused_and_hooks_kept() -> None:
+    stock = nn.MultiheadAttention(12, 4)
+    calls = []
+    stock.register_forward_hook(lambda *_: calls.append(1))
+    model, _ = quest_core.inject(stock, "quest")
+    x = torch.randn(5, 2, 12)
+    model(x, x, x)
+    assert calls == [1]
+    normed = nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(12, 4), "in_proj_weight")
+    with pytest.raises(quest_core.InputError, match="are parametrised"):
+        quest_core.inject(nn.ModuleList([normed]), "quest")
+
+
+def test_integer_masks_are_refused() -> None:
+    _, ours = pair("sinkhorn", batch_first=True)
+    x = inputs(ours)[0]
+    with pytest.raises(quest_core.InputError, match="key_padding_mask is torch.int64"):
+        ours(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_masks_of_a_wider_type() -> None:
+    ours = MultiheadAttention(12, 4, batch_first=True, attention="quest", dtype=torch.bfloat16)
+    x, mask = torch.randn(2, 5, 12).bfloat16(), torch.zeros(5, 5)
+    for need_weights in (True, False):
+        assert ours(x, x, x, attn_mask=mask, need_weights=need_weights)[0].dtype == torch.bfloat16
+
+
+def test_another_score_with_the_same_grouping_may_follow() -> None:
+    model, _ = quest_core.inject(nn.MultiheadAttention(12, 4), "quest+gqa(kv_heads=2)")
+    weight = model.in_proj_weight
+    model, _ = quest_core.inject(model, "qnorm+gqa(kv_heads=2)")
+    assert model.in_proj_weight is weight
+    assert str(model.config) == "qnorm+gqa(kv_heads=2)"
+
+
+def test_equal_attentions_do_not_warn() -> None:
+    state = pair("quest")[1].state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair("quest(scale=null)")[1].load_state_dict(state)

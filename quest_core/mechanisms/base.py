@@ -164,6 +164,7 @@ def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
     """weights [B, H, N, M] times v [B, G, M, Dv] -> [B, H, N, Dv]."""
     batch, heads, n, m = weights.shape
     groups = v.shape[1]
+    weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
     if groups == heads:
         return weights @ v
     return (weights.reshape(batch, groups, heads // groups * n, m) @ v).reshape(batch, heads, n, v.shape[-1])

@@ -107,7 +107,8 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     seen = visible_keys(mask, k.shape[0], k.shape[2])
     if seen is not None:
         tokens = tokens * seen[:, None]
-    return tokens.double().square().sum(-1).sqrt().mean(0)
+    norms: Tensor = tokens.double().square().sum(-1).sqrt().mean(0)
+    return norms
 
 
 class KeyDriven(Grouping):

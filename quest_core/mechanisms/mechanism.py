@@ -221,7 +221,7 @@ class Mechanism(nn.Module):
         """
         if self._no_cache:
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
-        self._check(q, k, v, None, True, dropout_p)
+        self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         if self.family is not None:
             if attn_mask is not None:
                 raise UnsupportedError(f"attention '{self.config}' takes no mask while decoding; drop padded rows")
@@ -281,8 +281,17 @@ class Mechanism(nn.Module):
             f"shape {list(mask.shape)} could act on; say is_causal=True for a causal mask"
         )
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> None:
-        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1])
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        cached: int = 0,
+    ) -> None:
+        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1], cached)
         if is_causal and self._no_causal:
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         if dropout_p > 0 and self._no_dropout:
@@ -314,7 +323,7 @@ class Mechanism(nn.Module):
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:
         trained = local_metadata.get("attention")
-        if trained is not None and trained != str(self.config):
+        if trained is not None and not self.config.means(trained):
             warnings.warn(
                 f"this checkpoint was trained with attention '{trained}' and is being loaded into "
                 f"'{self.config}'; build the model with attention='{trained}' to evaluate it as trained",
@@ -393,7 +402,7 @@ def attention(
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
     """
-    if isinstance(attention, dict):
+    if not isinstance(attention, str | AttentionConfig):
         attention = AttentionConfig.parse(attention)
     return _stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
@@ -411,8 +420,15 @@ def _stateless(spec: str | AttentionConfig) -> Mechanism:
     return Mechanism(config, None)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int) -> None:
-    """Raise InputError unless q, k, v and mask fit together."""
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int, cached: int
+) -> None:
+    """Raise InputError unless q, k, v and mask fit together.
+
+    Args:
+        key_dim: the features that k must have.
+        cached: keys beside k that the mask speaks of.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features")
@@ -432,6 +448,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p
         raise InputError(f"k has (heads, tokens) {tuple(k.shape[1:3])} but v has {tuple(v.shape[1:3])}")
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}; it is a probability in [0, 1)")
+    m += cached
     if mask is not None:
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise InputError(f"attn_mask is {mask.dtype}; it is boolean (True = may attend) or additive floating point")

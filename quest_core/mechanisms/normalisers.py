@@ -48,6 +48,8 @@ class Softmax(Normaliser):
             mask, is_causal = (None, False) if n == 1 and mask is None else (merge_causal(mask, n, m, q.device), False)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
+        if scale <= 0:
+            q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
         if mask is None and not is_causal and dropout_p == 0 and _fused_is_slow(q, k):
             return apply_weights(logits(q, k, scale).softmax(-1), v)
         return F.scaled_dot_product_attention(
@@ -251,7 +253,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 def _seed(dropout_p: float) -> Tensor | None:
     """What lets the backward pass draw the forward pass's dropout again."""
-    return torch.randint(2**62, ()) if dropout_p > 0 else None
+    return torch.randint(2**62, (), device="cpu") if dropout_p > 0 else None
 
 
 class _Dropout:

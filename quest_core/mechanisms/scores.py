@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Option, Part
+from ..errors import ConfigError
 from ..kernels import unit
 from .base import Dims, Score
 
@@ -44,6 +45,8 @@ class QKNormHS(Score):
 
     def __init__(self, dims: Dims, *, scale: float | None, init: float, cap: float) -> None:
         super().__init__(dims, scale=scale)
+        if init > cap:
+            raise ConfigError(f"attention 'qknorm-hs': init is {init:g}, above cap={cap:g}, where it has no gradient")
         self.cap = math.log(cap)
         self.log_scale = nn.Parameter(torch.full((dims.num_heads, 1, 1), math.log(init)))  # [H, 1, 1]
 

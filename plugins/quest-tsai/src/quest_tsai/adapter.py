@@ -7,6 +7,7 @@ the stock model, then injects. No name is rebound, and it makes no difference wh
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch import nn
 
 from quest_core.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import PluginError, UnsupportedError
+from quest_core.errors import ConfigError, PluginError, UnsupportedError
 from quest_core.inject import inject
 from quest_core.registry import discover
 from quest_core.torch_mha import TorchAdapter
@@ -161,6 +162,9 @@ def _accept(architecture: type[Any]) -> None:
 
     @functools.wraps(stock)
     def __init__(self: Any, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
+        for name in options:  # many architectures swallow options that they do not know
+            if difflib.get_close_matches(name, ["attention"], cutoff=0.8):
+                raise ConfigError(f"{type(self).__name__} has no option {name!r}; did you mean 'attention'?")
         if attention is None:
             stock(self, *arguments, **options)
             return

@@ -51,8 +51,8 @@ INFO: dict[str, Any] = {
     "suites": [
         {
             "suite": "ts/uea",
-            "summary": "UEA multivariate time-series classification with a 3-layer Transformer; as in the paper's protocol, "
-            "training stops on the test split, which is optimistic for all mechanisms alike",
+            "summary": "UEA multivariate time-series classification with a 3-layer Transformer; as in the paper's "
+            "protocol, training stops on the test split, which is optimistic for all mechanisms alike",
             "tasks": ["JapaneseVowels", "BasicMotions"],
             "metric": "accuracy",
             "unit": "%",

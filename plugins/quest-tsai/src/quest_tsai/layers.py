@@ -169,7 +169,9 @@ class Replacement(nn.Module):
         Raises:
             InputError: `host` is a replacement whose key/value heads were pooled already.
         """
-        if isinstance(host, Replacement) and host.kv_heads != host.num_heads:
+        groups = kv_heads(config, num_heads)
+        pooled = isinstance(host, Replacement) and host.kv_heads != host.num_heads
+        if pooled and host.kv_heads != groups:
             raise InputError(
                 f"this module has {host.kv_heads} key/value heads already (attention '{host.config}'); build the model "
                 "anew to choose another attention"
@@ -178,12 +180,12 @@ class Replacement(nn.Module):
         made.__dict__ = {
             key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
         }
-        made.config, made.num_heads, made.kv_heads = config, num_heads, kv_heads(config, num_heads)
+        made.config, made.num_heads, made.kv_heads = config, num_heads, groups
         made._modules[cls.core] = core
         anchor: Any = made.get_submodule(cls.pooled[0]).weight
         core.mechanism.to(device=anchor.device, dtype=anchor.dtype)
         core.train(host.training)
-        if made.kv_heads != num_heads:
+        if made.kv_heads != num_heads and not pooled:
             for name in cls.pooled:
                 made._modules[name] = made._smaller(made.get_submodule(name), keep_heads if fresh else pool_heads)
         return made
@@ -240,8 +242,9 @@ class MultiheadAttention(Replacement):
             The output [B, N, E] and the weights [B, H, N, M], or None where nobody reads them; with the host's
             `res_attention` also the scores [B, H, N, M].
         """
+        same_tokens = K is None or K is Q  # before subclasses are taken off, which makes new objects
         Q = plain(Q)
-        K = Q if K is None else plain(K)
+        K = Q if same_tokens or K is None else plain(K)
         V = Q if V is None else plain(V)
         q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
         k = split_heads(self.W_K(K), self.kv_heads)  # [B, G, M, D]
@@ -250,7 +253,7 @@ class MultiheadAttention(Replacement):
         seen = None
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
-            seen = core.mechanism.padding_mask(real, same_tokens=K is Q)
+            seen = core.mechanism.padding_mask(real, same_tokens=same_tokens)
         hidden, added = split_masks(attn_mask, seen)
         out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
         out = getattr(self, self.output)(merge_heads(out))
