@@ -363,3 +363,25 @@ def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
     model(x).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert [m.config for m in mechanisms(model)] == [config, config]
+
+
+def test_a_misspelt_option_is_never_swallowed():
+    """TSiTPlus takes any keyword and drops what it does not know."""
+    with pytest.raises(quest_core.ConfigError, match="TSiTPlus has no option 'atention'; did you mean 'attention'"):
+        get_arch("TSiTPlus")(3, 2, 20, atention="quest")
+
+
+def test_padding_in_fastai_tensors_is_padding_too():
+    """Subclasses of Tensor make new objects wherever they are unwrapped; sinkhorn must still see self-attention."""
+    from tsai.basics import TSTensor
+
+    torch.manual_seed(0)
+    model = TSTPlus(3, 2, 12, attention="quest+sinkhorn", res_attention=False).eval()
+    layer = next(m for m in model.modules() if type(m).__name__ == "MultiheadAttention")
+    x, padding = torch.randn(2, 12, 128), torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, 8:] = True
+    got, want = (
+        layer(kind(x), key_padding_mask=padding)[0].detach().as_subclass(torch.Tensor)
+        for kind in (TSTensor, torch.Tensor)
+    )
+    torch.testing.assert_close(got, want)

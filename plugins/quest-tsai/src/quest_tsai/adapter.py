@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -160,9 +161,11 @@ def _accept(architecture: type[Any]) -> None:
     if hasattr(stock, "accepts_attention"):
         return
 
+    known = inspect.signature(stock).parameters.keys()
+
     @functools.wraps(stock)
     def __init__(self: Any, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
-        for name in options:  # many architectures swallow options that they do not know
+        for name in options.keys() - known:  # many architectures swallow options that they do not know
             if difflib.get_close_matches(name, ["attention"], cutoff=0.8):
                 raise ConfigError(f"{type(self).__name__} has no option {name!r}; did you mean 'attention'?")
         if attention is None:
