@@ -23,7 +23,7 @@ class CharacterModel(nn.Module):
     def __init__(self, vocabulary: int, length: int, width: int = 128, heads: int = 4, depth: int = 3) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        self.positions = nn.Parameter(0.5 * torch.randn(length, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.output = nn.Linear(width, vocabulary)
@@ -46,7 +46,7 @@ def batches(text: torch.Tensor, size: int, length: int, seed: int):
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--attention", default="quest", help="any text that `quest check` understands")
-    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--steps", type=int, default=400)
     options.add_argument("--seed", type=int, default=0)
     chosen = options.parse_args()
 
@@ -60,7 +60,7 @@ def main() -> None:
     model, report = quest_core.inject(model, chosen.attention)  # before the optimizer
     print(report)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     began, source = time.monotonic(), batches(train, 16, 128, chosen.seed)
     for step in range(1, chosen.steps + 1):
         inputs, targets = next(source)

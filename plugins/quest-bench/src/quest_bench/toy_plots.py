@@ -122,7 +122,7 @@ def _norms(results: Sequence[Mapping[str, Any]], attentions: Sequence[str]) -> F
                 axes.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=colour, alpha=0.16, lw=0)
             if not axes.lines:
                 axes.text(0.5, 0.5, "no such model", ha="center", va="center", transform=axes.transAxes, fontsize=8)
-            axes.set_title(f"{attention}: {words}", fontsize=9)
+            axes.set_title(f"{attention}\n{words}", fontsize=9)
             axes.xaxis.get_major_locator().set_params(integer=True)
         line[0].set_ylabel("key norm")
     figure.supxlabel("epoch", fontsize=9)
