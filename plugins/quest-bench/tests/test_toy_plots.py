@@ -38,7 +38,7 @@ def test_plots_show_success_outcomes_and_norms() -> None:
     widths = [[bar.get_width() for bar in bars.axes[0].containers[i]] for i in range(len(OUTCOMES))]
     assert widths == [[0.0, 75.0], [50.0, 25.0], [25.0, 0.0], [25.0, 0.0]]
     titles = [axes.get_title(loc="left") for axes in norms.axes]
-    assert titles == [f"{a}: {o} models" for o in ("correct", "biased") for a in ("standard", "quest")]
+    assert titles == [f"{a}\n{o} models" for o in ("correct", "biased") for a in ("standard", "quest")]
     assert [text.get_text() for text in norms.axes[0].texts] == ["no such model"]
 
 

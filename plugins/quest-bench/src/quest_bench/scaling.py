@@ -225,8 +225,8 @@ def run(
     )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        content = {"command": command, "machine": here, "torch": torch.__version__, "points": []}
-        content["points"] = [asdict(point) for point in points]
+        rows = [asdict(point) for point in points]
+        content = {"command": command, "machine": here, "torch": torch.__version__, "points": rows}
         (out / "scaling.json").write_text(json.dumps(content, indent=1))
         (out / "scaling.md").write_text(text)
         plot(points, out / "scaling.png")

@@ -206,8 +206,8 @@ def run(
     )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        content = {"command": command, "machine": here, "torch": torch.__version__, "threads": threads, "rows": []}
-        content["rows"] = [asdict(row) for row in rows]
+        found = [asdict(row) for row in rows]
+        content = {"command": command, "machine": here, "torch": torch.__version__, "threads": threads, "rows": found}
         (out / "speed.json").write_text(json.dumps(content, indent=1))
         (out / "speed.md").write_text(text)
     return text
