@@ -27,24 +27,20 @@ class Capabilities:
         causal: the host attends causally.
         cross: queries and keys come from different sequences.
         cached: the host decodes incrementally.
-        packed: the host packs sequences of different lengths.
         weights: the host reads the attention weights or passes logits on.
         regroups: the host's key/value projections may have fewer heads than the queries.
         dropout: the host drops attention weights in training.
         narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
-        fixed_length: the sequence length where it is known and constant, else None.
     """
 
     ordered: bool = True
     causal: bool = False
     cross: bool = False
     cached: bool = False
-    packed: bool = False
     weights: bool = False
     regroups: bool = True
     dropout: bool = False
     narrows_keys: bool = False
-    fixed_length: int | None = None
 
 
 @dataclass(frozen=True)
