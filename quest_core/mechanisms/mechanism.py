@@ -180,15 +180,14 @@ class Mechanism(nn.Module):
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
         raw = (q, k)
         head = self.grouping.assign(k, q.shape[1], attn_mask)
+        k = k.contiguous()  # the product below would copy it anyway; done before the score, one tensor less is made
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         groups = k.shape[1]
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self.observer is not None:
             self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
-        scores = logits(q, k, self.score.scale(q.shape[-1]))
-        if residual is not None:
-            scores = scores.add_(residual)  # a matrix product does not need its result for its gradient
+        scores = logits(q, k, self.score.scale(q.shape[-1]), residual)
         mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
