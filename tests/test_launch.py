@@ -79,7 +79,7 @@ REPORT = """
 def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run: Run, tmp_path: Path) -> None:
     script(tmp_path, REPORT, "work/jobs/train.py")
     done = run("--host", "toy", "--", "python", "-u", "jobs/train.py", "--help", "--epochs", "3")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == [
         "__main__",
         ["jobs/train.py", "--help", "--epochs", "3"],

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,13 @@ def watch() -> None:
 
 
 def give_way() -> None:
-    """Import the sitecustomize that this file hides, if there is one."""
-    path = list(sys.path)
-    sys.path[:] = [entry for entry in path if not entry or Path(entry).resolve() != HERE]
-    try:
-        spec = importlib.util.find_spec("sitecustomize") if sys.modules.pop("sitecustomize", None) else None
-        if spec is not None:
-            __import__("sitecustomize")
-    finally:
-        sys.path[:] = [entry for entry in path if not entry or Path(entry).resolve() != HERE]
+    """Leave sys.path, and run the sitecustomize that this file hides, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
 
 
 watch()
