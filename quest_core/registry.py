@@ -6,7 +6,7 @@ always raises, saying what was found, what is supported and the command that fix
 
 Entry-point groups: ``quest.attention`` (a list of Part), ``quest.adapters`` (an Adapter class),
 ``quest.adapter_info`` (the INFO mapping), ``quest.benchmarks`` (a run function), ``quest.commands`` (a main
-function), ``quest.launchers``.
+function).
 """
 
 from __future__ import annotations
