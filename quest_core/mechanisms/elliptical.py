@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from ..errors import UnsupportedError
 from ..kernels import unit
 from .base import Dims, visible_keys
 from .scores import SCALE, Standard
+
+
+Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Elliptical(Standard):
@@ -40,12 +44,31 @@ class Elliptical(Standard):
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
+        self._arrangement: tuple[Arrange, Arrange] | None = None
         # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
         self._step: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, previous: Elliptical | None) -> None:
         """Say which layer comes before this one; None makes it the first."""
         self._previous = (previous,)
+
+    @contextmanager
+    def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
+        """For calls inside the block: the host puts its tokens into an order of this layer's own.
+
+        Layers then hand values over token by token, so that each token is compared with itself. Needed where tokens
+        are sorted or cut into windows anew from layer to layer.
+
+        Args:
+            to_tokens: values as this layer is called with, [B, G, M, D], to an order that all layers share, of any
+                shape; another number of tokens, heads or features there means a stage's border.
+            from_tokens: the inverse; tokens may appear more than once, and padding may hold any of them.
+        """
+        self._arrangement = (to_tokens, from_tokens)
+        try:
+            yield
+        finally:
+            self._arrangement = None
 
     def prepare(
         self,
@@ -64,9 +87,12 @@ class Elliptical(Standard):
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
         own = v.detach()
-        before = self._before(own)
-        self._values[_thread()] = own
+        kept = own if self._arrangement is None else self._arrangement[0](own)
+        before = self._before(kept)
+        self._values[_thread()] = kept
         if before is not None:
+            if self._arrangement is not None:
+                before = self._arrangement[1](before)
             metric = self._metric(own, before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
             q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
         return self.query(q), self.key(k)
@@ -153,16 +179,18 @@ def _thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
+def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:
     """Tell every elliptical layer of `model` which one comes before it.
 
     Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
     ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
 
     Args:
-        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default.
+        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default. As
+            a mapping, with the stack that each belongs to.
     """
     modules = dict(model.named_modules())
+    stacks = paths if isinstance(paths, Mapping) else {}
     latest: dict[str, Elliptical] = {}
     for path in modules if paths is None else paths:
         scores = (
@@ -172,7 +200,7 @@ def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         )
         for score in scores:
             if isinstance(score, Elliptical):
-                stack = stack_of(path)
+                stack = stacks.get(path) or stack_of(path)
                 score.follow(latest.get(stack))
                 latest[stack] = score
 
