@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import AttentionConfig, AttentionSpec
+from .config import AttentionSpec
 from .errors import InputError, UnsupportedError
 from .kernels import mode
 from .mechanisms.aft_conv import AttentionFreeConv
 from .mechanisms.base import Grouping, Score
-from .mechanisms.mechanism import Mechanism, _stateless
+from .mechanisms.mechanism import Mechanism, stateless
 from .mechanisms.normalisers import Sigmoid, Softmax
 
 WASTE = 1.25
@@ -353,9 +353,7 @@ def attention_packed(
         plan = PackingPlan.from_cu_seqlens(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
         )
-    if isinstance(attention, dict):
-        attention = AttentionConfig.parse(attention)
-    mechanism = attention if isinstance(attention, Mechanism) else _stateless(attention)
+    mechanism = attention if isinstance(attention, Mechanism) else stateless(attention)
     if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
         return _varlen(q, k, v, mechanism, plan, is_causal)
     return _in_buckets(q, k, v, mechanism, plan, is_causal, dropout_p)
