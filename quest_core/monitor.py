@@ -182,7 +182,7 @@ class _Layer:
     def _count(self, seen: Observation) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # inside a backward pass: activation checkpointing computes the same once more
-        self.calls += 1
+        self.calls += seen.piece == 0
         if (self.calls - 1) % self.every or 0 in seen.q.shape or 0 in seen.k.shape:
             return
         with torch.autocast(seen.q.device.type, enabled=False):
@@ -191,7 +191,7 @@ class _Layer:
     def _observe(self, seen: Observation) -> None:
         n = seen.q.shape[2]
         m = seen.k.shape[2] if seen.prepared is None else seen.prepared[1].shape[2]
-        mask = _joined(seen.mask, seen.residual)
+        mask = _joined(seen.mask, seen.residual, seen.real)
         queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
         self._add_norms("query_norm", seen.q, queries)
         self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
@@ -229,12 +229,18 @@ class _Layer:
         self.sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
 
-def _joined(mask: Tensor | None, residual: Tensor | None) -> Tensor | None:
-    """The mask, additive if there are residual logits, with four axes."""
+def _joined(mask: Tensor | None, residual: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """The mask with four axes, additive if there are residual logits; it hides all from queries that are not `real`."""
     if residual is not None and mask is not None:
         residual = residual.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else residual + mask
     mask = mask if residual is None else residual
-    return mask if mask is None or mask.dim() == 4 else mask[None, None]
+    mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+    if real is None:
+        return mask
+    rows = real[:, None, :, None]
+    if mask is None or mask.dtype == torch.bool:
+        return rows if mask is None else mask & rows
+    return torch.where(rows, mask, -math.inf)
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -322,6 +322,51 @@ def test_passes_are_put_together_by_tokens() -> None:
         assert both[name] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    "attention",
+    ["standard", "quest+gqa(kv_heads=2)", "quest+sigmoid", "quest+sinkhorn", "linear", "aft-simple", "cosine"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, causal: bool) -> None:
+    m = mechanism(attention)
+    if causal and m._no_causal:
+        return
+    lengths = [5, 0, 9, 4, 70, 1]
+    groups = quest_core.mechanisms.mechanism.kv_heads(attention, H)
+    q, k, v = (torch.randn(sum(lengths), heads, D) for heads in (H, groups, groups))
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    q[starts[1:].long() - 1] *= 10  # the last token of a sequence is what padding repeats
+    with Monitor(m) as monitor:
+        quest_core.attention_packed(q, k, v, m, cu_seqlens_q=starts, is_causal=causal)
+        packed = monitor.collect()["mechanism"]
+        for sequence in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+            m(*(x[None].transpose(1, 2) for x in sequence), is_causal=causal)
+        single = monitor.collect()["mechanism"]
+    assert packed.keys() == single.keys()
+    for name, values in single.items():
+        assert packed[name] == pytest.approx(values, rel=2e-5, abs=2e-6), name
+    assert m.observer is None
+
+
+def test_a_packed_call_counts_once() -> None:
+    m = mechanism("quest")
+    lengths = [200, 3, 3]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    plan = quest_core.PackingPlan.from_cu_seqlens(starts)
+    assert len(plan.layout("near", torch.device("cpu")).buckets) == 2
+    q, k, v = torch.randn(3, sum(lengths), H, D)
+    norms = q.norm(dim=-1).amax(0).tolist()
+    with Monitor(m, every=2) as monitor:
+        seen = []
+        for _ in range(4):
+            quest_core.attention_packed(q, k, v, m, cu_seqlens_q=plan)
+            found = monitor.collect()
+            seen.append(bool(found))
+            if found:
+                assert found["mechanism"]["query_norm_max"] == pytest.approx(norms)
+    assert seen == [True, False, True, False]
+
+
 def test_collect_gives_plain_values_by_path() -> None:
     model = encoder()
     with Monitor(model) as monitor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ class Observation(NamedTuple):
         mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
         is_causal: query i sees keys j ≤ i + M − N.
         residual: what was added to the logits [B, H, N, M].
+        real: the queries that are no padding [B, N]; None when all are, or when the mask hides the others.
+        piece: 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
     """
 
     q: Tensor
@@ -42,6 +45,8 @@ class Observation(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     residual: Tensor | None = None
+    real: Tensor | None = None
+    piece: int = 0
 
 
 class Mechanism(nn.Module):
@@ -401,13 +406,32 @@ def attention(
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
     """
-    if not isinstance(attention, str | AttentionConfig):
-        attention = AttentionConfig.parse(attention)
-    return _stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    made = stateless(attention)
+    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+
+
+def stateless(attention: AttentionSpec) -> Mechanism:
+    """The mechanism that `attention` names, made once for all callers; ConfigError where it would have a state."""
+    # A mapping is taken apart here, where torch.compile looks on: so that it compiles anew for other contents.
+    mapping = isinstance(attention, Mapping)
+    given = tuple(attention.items()) if isinstance(attention, Mapping) else attention
+    made: Mechanism = getattr(_STATELESS, _place(given, mapping))
+    return made
+
+
+_STATELESS = SimpleNamespace()
+"""Every mechanism that `stateless` has made, an attribute each: torch.compile reads attributes where they are, while
+it would trace into a cache and a module cannot be one of its constants."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _place(given: Any, mapping: bool) -> str:
+    """The attribute of _STATELESS that is meant. Parsing reads entry points, which nothing can trace."""
+    return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
 
 
 @functools.cache
-def _stateless(spec: str | AttentionConfig) -> Mechanism:
+def _make(spec: str | AttentionConfig) -> str:
     config = AttentionConfig.parse(spec)
     for part in config.specs():
         if part.learnable or part.stateful or part.chained:
@@ -416,7 +440,9 @@ def _stateless(spec: str | AttentionConfig) -> Mechanism:
                 f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                 f"m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
-    return Mechanism(config, None)
+    name = f"made{len(vars(_STATELESS))}"
+    setattr(_STATELESS, name, Mechanism(config, None))
+    return name
 
 
 def check_inputs(
