@@ -149,6 +149,18 @@ class Family(nn.Module):
         raise NotImplementedError
 
 
+def local(parameter: Tensor) -> Tensor:
+    """A mechanism's parameter as this rank uses it: the part for its heads where tensor parallelism has divided it.
+
+    Every mechanism that :class:`quest_core.parallel.HeadParallel` shall divide reads its parameters through this.
+    """
+    if type(parameter) in (Tensor, nn.Parameter):
+        return parameter
+    from ..parallel import local_part
+
+    return local_part(parameter)
+
+
 def logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
     """scale · q kᵀ (+ residual): q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M].
 
