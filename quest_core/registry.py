@@ -148,7 +148,7 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             version,
             "unsupported",
             f"{found}; supported: {supported}",
-            f'pip install "{distribution}[host]"',
+            str(info.get("install", f'pip install "{distribution}[host]"')),
             info,
             host_version,
             supported,
