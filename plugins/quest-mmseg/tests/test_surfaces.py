@@ -116,7 +116,7 @@ def test_misspelling_is_told_before_anything_is_built():
     [
         (["model.attention=standard"], "standard"),
         (["model.attention=quest+gqa(kv_heads=2)"], "quest+gqa(kv_heads=2)"),
-        # mmengine cannot read a comma inside of brackets, so two options are two keys; _delete_ because the config has a name.
+        # mmengine cannot read a comma inside of brackets: two options are two keys, and _delete_ drops the name.
         (
             ["model.attention._delete_=true", "model.attention.name=aft-conv", "model.attention.window=3",
              "model.attention.query=false"],
@@ -394,8 +394,8 @@ def test_autocast():
 HEADS = {
     "DAHead": {"in_channels": 16, "channels": 8, "pam_channels": 4, "num_classes": CLASSES},
     "ISAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "isa_channels": 4},
-    "ANNHead": {"in_channels": [16, 16], "in_index": [0, 1], "channels": 8, "num_classes": CLASSES, "project_channels": 4,
-                "query_scales": (1,), "key_pool_scales": (1,)},
+    "ANNHead": {"in_channels": [16, 16], "in_index": [0, 1], "channels": 8, "num_classes": CLASSES,
+                "project_channels": 4, "query_scales": (1,), "key_pool_scales": (1,)},
     "NLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
     "DNLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
     "EMAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "ema_channels": 8, "num_bases": 4,
