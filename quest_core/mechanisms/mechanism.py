@@ -425,10 +425,13 @@ _STATELESS = SimpleNamespace()
 it would trace into a cache and a module cannot be one of its constants."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _place(given: Any, mapping: bool) -> str:
     """The attribute of _STATELESS that is meant. Parsing reads entry points, which nothing can trace."""
     return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
+
+
+# What torch.compiler.assume_constant_result does, which first imports the whole compiler: seconds for every user.
+_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
