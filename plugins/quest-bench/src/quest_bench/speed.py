@@ -300,8 +300,8 @@ def run(
             f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, "
             f"{threads} threads, {device}, {dtype}.",
             "",
-            f"Each cell is the {'processor ' if cpu_time else ''}time as a multiple of the peer's in the same round: the "
-            f"median of {rounds} rounds and, in brackets, the middle half of them. Contenders take turns in shuffled "
+            f"Each cell is the {'processor ' if cpu_time else ''}time as a multiple of the peer's in the same round: "
+            f"the median of {rounds} rounds and, in brackets, the middle half of them. Contenders take turns in shuffled "
             "order. Freed memory stays with the process, as in a training process with a large heap. "
             f"Beside {LAYER_PEER} all have its projections. {ABSENT}",
             "",
