@@ -151,7 +151,8 @@ def rule_short_softmax(rounds: int) -> None:
             def plain(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
                 step(lambda: apply_weights(logits(q, k, 1.0).softmax(-1), v), q, k, v)
 
-            chosen = "plain" if normalisers._fused_is_slow(q, k) else "fused"
+            plainly = normalisers.product_is_faster(q, k, mask=None, is_causal=False, dropout_p=0.0)
+            chosen = "plain" if plainly else "fused"
             compare(f"{n} tokens, {dim} features", {"fused": fused, "plain": plain}, chosen, rounds)
 
 
@@ -181,7 +182,7 @@ def rule_aft_tiles(rounds: int) -> None:
 
 
 def rule_aft_conv(rounds: int) -> None:
-    """A convolution against blocks of queries; a cancellation limit of 0 leaves the blocks alone."""
+    """A depth-wise convolution against blocks of queries."""
     for side, heads, dim, batch, window in (
         (7, 6, 64, 8, 11),
         (14, 6, 64, 4, 11),

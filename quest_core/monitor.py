@@ -157,6 +157,7 @@ class _Layer:
 
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
         self.every, self.logits, self.calls = every, logits, 0
+        self.mechanism = mechanism
         self.normaliser: Normaliser | None = None
         self.bounded = False
         if mechanism.family is None:
@@ -168,10 +169,17 @@ class _Layer:
 
     def take(self) -> _Share:
         """The maxima and sums so far; starts anew."""
-        maxima = {name: x.double().cpu() for name, x in self.maxima.items()}
-        sums = {name: (total.double().cpu(), count.double().cpu()) for name, (total, count) in self.sums.items()}
+        maxima = {name: self._among_all(x, -math.inf) for name, x in self.maxima.items()}
+        sums = {name: (self._among_all(total, 0), self._among_all(n, 0)) for name, (total, n) in self.sums.items()}
         self.maxima, self.sums = {}, {}
         return maxima, sums
+
+    def _among_all(self, own: Tensor, fill: float) -> Tensor:
+        """The heads of this rank -> all heads, `fill` for those of other ranks, float64 on the CPU."""
+        share, shares = self.mechanism.head_share
+        full = torch.full((shares, len(own)), fill, dtype=torch.float64)
+        full[share] = own
+        return full.flatten()
 
     def observe(self, seen: Observation) -> None:
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():

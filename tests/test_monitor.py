@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -521,40 +519,3 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
         m.observer(seen)  # type: ignore[misc]
     assert largest.largest <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H
-
-
-# --- several processes ----------------------------------------------------------------------------------------------
-
-
-def sample(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(rank)
-    return inputs(n=3 + 4 * rank)
-
-
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
-    monitor = Monitor(model)
-    model[0](*sample(rank))
-    if rank == 1:
-        model[1](*sample(rank))  # a layer that only one rank has run
-    Path(folder, str(rank)).write_text(json.dumps(monitor.collect()))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_ranks_share_what_they_saw(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert found[0] == found[1]
-    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
-    with Monitor(model) as monitor:
-        for rank in range(2):
-            model[0](*sample(rank))
-        model[1](*sample(1))
-    wanted = monitor.collect()
-    assert found[0].keys() == wanted.keys()
-    for path, names in wanted.items():
-        for name, values in names.items():
-            assert found[0][path][name] == pytest.approx(values, rel=1e-6)

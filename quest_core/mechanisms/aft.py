@@ -20,7 +20,7 @@ from ..kernels.aft import aft_applies, tokens_first
 from ..kernels.aft import aft_biased as biased_kernel
 from ..kernels.aft import aft_simple as simple_kernel
 from .aft_ops import aft_biased, aft_running, finite
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 
 def widen(x: Tensor) -> Tensor:
@@ -140,10 +140,10 @@ class AttentionFreeFull(Family):
     def bias(self, start: int, n: int, m: int) -> tuple[Tensor, Tensor | None]:
         """w of queries at `start` … `start` + n − 1 and keys at 0 … m − 1: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
-            return self.table[start : start + n, :m], None
+            return local(self.table)[start : start + n, :m], None
         assert self.query_positions is not None
         assert self.key_positions is not None
-        return self.query_positions[start : start + n], self.key_positions[:m]
+        return local(self.query_positions)[start : start + n], local(self.key_positions)[:m]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless

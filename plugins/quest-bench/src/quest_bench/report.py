@@ -112,7 +112,8 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.suite.name}/{self.task}" + (f" · {self.settings}" if self.settings else "")
+        metric = "" if self.suite.metric == self.suite.info["metric"] else self.suite.metric
+        return " · ".join(filter(None, (f"{self.suite.name}/{self.task}", metric, self.settings)))
 
     @property
     def failed(self) -> list[Stored]:
@@ -140,7 +141,8 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     # a suite that only another environment has is known from the record of its run
     recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?", "ok")) for run in runs}
     suites = {**recorded, **catalogue().suites}
-    return [_group(members, suites[members[0].cell["suite"]], baseline, runs) for members in _grouped(cells, runs)]
+    grouped = [(members, suites[members[0].cell["suite"]]) for members in _grouped(cells, runs)]
+    return [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
 
 
 def _load(out: Path) -> list[Stored]:
@@ -254,7 +256,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
 
     def values(attention: str) -> dict[int, float]:
         done = [c for c in by_attention.get(attention, ()) if c.result is not None]
-        return {c.cell["seed"]: float(c.result["metrics"][suite.metric]) for c in done if c.result}
+        return {c.cell["seed"]: float(c.result["metrics"].get(suite.metric, math.nan)) for c in done if c.result}
 
     reference = values(baseline)
     rows = []
@@ -325,11 +327,12 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str) -> list[Plot]:
     if group.suite.unit == "%":
         caption += " Bars are cut off at 0 and 100."
     drawn = [(f"{group.suite.metric} per attention", caption, _metric_figure(group))]
+    first = group.suite.metric == group.suite.info["metric"]  # the other plots would be the same for every metric
     names = list(dict.fromkeys(name for cell in done for name in cell.result["series"] if "/" not in name))  # type: ignore[index]
-    if names:
+    if names and first:
         caption = "Mean over seeds; the band reaches from the lowest to the highest seed."
         drawn.append(("Over training", caption, _series_figure(group, done, names)))
-    if group.suite.plots:
+    if group.suite.plots and first:
         module, _, function = group.suite.plots.partition(":")
         rows = table.set_index("folder").loc[[cell.folder.name for cell in done]].reset_index()
         results = [{**cell.cell, **cell.result} for cell in done]  # type: ignore[dict-item]

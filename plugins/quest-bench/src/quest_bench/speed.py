@@ -301,8 +301,8 @@ def run(
             f"{threads} threads, {device}, {dtype}.",
             "",
             f"Each cell is the {'processor ' if cpu_time else ''}time as a multiple of the peer's in the same round: "
-            f"the median of {rounds} rounds and, in brackets, the middle half of them. Contenders take turns in shuffled "
-            "order. Freed memory stays with the process, as in a training process with a large heap. "
+            f"the median of {rounds} rounds and, in brackets, the middle half of them. Contenders take turns in "
+            "shuffled order. Freed memory stays with the process, as in a training process with a large heap. "
             f"Beside {LAYER_PEER} all have its projections. {ABSENT}",
             "",
             markdown(rows),
