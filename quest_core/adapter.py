@@ -56,6 +56,8 @@ class Site:
         capabilities: what this site asks of a mechanism.
         fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
             heads, fresh weights are reduced with `convert.keep_heads` and trained ones with `convert.pool_heads`.
+        stack: the stack of layers it belongs to, where that is not told by paths that differ in numbers only: what
+            compares a layer with the one before (elliptical) does so within a stack.
     """
 
     path: str
@@ -65,6 +67,7 @@ class Site:
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)
     fresh: bool = False
+    stack: str | None = None
 
 
 class Adapter(ABC):

@@ -212,6 +212,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = [self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
+            if self.batch_first and self.training and self.config.name == "standard":
+                # PyTorch projects tokens-first, and sums the gradients of weight and bias in the order that follows.
+                packed = F.linear(query.transpose(0, 1), self.in_proj_weight, bias)  # [N, B, 3·E]
+                q, k, v = packed.unflatten(-1, (3, self.embed_dim)).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
+                return q, k, v
             packed = F.linear(query, self.in_proj_weight, bias)  # [B, N, (H + 2·G)·D]
             q, k, v = packed.split(sizes, dim=-1)
             return q, k, v

@@ -324,3 +324,21 @@ def test_equal_attentions_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair("quest(scale=null)")[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
+    """Under padding and dropout, as graph Transformers train: sums run in PyTorch's order, so losses never drift."""
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=batch_first)
+    ours = quest_core.MultiheadAttention.from_torch(copy.deepcopy(stock), "standard")
+    x = torch.randn(3, 40, 32) if batch_first else torch.randn(40, 3, 32)
+    padding = torch.arange(40) >= torch.tensor([40, 21, 33])[:, None]  # [3, 40]
+    grads = []
+    for module in (stock, ours):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = module(inputs, inputs, inputs, key_padding_mask=padding, need_weights=False)[0]
+        out.square().sum().backward()
+        grads.append([out, inputs.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -17,7 +17,7 @@ from ..cache import Cache
 from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
 from .aft_ops import aft_biased, aft_running, finite
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 
 def widen(x: Tensor) -> Tensor:
@@ -121,10 +121,11 @@ class AttentionFreeFull(Family):
     def bias(self, start: int, n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """w of queries at `start` … `start` + n − 1 and keys at 0 … m − 1: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
-            return self.table[start : start + n, :m].to(dtype), None
+            return local(self.table)[start : start + n, :m].to(dtype), None
         assert self.query_positions is not None
         assert self.key_positions is not None
-        return self.query_positions[start : start + n].to(dtype), self.key_positions[:m].to(dtype)
+        left, right = local(self.query_positions), local(self.key_positions)
+        return left[start : start + n].to(dtype), right[:m].to(dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless

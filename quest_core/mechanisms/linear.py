@@ -19,7 +19,7 @@ from ..cache import Cache
 from ..config import Part
 from ..errors import UnsupportedError
 from ..kernels import unit
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
@@ -75,7 +75,7 @@ class Cosine(Family):
     def _divide(self, total: Tensor, count: Tensor) -> Tensor:
         """total [B, H, N, Dv] over n^σ(m), n from [..., N or 1, 1]; where n is 0 the total is too."""
         log_count = count.clamp(min=1).to(total.dtype).log()
-        return total * torch.exp(-torch.sigmoid(self.stabiliser.to(total.dtype)) * log_count)
+        return total * torch.exp(-torch.sigmoid(local(self.stabiliser).to(total.dtype)) * log_count)
 
 
 def _wide(x: Tensor) -> Tensor:
