@@ -95,7 +95,7 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
     splits = {"train": train, "valid": valid, "test": test}
     data_bin = cell.workdir / "data-bin"
     preprocess(data_bin, {name: list(map(pairs.encode, lines)) for name, lines in splits.items()})
-    context = int(configuration("pydocs").task.tokens_per_sample) * 3 // 4
+    context = int(configuration("pydocs").task.tokens_per_sample) // 2
     result = _train_and_evaluate(cell, progress, "pydocs", data_bin, test, context, pairs.encode)
     result.details["words"] = {name: sum(len(line.split()) for line in lines) for name, lines in splits.items()}
     return result
