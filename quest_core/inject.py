@@ -116,7 +116,7 @@ def inject(
         raise InjectionError(
             f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
-            "where their paths differ in numbers only, such as layers.0.attn and layers.1.attn, and no stage ends between"
+            "where their paths differ in numbers only, such as layers.0.attn and layers.1.attn, and no stage ends there"
         )
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):

@@ -24,7 +24,6 @@ from ..kernels import unit
 from .base import Dims, visible_keys
 from .scores import SCALE, Standard
 
-
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
 

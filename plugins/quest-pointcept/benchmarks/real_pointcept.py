@@ -157,8 +157,8 @@ def main() -> None:
 
 Pointcept at commit {commit(root)}; its tools/train.py, two epochs of {SCENES["train"] // 2} steps for each run, on
 {SCENES["train"]} + {SCENES["val"]} generated scenes in nuScenes' layout. Machine: {device}, Python
-{platform.python_version()}, torch {torch.__version__}. Written by `python benchmarks/real_pointcept.py --pointcept ROOT`
-in plugins/quest-pointcept.
+{platform.python_version()}, torch {torch.__version__}. Written by
+`python benchmarks/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
 
 `standard` draws the same random numbers as Pointcept alone, so its losses must be the same to rounding; what is shown
 is the greatest difference over all steps, of numbers that Pointcept prints with four decimals. `quest` must train.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import ClassVar
+
 from clouds import clouds
 from stand_in import Stages
 from torch_pointcloud.models.point_transformer_v3 import (
@@ -136,7 +137,7 @@ class StandIn(Conformance):
     sites = 4
     compiles = False  # layouts are made on the host, and Points are no tensors
     refused = ("aft-conv",)
-    options: dict = {}
+    options: ClassVar[dict] = {}
 
     def make_model(self):
         return Stages(proj_drop=0.1, **self.options)
@@ -159,22 +160,22 @@ class TestPointSmallCloud(StandIn):
 class TestPointFlash(StandIn):
     """With it, patches keep their size, and a small cloud is a short patch."""
 
-    options = {"enable_flash": True}
+    options: ClassVar[dict] = {"enable_flash": True}
 
     def make_inputs(self):
         return clouds(37, 12, 6)
 
 
 class TestPointDropout(StandIn):
-    options = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
+    options: ClassVar[dict] = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
     refused = ("linear", "aft-simple")
 
 
 class TestPointRelative(StandIn):
-    options = {"enable_rpe": True}
+    options: ClassVar[dict] = {"enable_rpe": True}
     refused = FAMILIES_WITHOUT_SCORES
 
 
 class TestPointRotary(StandIn):
-    options = {"rotary": True, "enable_flash": True}
+    options: ClassVar[dict] = {"rotary": True, "enable_flash": True}
     refused = ("aft-simple", "aft-full")

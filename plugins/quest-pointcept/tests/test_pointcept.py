@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ SMALL = {
     "dec_patch_size": (16,),
     "drop_path": 0.1,
     "proj_drop": 0.1,
+    "shuffle_orders": False,  # they are drawn in evaluation, too; the trainer's tests shuffle them
     "enable_flash": False,
 }
 
@@ -72,7 +74,7 @@ class Pointcept(AdapterConformance):
     compiles = False  # and cannot be traced
     refused = ("aft-conv",)
     name = "PT-v3m1"
-    options: dict = {}
+    options: ClassVar[dict] = {}
 
     def make_model(self):
         return build(self.name, **self.options)
@@ -94,18 +96,19 @@ class TestM1SmallCloud(Pointcept):
 
 
 class TestM1Relative(Pointcept):
-    options = {"enable_rpe": True, "attn_drop": 0.1, "upcast_attention": True, "upcast_softmax": True}
+    options: ClassVar[dict] = {"enable_rpe": True, "attn_drop": 0.1, "upcast_attention": True, "upcast_softmax": True}
     refused = ("linear", "aft-simple")
 
 
 class TestM1Classification(Pointcept):
     sites = 4
-    options = {"enc_mode": True}
+    options: ClassVar[dict] = {"enc_mode": True}
 
 
 class TestM2(Pointcept):
     name = "PT-v3m2"
-    options = {"layer_scale": 0.1, "mask_token": True, "traceable": True}
+    tolerance = 1e-4  # its gradients are sums of hundreds of rounded numbers
+    options: ClassVar[dict] = {"layer_scale": 0.1, "mask_token": True, "traceable": True}
 
     def make_inputs(self):
         return ({**data(70, 45, 33), "mask": torch.arange(148) % 3 == 0},)
@@ -113,13 +116,13 @@ class TestM2(Pointcept):
 
 class TestM3(Pointcept):
     name = "PT-v3m3"
-    options = {"shift_coords": 0.5, "jitter_coords": 1.2, "rescale_coords": 1.2}
+    options: ClassVar[dict] = {"shift_coords": 0.5, "jitter_coords": 1.2, "rescale_coords": 1.2}
     refused = ("aft-simple", "aft-full")
 
 
 class TestM3HalfRotary(Pointcept):
     name = "PT-v3m3"
-    options = {"dec_rope_enable": False}
+    options: ClassVar[dict] = {"dec_rope_enable": False}
     refused = ("aft-conv",)
 
 
@@ -250,7 +253,7 @@ def test_the_trainer(model, dataset, tmp_path):
 
 @pytest.mark.slow
 def test_the_nuscenes_task(dataset, tmp_path, monkeypatch):
-    options = {option["name"]: option["default"] for option in INFO["suites"][1]["options"]}
+    options: ClassVar[dict] = {option["name"]: option["default"] for option in INFO["suites"][1]["options"]}
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
     told = []
     shrunk = {**options, "batch_size": 2, "workers": 1}

@@ -96,10 +96,9 @@ def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttenti
     if kind.__module__ == TORCH_POINTCLOUD and kind.__name__ in WITH_TENSORS:
         return TensorAttention
     known = ("qkv", "proj", "num_heads", "channels", "scale", "order_index", "enable_flash", "attn_drop", "proj_drop")
-    if kind.__name__ == "SerializedAttention" and all(hasattr(module, name) for name in known):
-        if list(inspect.signature(kind.forward).parameters) == ["self", "point"]:
-            return PointAttention
-    return None
+    if kind.__name__ != "SerializedAttention" or not all(hasattr(module, name) for name in known):
+        return None
+    return PointAttention if list(inspect.signature(kind.forward).parameters) == ["self", "point"] else None
 
 
 def _fits(host: Any, config: AttentionConfig) -> bool:

@@ -1,4 +1,4 @@
-"""points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, which is table A9 of the paper.
+"""points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, table A9 of the paper.
 
 `points/scenes` trains torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`). torch-pointcloud has
 no trainer of its own but a module for Lightning, so the loop is here. It follows Pointcept's nuScenes configuration:
