@@ -101,6 +101,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             setattr(made, hooks, getattr(module, hooks))
         return made.train(module.training)
 
+    def _reset_parameters(self) -> None:
+        """As torch.nn.MultiheadAttention starts them; hosts call this when their layers are reset."""
+        says = self._qkv_same_embed_dim
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = says
+
     @property
     def _smaller(self) -> bool:
         """Whether keys or values are projected to less than in torch.nn.MultiheadAttention."""
