@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import cv2
@@ -113,7 +112,25 @@ def test_what_has_no_weights_is_refused(tmp_path):
         maps.draw(ready(with_cls_token=False), IMAGE, tmp_path)
 
 
-def test_help_teaches():
-    done = subprocess.run([sys.executable, "-m", "quest_mmseg.maps", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert re.search(r"--at X,Y\s+the pixel whose patch looks", done.stdout)
+def test_help_teaches(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["maps", "--help"])
+    with pytest.raises(SystemExit):
+        maps.main()
+    assert re.search(r"--at X,Y\s+the pixel whose patch looks", capsys.readouterr().out)
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """From files, as a user calls it."""
+    config().dump(tmp_path / "config.py")
+    torch.save(
+        {"state_dict": ready().state_dict(), "meta": {"dataset_meta": {"classes": NAMES}}}, tmp_path / "model.pth"
+    )
+    cv2.imwrite(str(tmp_path / "image.png"), IMAGE)
+    given = [str(tmp_path / name) for name in ("config.py", "model.pth", "image.png")]
+    monkeypatch.setattr(sys, "argv", ["maps", *given, "--out", str(tmp_path / "maps"), "--device", "cpu"])
+    maps.main()
+    assert "9 maps in" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["maps", *given[:2], str(tmp_path / "none.png")])
+    with pytest.raises(SystemExit):
+        maps.main()
+    assert "is no image that OpenCV can read" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
 import sys
 
 import cv2
@@ -131,10 +130,10 @@ def test_an_image_is_the_same_whatever_the_number_of_images(tmp_path):
     assert found == set(scenes.LABELS.values())
 
 
-def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "quest_mmseg.scenes", str(tmp_path / "x"), "--train", "2", "--validation", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 training and 1 validation scenes" in done.stdout
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scenes", str(tmp_path / "x"), "--train", "2", "--validation", "1"])
+    scenes.main()
+    assert "2 training and 1 validation scenes" in capsys.readouterr().out
     assert len(list((tmp_path / "x").rglob("*.png"))) == 3
 
 

@@ -124,6 +124,7 @@ def build(config: Config, cell: Cell, iterations: int) -> Runner:
     config.work_dir = str(cell.workdir)
     config.resume = config.load_from is None
     config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine keeps runners by their name
+    config.visualizer.name = config.experiment_name
     config.log_level = "WARNING"
     if not torch.cuda.is_available():
         config.env_cfg.dist_cfg.backend = "gloo"
