@@ -105,6 +105,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             setattr(made, hooks, getattr(module, hooks))
         return made.train(module.training)
 
+    def _reset_parameters(self) -> None:
+        """As torch.nn.MultiheadAttention starts them; hosts call this when their layers are reset."""
+        says = self._qkv_same_embed_dim
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = says
+
     def _shrink(self, pool: Pool) -> None:
         """Reduce the key and value rows of every projection to `kv_heads` heads."""
         with torch.no_grad():

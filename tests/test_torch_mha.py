@@ -342,3 +342,12 @@ def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
         out.square().sum().backward()
         grads.append([out, inputs.grad, *(p.grad for p in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("settings", ["plain", "other key and value sizes"])
+def test_parameters_reset_like_pytorchs(settings: str) -> None:
+    stock, ours = pair(**SETTINGS[settings])
+    for module in (stock, ours):
+        torch.manual_seed(3)
+        module._reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
