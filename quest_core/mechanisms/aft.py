@@ -174,7 +174,9 @@ class AttentionFreeFull(Family):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
-        return self.forward(q, cache.append("k", hide(k, key_mask)), cache.append("v", v), key_mask=None, is_causal=True)
+        return self.forward(
+            q, cache.append("k", hide(k, key_mask)), cache.append("v", v), key_mask=None, is_causal=True
+        )
 
 
 class AttentionFreeLocal(AttentionFreeFull):
