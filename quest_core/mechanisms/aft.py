@@ -98,10 +98,10 @@ class AttentionFreeSimple(Family):
         y, _ = aft_running(_rows(keys), _rows(values))
         return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. All earlier tokens act as one, whose key is their log normaliser and whose value is
         their average: so the state is two numbers a feature."""
-        keys, values = widen(k), widen(v)
+        keys, values = hide(widen(k), key_mask), widen(v)
         if "normaliser" in cache:
             keys = torch.cat([cache["normaliser"], keys], dim=2)
             values = torch.cat([cache["average"], values], dim=2)
@@ -172,9 +172,11 @@ class AttentionFreeFull(Family):
         y, _ = aft_biased(keys, values, left, right, is_causal, self.window)
         return gate(q, _heads(functional.pad(y, (0, 0, blind, 0)), v), self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
-        return self.forward(q, cache.append("k", k), cache.append("v", v), key_mask=None, is_causal=True)
+        return self.forward(
+            q, cache.append("k", hide(k, key_mask)), cache.append("v", v), key_mask=None, is_causal=True
+        )
 
 
 class AttentionFreeLocal(AttentionFreeFull):

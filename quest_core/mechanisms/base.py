@@ -141,8 +141,11 @@ class Family(nn.Module):
         """
         raise NotImplementedError
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """The causal output [B, H, N, D] of N new tokens, given those the cache has seen; updates the cache.
+
+        Args:
+            key_mask: as in `forward`, [B or 1, N]: whether the new tokens are visible, to themselves and later ones.
 
         `Mechanism.decode` counts ``cache.tokens``; this must not.
         """

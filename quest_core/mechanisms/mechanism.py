@@ -237,7 +237,8 @@ class Mechanism(nn.Module):
         Args:
             q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: the new tokens alone.
             cache: this layer's state; it is extended.
-            attn_mask: as in `forward`, with M counting the cached tokens too.
+            attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
+                and reads what the mask says of the new ones.
 
         Returns:
             [B, H, N, Dv].
@@ -246,11 +247,10 @@ class Mechanism(nn.Module):
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
         self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         if self.family is not None:
-            if attn_mask is not None:
-                raise UnsupportedError(f"attention '{self.config}' takes no mask while decoding; drop padded rows")
             if self.observer is not None:
-                self.observer(Observation(q, k, None, None, True))
-            out = self.family.decode(q, k, v, cache)
+                self.observer(Observation(q, k, None, attn_mask, True))
+            key_mask = self._key_mask(attn_mask)
+            out = self.family.decode(q, k, v, cache, None if key_mask is None else key_mask[:, cache.tokens :])
         else:
             raw = (q, k)
             head = self.grouping.assign(k, q.shape[1], attn_mask)

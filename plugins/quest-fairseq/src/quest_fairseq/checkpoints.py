@@ -6,11 +6,13 @@ stock checkpoint never had any; what such a file's own configuration says is add
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from fairseq import checkpoint_utils
 from omegaconf import DictConfig, OmegaConf
 
@@ -53,6 +55,9 @@ def _name(model: Any) -> Any:
 
 def install() -> None:
     """Let fairseq's reader of checkpoints add what metadata lacks. Idempotent."""
+    # Models with options in the old manner (translation) store them as a Namespace, and PyTorch 2.6 and later read
+    # what they were told is safe alone.
+    torch.serialization.add_safe_globals([argparse.Namespace])
     stock = checkpoint_utils.load_checkpoint_to_cpu
     if hasattr(stock, "remembers_attention"):
         return

@@ -79,14 +79,14 @@ INFO: dict[str, Any] = {
             "lm/pydocs",
             False,
             summary="a small language model of Python's documentation topics, clean and with test words swapped for "
-            "AAA; perplexity a word, from byte pairs, with at least 96 pieces of context",
+            "AAA; perplexity a word, from byte pairs, with at least 64 pieces of context",
             tasks=["topics"],
             options=[
                 _UPDATES,
                 {
                     "name": "merges",
                     "kind": "int",
-                    "default": 1000,
+                    "default": 500,
                     "doc": "byte-pair merges learned from the training text",
                     "minimum": 0,
                 },

@@ -13,6 +13,7 @@ from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_INV_REGISTRY,
     ARCH_MODEL_REGISTRY,
+    MODEL_REGISTRY,
     register_model,
     register_model_architecture,
 )
@@ -73,9 +74,11 @@ def with_attention(model: nn.Module, config: Any, attention_from: str | None, po
 
 def install() -> None:
     """Register the models and, for each preset of the stock model, one of the same name behind ``quest_``."""
+    if "quest_transformer_lm" in MODEL_REGISTRY:
+        return
     register_model("quest_transformer_lm", dataclass=QuestTransformerLanguageModelConfig)(QuestTransformerLanguageModel)
     register_model("quest_transformer")(QuestTransformerModel)
     for stock in ("transformer_lm", "transformer"):
         for preset in ARCH_MODEL_INV_REGISTRY[stock]:
-            if f"quest_{preset}" not in ARCH_MODEL_REGISTRY:
+            if f"quest_{preset}" not in ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
                 register_model_architecture(f"quest_{stock}", f"quest_{preset}")(ARCH_CONFIG_REGISTRY[preset])

@@ -17,14 +17,13 @@ _PACKED = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias")
 _PACKED += ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-class _FastPath:
-    """`can_use_fastpath` of a layer: what fairseq set, and False while the attention is ours."""
+def _get(layer: Any) -> bool:
+    """What fairseq decided, and False while the attention is ours."""
+    return layer.__dict__["can_use_fastpath"] and not isinstance(layer.self_attn, Attention)
 
-    def __get__(self, layer: Any, owner: type) -> bool:
-        return layer.__dict__["can_use_fastpath"] and not isinstance(layer.self_attn, Attention)
 
-    def __set__(self, layer: Any, value: bool) -> None:
-        layer.__dict__["can_use_fastpath"] = value
+def _set(layer: Any, value: bool) -> None:
+    layer.__dict__["can_use_fastpath"] = value
 
 
 def install() -> None:
@@ -43,4 +42,4 @@ def install() -> None:
         nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
 
     layer._load_from_state_dict = _load_from_state_dict
-    layer.can_use_fastpath = _FastPath()
+    layer.can_use_fastpath = property(_get, _set)

@@ -95,7 +95,7 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
     splits = {"train": train, "valid": valid, "test": test}
     data_bin = cell.workdir / "data-bin"
     preprocess(data_bin, {name: list(map(pairs.encode, lines)) for name, lines in splits.items()})
-    context = int(configuration("pydocs").task.tokens_per_sample) * 3 // 4
+    context = int(configuration("pydocs").task.tokens_per_sample) // 2
     result = _train_and_evaluate(cell, progress, "pydocs", data_bin, test, context, pairs.encode)
     result.details["words"] = {name: sum(len(line.split()) for line in lines) for name, lines in splits.items()}
     return result
@@ -188,8 +188,11 @@ def configuration(name: str) -> DictConfig:
 
 def train(cfg: DictConfig) -> None:
     """What fairseq-hydra-train does with a configuration, in this process and on one device."""
+    from fairseq import checkpoint_utils
     from fairseq_cli.train import main
 
+    # fairseq keeps the best loss of a process's former training there, and would then not save this one's best.
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
     plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     OmegaConf.set_struct(plain, True)
     with open_dict(plain.distributed_training):
@@ -228,7 +231,8 @@ def perplexity(
 
     given = [str(data), "--path", str(checkpoint), "--gen-subset", subset, "--sample-break-mode", "none"]
     given += ["--tokens-per-sample", str(tokens), "--context-window", str(context), "--num-workers", "0"]
-    given += ["--batch-size", "32", "--no-progress-bar", "--log-format", "none"]
+    # With a larger multiple, which is the default, fairseq drops the last batch where it is not full.
+    given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
     given += ["--post-process", post_process] if post_process else []
     given += ["--cpu"] if cpu else []
     parser = options.get_eval_lm_parser()
