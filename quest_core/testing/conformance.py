@@ -310,7 +310,7 @@ class AdapterConformance(ABC):
             site = list(self.adapter.sites(model))[index]
             (mechanism,) = (m for m in site.module.modules() if isinstance(m, Mechanism))
             factor = torch.linspace(0.5, 2, site.num_heads, dtype=torch.float64)
-            found = []
+            found: list[Any] = []
             for _ in range(2):
                 # The first call alone: where a host runs a module again, the second one sees what the first changed.
                 with quest_core.Monitor(mechanism, every=10**6, logits=False) as monitor:
