@@ -128,6 +128,8 @@ def inject(
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
+    for owner in {id(owner): owner for owner, _ in chosen}.values():
+        owner.connect(model)
     report = Report(str(config), tuple(rows), _left_alone(model, made))
     setattr(model, REPORT, report)
     return model, report

@@ -29,7 +29,9 @@ WASTE = 1.25
 """A bucket's padded area, sequences · N · M, is at most this many times the area Σ n·m of what it holds ..."""
 
 SMALL_AREA = 2**13
-"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area."""
+"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area.
+
+``python benchmarks/rules.py packing`` times other values of both."""
 
 
 class _Bucket(NamedTuple):

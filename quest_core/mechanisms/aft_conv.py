@@ -58,8 +58,8 @@ class _Kernel:
     def convolves(self) -> bool:
         """Whether the convolution is worth trying: exp(w) stays far inside float range, and the grid is large.
 
-        The rule for small grids is measured on a CPU: forward and backward in float32 cost, in units of a tap of the
-        convolution, about T·(1 + 120/D)/7 by blocks.
+        The rule for small grids is measured on a CPU (`python benchmarks/rules.py aft-conv`): forward and backward in
+        float32 cost, in units of a tap of the convolution, about T·(1 + 120/D)/7 by blocks.
         """
         if self.k.device.type == "cpu":
             tokens, features = self.x.shape[2], self.v.shape[3]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.short import short_applies, short_attention
+from ..kernels import short_applies, short_attention, unit_logits, unit_logits_applies
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
-from .normalisers import Softmax
+from .normalisers import Softmax, product_is_faster
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -82,10 +82,10 @@ class Mechanism(nn.Module):
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
-        # What one kernel does from raw keys to outputs: see kernels.short.
-        self._short = dict(config.parts) in [
-            {"score": "quest", "normaliser": "softmax", "grouping": grouping} for grouping in ("mha", "gqa", "mqa")
-        ]
+        # What kernels do from raw keys: logits (kernels.unit_logits), and outputs as well (kernels.short).
+        chosen = dict(config.parts)
+        self._quest = chosen.get("score") == "quest" and chosen["grouping"] in ("mha", "gqa", "mqa")
+        self._short = self._quest and chosen["normaliser"] == "softmax"
         specs = list(config.specs())
         self._key_features = specs[0].key_features
         self._chained = any(part.chained for part in specs)
@@ -132,6 +132,9 @@ class Mechanism(nn.Module):
         if short and short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
             scale = self.score.scale(q.shape[-1])
             return short_attention(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal)
+        by_product = short and product_is_faster(q, k, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+        if by_product and unit_logits_applies(q, k):
+            return apply_weights(unit_logits(q, k, self.score.scale(q.shape[-1])).softmax(-1), v)
         head = self.grouping.assign(k, q.shape[1], attn_mask)
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
@@ -196,16 +199,19 @@ class Mechanism(nn.Module):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output alone (need_weights=False)"
             )
-        raw = (q, k)
-        head = self.grouping.assign(k, q.shape[1], attn_mask)
-        k = k.contiguous()  # the product below would copy it anyway; done before the score, one tensor less is made
-        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
-        groups = k.shape[1]
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
-        if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
-        scores = logits(q, k, self.score.scale(q.shape[-1]), residual)
+        groups, scale = k.shape[1], self.score.scale(q.shape[-1])
+        if self._quest and self.observer is None and unit_logits_applies(q, k, residual):
+            scores = unit_logits(q, k, scale, residual)
+        else:
+            raw = (q, k)
+            head = self.grouping.assign(k, q.shape[1], attn_mask)
+            k = k.contiguous()  # the product below would copy it anyway; before the score, that makes one tensor less
+            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
+            if head is not None:
+                k, v = k.index_select(1, head), v.index_select(1, head)
+            if self.observer is not None:
+                self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
+            scores = logits(q, k, scale, residual)
         mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
@@ -470,10 +476,13 @@ _STATELESS = SimpleNamespace()
 it would trace into a cache and a module cannot be one of its constants."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _place(given: Any, mapping: bool) -> str:
     """The attribute of _STATELESS that is meant. Parsing reads entry points, which nothing can trace."""
     return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
+
+
+# What torch.compiler.assume_constant_result does, which first imports the whole compiler: seconds for every user.
+_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

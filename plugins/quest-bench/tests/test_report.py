@@ -161,3 +161,22 @@ def test_broken_plots_of_a_suite_are_a_note(fake: Path) -> None:
     info.write_text(info.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
     write_results(Path("out"), [], SCORES)
     assert "could not be drawn" in write_report(Path("out"), "standard").read_text()
+
+
+def test_what_a_metric_is_made_of(fake: Path) -> None:
+    """Metrics called score/<item> make a table and a figure of their own."""
+    write_results(fake, [], {name: SCORES[name] for name in ("standard", "quest")})
+    for path in fake.glob("cells/*/result.json"):
+        found = decode(path.read_text())
+        score = found["metrics"]["score"]
+        found["metrics"] |= {"score/first_half": score - 1, "score/second_half": score + 1, "apart": 0.0}
+        write_json(path, found)
+    group = read_groups(fake, "standard")[0]
+    assert [item.name for item in group.items] == ["first half", "second half"]
+    assert group.items[0].estimates["standard"].mean == 51.0
+    assert group.items[1].differences["quest"].mean == pytest.approx(5.0)
+    write_report(fake, "standard")
+    text = (fake / "report.md").read_text()
+    assert "| first half | 51.00 ± " in text
+    assert "| apart |" not in text
+    assert [path.name for path in (fake / "report").glob("*by-item.png")] == ["01-one-score-by-item.png"]

@@ -55,7 +55,9 @@ class FairseqAdapter(Adapter):
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: options of fairseq that belong to its own attention."""
         module, asked = site.module, site.capabilities
-        noisy = [name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks]
+        noisy = [
+            name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks
+        ]
         for there, option in (
             (module.use_xformers, "xformers_att_config brings an attention of its own"),
             (module.bias_k is not None or module.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),

@@ -128,7 +128,9 @@ class Attention(MultiheadAttention):
                 out = self.mechanism(queries, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
             if beams > 1:
                 out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
-                weights = weights if weights is None else weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
+                weights = (
+                    weights if weights is None else weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
+                )
         merged: Tensor = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [T, B, E]
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(1)

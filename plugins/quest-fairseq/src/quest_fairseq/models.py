@@ -28,6 +28,7 @@ from .adapter import FairseqAdapter
 from .checkpoints import Remembers, sized
 from .config import ATTENTION, ATTENTION_FROM, QuestTransformerLanguageModelConfig
 
+
 class QuestTransformerLanguageModel(Remembers, TransformerLanguageModel):
     """A decoder without an encoder, for the task language_modeling."""
 
