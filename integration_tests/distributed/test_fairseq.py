@@ -63,6 +63,8 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     losses = [re.findall(r"num_updates=\d+|loss=[\d.]+", log) for log in (one, two)]
     assert losses[1] == losses[0]
     assert len(losses[0]) >= 12
-    states = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"] for name in ("one", "two")]
+    states = [
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"] for name in ("one", "two")
+    ]
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)

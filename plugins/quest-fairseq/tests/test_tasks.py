@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
     words = [list(word) for line in lines for word in line.split()]
     made = []
     while len(made) < merges:
-        counts = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        counts = Counter(pair for word in words for pair in itertools.pairwise(word))
         best = max(counts, key=lambda pair: (counts[pair], pair))
         made.append(best)
         for word in words:
@@ -73,7 +74,7 @@ def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
 
 
 def test_byte_pairs_are_those_of_the_definition() -> None:
-    lines = pydocs()[0][:40] + ["aaaa aaa ababab"]
+    lines = [*pydocs()[0][:40], "aaaa aaa ababab"]
     assert BytePairs(lines, 60).merges == slow_merges(lines, 60)
 
 

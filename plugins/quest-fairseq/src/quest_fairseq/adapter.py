@@ -48,7 +48,7 @@ class FairseqAdapter(Adapter):
     @torch.no_grad()
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """See `Adapter.scale_queries`."""
-        for parameter in module.q_proj.parameters():
+        for parameter in module.get_submodule("q_proj").parameters():
             heads = parameter.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
             heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -44,8 +43,8 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
         progress: called as training goes on.
 
     Returns:
-        Metrics ``perplexity`` (of the test), ``validation perplexity``, those of RATES, and ``updates_per_second``; series
-        ``train_loss`` and ``valid_loss`` in bits a token.
+        Metrics ``perplexity`` (of the test), ``validation perplexity``, those of RATES, and ``updates_per_second``;
+        series ``train_loss`` and ``valid_loss`` in bits a token.
 
     Raises:
         ConfigError: data that is not there.
