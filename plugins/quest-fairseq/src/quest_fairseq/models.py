@@ -19,6 +19,7 @@ from fairseq.models import (
 )
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
+
 from quest_core import inject
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError
