@@ -14,6 +14,7 @@ from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 import quest_core
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
+from quest_fairseq.tasks import configuration
 from quest_fairseq.transformer_xl import shift
 
 SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, "n_layer": 2}
@@ -79,6 +80,16 @@ def test_shift_puts_distances_where_their_keys_are() -> None:
     for i in range(n):
         for j in range(m - n + i + 1):
             assert moved[i, j] == m - n + i - j
+
+
+def test_the_papers_model_has_the_papers_size() -> None:
+    """151M: the shipped yaml on WikiText-103's dictionary, without memory for its weights."""
+    model = configuration("wikitext103-transformer-xl").model
+    sizes = {name: model[name] for name in ("d_model", "n_head", "d_head", "d_inner", "n_layer", "div_val", "mem_len")}
+    config = TransfoXLConfig(vocab_size=267_744, cutoffs=list(model.cutoffs), d_embed=model.d_model, **sizes)
+    with torch.device("meta"):
+        made = TransfoXLLMHeadModel(config)
+    assert sum(parameter.numel() for parameter in made.parameters()) == 151_123_537
 
 
 def train(tools: Tools, data: Path, *arguments, updates: int = 4) -> str:

@@ -2,8 +2,8 @@
 
 Transformer-XL's logit of query i and key j is (q_i + u)·k_j + (q_i + w)·r_{i−j}: the relative term has a key of its
 own, the projected position r. Here both terms go through the same score, for both are keys: `standard` gives the
-host's logits, `quest` normalises k and r and has no other factor. So ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of row i, and
-neither a token nor a position can draw attention from every query by the length of its key.
+host's logits, `quest` normalises k and r and has no other factor. So ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of
+row i, and neither a token nor a position can draw attention from every query by the length of its key.
 """
 
 from __future__ import annotations
