@@ -5,6 +5,7 @@ Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the genera
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -186,7 +187,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
     state = (
         "import sys, torch\n"
         "sys.argv = ['main.py']\n"
-        "{imports}\n"
+        "IMPORTS\n"
         "from torch_geometric.graphgym.config import cfg, set_cfg\n"
         "from torch_geometric.graphgym.model_builder import create_model\n"
         "from torch_geometric.data import Batch\n"
@@ -204,14 +205,12 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
     results = []
     for imports in ("import graphgps, quest_graphgps", "import quest_graphgps.gps"):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", state.format(imports=imports)],
+            [sys.executable, "-W", "ignore", "-c", state.replace("IMPORTS", imports)],
             cwd=ROOT,
             capture_output=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr.decode()[-3000:]
-        import io
-
         results.append(torch.load(io.BytesIO(done.stdout), weights_only=False))
     (theirs, shapes), (ours, own) = results
     assert own == shapes
