@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import write_zinc
 
 from quest_graphgps.data import cluster_graphs, pattern_graphs, write_raw
 
@@ -36,22 +36,7 @@ def datasets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("datasets")
     write_raw(folder, "PATTERN", pattern_graphs((16, 8, 8), seed=0))
     write_raw(folder, "CLUSTER", cluster_graphs((8, 4, 4), seed=0))
-    raw = folder / "ZINC" / "raw"
-    raw.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    for split, graphs in (("train", 24), ("val", 8), ("test", 8)):
-        molecules = []
-        for _ in range(graphs):
-            n = int(torch.randint(10, 30, (1,), generator=generator))
-            bonds = torch.zeros(n, n, dtype=torch.long)
-            for i in range(1, n):  # a random tree
-                j = int(torch.randint(i, (1,), generator=generator))
-                bonds[i, j] = bonds[j, i] = int(torch.randint(1, 4, (1,), generator=generator))
-            types = torch.randint(28, (n,), generator=generator)
-            target = torch.randn(1, generator=generator)
-            molecules.append({"atom_type": types, "bond_type": bonds, "logP_SA_cycle_normalized": target})
-        (raw / f"{split}.pickle").write_bytes(pickle.dumps(molecules))
-        (raw / f"{split}.index").write_text(",".join(map(str, range(graphs))) + "\n")
+    write_zinc(folder)
     return folder
 
 
