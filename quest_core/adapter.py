@@ -56,6 +56,8 @@ class Site:
         capabilities: what this site asks of a mechanism.
         fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
             heads, fresh weights are reduced with `convert.keep_heads` and trained ones with `convert.pool_heads`.
+        stack: the stack of layers it belongs to, where that is not told by paths that differ in numbers only: what
+            compares a layer with the one before (elliptical) does so within a stack.
     """
 
     path: str
@@ -65,6 +67,7 @@ class Site:
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)
     fresh: bool = False
+    stack: str | None = None
 
 
 class Adapter(ABC):
@@ -93,6 +96,12 @@ class Adapter(ABC):
     @abstractmethod
     def install(self) -> None:
         """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
+
+    def connect(self, model: nn.Module) -> None:  # noqa: B027
+        """Tell the replacements what they need of the model around them; called once all of them are in place.
+
+        For what one module cannot know, such as the grid of patches that its tokens came from. By default nothing.
+        """
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.

@@ -111,11 +111,12 @@ def inject(
         raise InjectionError(_nothing_found(model, adapters))
     for owner, site in chosen:
         require(owner, site, config)
-    if any(part.chained for part in config.specs()) and not _stacked(site.path for _, site in chosen):
+    stacks = {site.path: site.stack or stack_of(site.path) for _, site in chosen}
+    if any(part.chained for part in config.specs()) and len(set(stacks.values())) == len(stacks):
         raise InjectionError(
             f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
-            "where their paths differ in numbers only, such as layers.0.attn and layers.1.attn"
+            "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
         )
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
@@ -126,7 +127,9 @@ def inject(
         rows.append(Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module)))
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
-        chain(model, [site.path for _, site in chosen])
+        chain(model, stacks)
+    for owner in {id(owner): owner for owner, _ in chosen}.values():
+        owner.connect(model)
     report = Report(str(config), tuple(rows), _left_alone(model, made))
     setattr(model, REPORT, report)
     return model, report
@@ -141,12 +144,6 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
             if child is old:
                 setattr(module, name, new)
     return model
-
-
-def _stacked(paths: Iterable[str]) -> bool:
-    """Whether some layer follows another (see `chain`)."""
-    stacks = [stack_of(path) for path in paths]
-    return len(set(stacks)) < len(stacks)
 
 
 def _left_alone(model: nn.Module, made: Iterable[nn.Module]) -> tuple[str, ...]:

@@ -137,6 +137,9 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
     present = [f"{r.name} {v}" for r, v in installed if v is not None]
     module = info.get("module")
     host_version = next((v for _, v in installed if v is not None), None)
+    checkout = info.get("checkout")
+    if checkout and not fitting and importlib.util.find_spec(checkout) is not None:
+        return Record(name, distribution, version, "ok", "", "", info, None, supported)
     if wanted and not fitting:
         found = "found " + " and ".join(present) if present else f"{info.get('host', name)} is not installed"
         return Record(
@@ -145,7 +148,7 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             version,
             "unsupported",
             f"{found}; supported: {supported}",
-            f'pip install "{distribution}[host]"',
+            str(info.get("install", f'pip install "{distribution}[host]"')),
             info,
             host_version,
             supported,
@@ -224,7 +227,11 @@ def load_adapter(record: Record) -> Adapter:
 
 def running_adapters() -> list[Adapter]:
     """Adapters whose host is imported in this process: the ones a model at hand can belong to."""
-    return [load_adapter(record) for record in discover() if str(record.info.get("module", "")) in sys.modules]
+    return [
+        load_adapter(record)
+        for record in discover()
+        if any(str(record.info.get(key, "")) in sys.modules for key in ("module", "checkout"))
+    ]
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

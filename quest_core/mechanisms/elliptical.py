@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from ..errors import UnsupportedError
 from ..kernels import unit
 from .base import Dims, visible_keys
 from .scores import SCALE, Standard
+
+Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Elliptical(Standard):
@@ -40,12 +43,31 @@ class Elliptical(Standard):
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
+        self._arrangement: tuple[Arrange, Arrange] | None = None
         # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
         self._step: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, previous: Elliptical | None) -> None:
         """Say which layer comes before this one; None makes it the first."""
         self._previous = (previous,)
+
+    @contextmanager
+    def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
+        """For calls inside the block: the host puts its tokens into an order of this layer's own.
+
+        Layers then hand values over token by token, so that each token is compared with itself. Needed where tokens
+        are sorted or cut into windows anew from layer to layer.
+
+        Args:
+            to_tokens: values as this layer is called with, [B, G, M, D], to an order that all layers share, of any
+                shape; another number of tokens, heads or features there means a stage's border.
+            from_tokens: the inverse; tokens may appear more than once, and padding may hold any of them.
+        """
+        self._arrangement = (to_tokens, from_tokens)
+        try:
+            yield
+        finally:
+            self._arrangement = None
 
     def prepare(
         self,
@@ -64,39 +86,54 @@ class Elliptical(Standard):
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
         own = v.detach()
-        before = self._before(own)
-        self._values[_thread()] = own
+        kept = own if self._arrangement is None else self._arrangement[0](own)
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
+            before = self._again(kept)
+        else:
+            before = self._before(kept)
+            self._values[_thread()] = kept
+        if before is not None and before.shape != kept.shape:
+            before = None  # the first layer of a stage
         if before is not None:
+            if self._arrangement is not None:
+                before = self._arrangement[1](before)
             metric = self._metric(own, before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
             q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
         return self.query(q), self.key(k)
 
-    def _before(self, own: Tensor) -> Tensor | None:
-        """The values of the layer before in this forward pass; None for the first layer, and at a stage's border."""
+    def _before(self, kept: Tensor) -> Tensor | None:
+        """The values of the layer before in this forward pass; None for the first layer."""
         assert self._previous is not None
         previous = self._previous[0]
         if previous is None:
             return None
         thread = _thread()
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
-            kept = self._step.get(thread)
-            if kept is None or not torch.equal(kept[0], own):
-                raise UnsupportedError(
-                    "elliptical attention cannot compute this layer again for the backward pass: another forward pass "
-                    "ran in between. Run backward after each forward pass, or leave out activation checkpointing"
-                )
-            before: Tensor | None = kept[1]
-        else:
-            before = previous._values.pop(thread, None)
-            if before is None:
-                raise UnsupportedError(
-                    "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                    "skipped, or this one was copied alone. Run all layers in their order, and call "
-                    "quest_core.chain(model) after copying layers"
-                )
-            if self.training:
-                self._step[thread] = (own, before)
-        return before if before is not None and before.shape == own.shape else None
+        before = previous._values.pop(thread, None)
+        if before is None:
+            raise UnsupportedError(
+                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                "skipped, or this one was copied alone. Run all layers in their order, and call "
+                "quest_core.chain(model) after copying layers"
+            )
+        if self.training:
+            self._step[thread] = (kept, before)
+        return before
+
+    def _again(self, kept: Tensor) -> Tensor | None:
+        """What `_before` found in the forward pass that is being computed again.
+
+        On a GPU the backward pass runs in a thread of its own, so the values tell which forward pass that was.
+        """
+        assert self._previous is not None
+        if self._previous[0] is None:
+            return None
+        for own, before in list(self._step.values()):
+            if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):
+                return before
+        raise UnsupportedError(
+            "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
+            "between. Run backward after each forward pass, or leave out activation checkpointing"
+        )
 
     @staticmethod
     def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
@@ -149,20 +186,27 @@ def stack_of(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as whole numbers, of which NaN equals NaN: a step that overflows is computed again too."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
 def _thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
+def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:
     """Tell every elliptical layer of `model` which one comes before it.
 
     Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
     ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
 
     Args:
-        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default.
+        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default. As
+            a mapping, with the stack that each belongs to.
     """
     modules = dict(model.named_modules())
+    stacks = paths if isinstance(paths, Mapping) else {}
     latest: dict[str, Elliptical] = {}
     for path in modules if paths is None else paths:
         scores = (
@@ -172,7 +216,7 @@ def chain(model: nn.Module, paths: Iterable[str] | None = None) -> None:
         )
         for score in scores:
             if isinstance(score, Elliptical):
-                stack = stack_of(path)
+                stack = stacks.get(path) or stack_of(path)
                 score.follow(latest.get(stack))
                 latest[stack] = score
 

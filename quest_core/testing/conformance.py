@@ -36,6 +36,7 @@ class AdapterConformance(ABC):
         sites: the number of attention modules in the model of `make_model`.
         mechanisms: mechanisms that the host must honour.
         refused: mechanisms that this host must refuse by name.
+        autocasts: whether the host's own model runs under autocast to bfloat16 on a CPU.
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
         pickles: whether the host's own model can be pickled.
         tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
@@ -47,6 +48,7 @@ class AdapterConformance(ABC):
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
+            (cls.autocasts, "test_autocast"),
             (cls.compiles, "test_compiles"),
             (bool(cls.refused), "test_what_the_host_cannot_honour_is_refused_by_name"),
         ):
@@ -65,6 +67,7 @@ class AdapterConformance(ABC):
         "sinkhorn",
     )
     refused: ClassVar[tuple[str, ...]] = ()
+    autocasts: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
     tolerance: ClassVar[float] = 2e-5

@@ -1,0 +1,29 @@
+"""Lets Pointcept's trainer, which moves everything to CUDA unasked, run on a CPU: there `.cuda()` changes nothing.
+
+Python imports this at start-up, where this folder is on PYTHONPATH. It is for tests alone.
+"""
+
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)  # spconv's sums on a CPU are wrong with more
+    for kind in (torch.Tensor, torch.nn.Module, torch.UntypedStorage, torch.TypedStorage):
+        kind.cuda = lambda self, *_, **__: self
+
+    histc = torch.histc
+
+    def histogram(x, *arguments, **options):  # whole numbers are counted on a GPU alone
+        return histc(x.float(), *arguments, **options).to(x.dtype)
+
+    torch.histc = histogram
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        pass
+    except RuntimeError:  # a CUDA build, whose operators do not load here; Pointcept calls none of them
+        sys.modules.pop("torchvision", None)
+        _library = torch.library.Library("torchvision", "DEF")  # declarations last as long as the object
+        for operator in ("nms", "qnms"):
+            _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

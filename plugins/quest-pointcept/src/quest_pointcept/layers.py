@@ -1,0 +1,337 @@
+"""Serialized attention with any mechanism: one implementation behind the calls of Pointcept and of torch-pointcloud.
+
+A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`), so a host's state
+dict loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa)
+`qkv` has fewer rows, and a host's checkpoint is pooled on load.
+
+Where the host would call flash-attn, patches keep their own lengths and `quest_core.attention_packed` attends to them:
+on a GPU by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length. flash-attn itself
+is not needed. Where the host multiplies matrices, all patches are equally long and share one batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig
+from quest_core.convert import Pool, pool_heads
+from quest_core.errors import InputError
+from quest_core.mechanisms.elliptical import Elliptical
+from quest_core.mechanisms.mechanism import key_features, kv_heads, mechanism
+from quest_core.packing import PackingPlan, attention_packed
+
+from .layout import Patches, counts_of, patches_of
+
+
+class SerializedAttention(nn.Module):
+    """What both hosts share: from the features of points [N, C] to attended features [N, C].
+
+    Args:
+        host: a serialized attention of the host, or one of these.
+        config: the mechanism.
+        patch_size: K, the most points of a patch.
+        packed: patches keep their own lengths, as in the host's flash path.
+        flash_dtype: the type in which the host's flash path attends.
+        pool: how weights of several key/value heads become those of one.
+
+    Attributes:
+        attn_drop: the dropout on the weights; `proj_drop` the one on the output.
+        rpe: the host's relative position bias, or None; `rope` its rotary positions, or None.
+        mechanism: what attends.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        config: AttentionConfig,
+        *,
+        patch_size: int,
+        packed: bool,
+        flash_dtype: torch.dtype,
+        pool: Pool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.channels: int = host.channels
+        self.num_heads: int = host.num_heads
+        self.head_dim = self.channels // self.num_heads
+        self.kv_heads = kv_heads(config, self.num_heads)
+        self.key_dim = key_features(config, self.head_dim)
+        self.scale: float = host.scale
+        self.patch_size, self.packed, self.flash_dtype = patch_size, packed, flash_dtype
+        self.upcast = any(getattr(host, name, False) for name in ("upcast", "upcast_attention", "upcast_attn"))
+        self.attn_drop = _dropout(host.attn_drop)
+        self.proj_drop = _dropout(host.proj_drop)
+        self.qkv: Any = host.qkv
+        self.proj: nn.Linear = host.proj
+        self.rpe: nn.Module | None = getattr(host, "rpe", None)
+        self.rope: nn.Module | None = getattr(host, "rope", None)
+        weight = host.qkv.weight
+        if weight.shape[0] != self.rows:
+            self.qkv = self._smaller(host.qkv, pool)
+        self.mechanism = mechanism(
+            config, num_heads=self.num_heads, head_dim=self.head_dim, standard_scale=self.scale
+        ).to(device=weight.device, dtype=weight.dtype)
+        # A frozen encoder stays frozen, also where the mechanism learns.
+        self.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
+        self.chained = any(part.chained for part in config.specs())
+        self.train(host.training)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Rows of `qkv`: queries of H heads, keys and values of G."""
+        return self.num_heads * self.head_dim, self.kv_heads * self.key_dim, self.kv_heads * self.head_dim
+
+    @property
+    def rows(self) -> int:
+        """All rows of `qkv`."""
+        return sum(self.widths)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"
+
+    # --- attending -------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        x: Tensor,
+        patches: Patches,
+        order: Tensor | None,
+        inverse: Tensor | None,
+        *,
+        coord: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention inside patches.
+
+        Args:
+            x: features of the points [N, C].
+            patches: how the curve is cut.
+            order: the point at each position of the curve [N]; None where points lie along it already.
+            inverse: the position of each point on the curve [N].
+            coord: where the points are [N, 3], for rotary positions.
+            bias: added to the logits [P, H, K, K].
+
+        Returns:
+            [N, C].
+        """
+        take = patches.slots if order is None else order[patches.slots]  # [S]: the point in each slot
+        give = patches.rows if inverse is None else patches.rows[inverse]  # [N]: the slot of each point
+        qkv = self.qkv(x)[take]  # [S, rows]
+        q, k, v = qkv.split(self.widths, dim=1)
+        q = q.unflatten(1, (self.num_heads, self.head_dim))  # [S, H, D]
+        k = k.unflatten(1, (self.kv_heads, self.key_dim))  # [S, G, D]
+        v = v.unflatten(1, (self.kv_heads, self.head_dim))  # [S, G, D]
+        if self.rope is not None:
+            assert coord is not None
+            q, k = self.rope(q, k, coord[take])
+            v = v.to(q.dtype)  # the angles are float32, whatever the features are
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        with self._precision(q), self._arranged(take, give, patches):
+            if self.upcast:
+                q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
+            if self.packed and not self.chained:
+                out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=patches.plan, dropout_p=dropout_p)
+            else:
+                q, k, v = (part.unflatten(0, (-1, patches.size)).transpose(1, 2) for part in (q, k, v))  # [P, H, K, D]
+                mask = bias
+                if patches.real is not None:
+                    mask = self.mechanism.padding_mask(patches.real, same_tokens=True)
+                if dropout_p > 0:
+                    # Drawn on the weights, as the host draws it: a seeded run drops the same ones.
+                    out, _ = self.mechanism.forward_with_weights(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+                else:
+                    out = self.mechanism(q, k, v, attn_mask=mask)
+                out = out.transpose(1, 2).flatten(0, 1)  # [S, H, D]
+        attended: Tensor = self.proj_drop(self.proj(out.flatten(1).to(qkv.dtype)[give]))
+        return attended
+
+    def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
+        """The type to attend in: float32 where the host upcasts, the host's half where it would call flash-attn.
+
+        The keys' norms are float32 in either case, for the mechanism takes them before it casts.
+        """
+        if self.upcast:
+            return torch.autocast(x.device.type, enabled=False)
+        if self.packed and x.is_cuda:
+            return torch.autocast("cuda", dtype=self.flash_dtype)
+        return nullcontext()
+
+    def _arranged(self, take: Tensor, give: Tensor, patches: Patches) -> AbstractContextManager[Any]:
+        """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
+        if not self.chained:
+            return nullcontext()
+        size = patches.size
+        score: Elliptical = self.mechanism.score
+        return score.arranged(
+            to_tokens=lambda values: values.transpose(1, 2).flatten(0, 1)[give],  # [P, G, K, D] -> [N, G, D]
+            from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, size)).transpose(1, 2),
+        )
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def _smaller(self, qkv: nn.Linear, pool: Pool) -> nn.Linear:
+        weight = self._reduce(qkv.weight.detach(), pool)
+        made = nn.Linear(qkv.in_features, self.rows, qkv.bias is not None, device=weight.device, dtype=weight.dtype)
+        made.weight = nn.Parameter(weight, qkv.weight.requires_grad)
+        if qkv.bias is not None:
+            made.bias = nn.Parameter(self._reduce(qkv.bias.detach(), pool), qkv.bias.requires_grad)
+        return made
+
+    def _reduce(self, rows: Tensor, pool: Pool) -> Tensor:
+        """The rows of a host's `qkv`, [3·C, ...], as those of this one's."""
+        q, k, v = rows.chunk(3)
+        k, v = pool(k, self.num_heads, self.kv_heads), pool(v, self.num_heads, self.kv_heads)
+        if self.key_dim != self.head_dim:
+            k = pool(k, self.kv_heads * self.head_dim, self.kv_heads * self.key_dim)
+        return torch.cat([q, k, v])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # What narrower keys would be made of cannot be said: such a checkpoint does not fit, and loading says so.
+        if self.kv_heads != self.num_heads and self.key_dim == self.head_dim:
+            for name in ("qkv.weight", "qkv.bias"):
+                given = state_dict.get(prefix + name)
+                if given is not None and given.shape[0] == 3 * self.channels:
+                    state_dict[prefix + name] = self._reduce(given, pool_heads)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _dropout(given: nn.Module | float) -> nn.Dropout:
+    """Hosts keep a dropout as a module or as its probability."""
+    return given if isinstance(given, nn.Dropout) else nn.Dropout(float(given))  # type: ignore[arg-type]
+
+
+class PointAttention(SerializedAttention):
+    """For a SerializedAttention that is called with a `Point`: Pointcept's PT-v3m1, m2 and m3, and standalone copies.
+
+    Attributes:
+        order_index: which of the point's curves this block follows.
+        shift_coords, jitter_coords, rescale_coords: how rotary positions are augmented while training (PT-v3m3).
+    """
+
+    def __init__(self, host: Any, config: AttentionConfig, pool: Pool) -> None:
+        flash = bool(host.enable_flash)
+        # A learned position means something only while a patch has its size; without flash the host's patches
+        # shrink to the smallest cloud of the batch.
+        fixed = any(part.ordered for part in config.specs())
+        super().__init__(
+            host,
+            config,
+            patch_size=getattr(host, "patch_size_max", host.patch_size),
+            packed=flash or fixed,
+            flash_dtype=torch.bfloat16,
+            pool=pool,
+        )
+        self.enable_flash, self.enable_rpe = flash, self.rpe is not None
+        self.order_index: int = host.order_index
+        self.shift_coords: float | None = getattr(host, "shift_coords", None)
+        self.jitter_coords: float | None = getattr(host, "jitter_coords", None)
+        self.rescale_coords: float | None = getattr(host, "rescale_coords", None)
+
+    def forward(self, point: Any) -> Any:
+        """Attend to the features of a Point [N, C], in place; returns it."""
+        size = self.patch_size if self.packed else min(self.patch_size, *counts_of(point))
+        patches = patches_of(point, size)
+        if self.chained and patches.size is None:
+            patches = patches.padded
+        order, inverse = point["serialized_order"][self.order_index], point["serialized_inverse"][self.order_index]
+        bias = None if self.rpe is None else self.rpe(self._relative(point, order, patches))
+        coord = None if self.rope is None else self._augmented(point["coord"])
+        point.feat = self.attend(point.feat, patches, order, inverse, coord=coord, bias=bias)
+        return point
+
+    def _relative(self, point: Any, order: Tensor, patches: Patches) -> Tensor:
+        """Differences of grid coordinates inside patches, [P, K, K, 3]; kept with the points for the other blocks."""
+        key = f"quest_relative_{patches.size}_{self.order_index}"
+        if key not in point:
+            grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, patches.size))  # [P, K, 3]
+            point[key] = grid[:, :, None] - grid[:, None]
+        relative: Tensor = point[key]
+        return relative
+
+    def _augmented(self, coord: Tensor) -> Tensor:
+        """Coordinates [N, 3] for rotary positions: in training shifted, stretched and scaled as the host does."""
+        if not self.training:
+            return coord
+
+        def draw(numbers: int, bound: float) -> Tensor:
+            return torch.empty(numbers, device=coord.device, dtype=coord.dtype).uniform_(-bound, bound)
+
+        if self.shift_coords is not None and self.shift_coords > 0:
+            coord = coord + draw(3, self.shift_coords)
+        if self.jitter_coords is not None and self.jitter_coords > 1:
+            coord = coord * draw(3, math.log(self.jitter_coords)).exp()
+        if self.rescale_coords is not None and self.rescale_coords > 1:
+            coord = coord * draw(1, math.log(self.rescale_coords)).exp()
+        return coord
+
+
+class TensorAttention(SerializedAttention):
+    """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
+
+    def __init__(self, host: Any, config: AttentionConfig, pool: Pool) -> None:
+        flash = bool(host.use_flash_attn)
+        rotary = getattr(host, "rope", None) is not None
+        super().__init__(
+            host,
+            config,
+            patch_size=host.patch_size,
+            packed=flash,
+            flash_dtype=torch.bfloat16 if rotary else torch.float16,
+            pool=pool,
+        )
+        self.use_flash_attn = flash
+
+    def patch_layout(self, batch: Tensor) -> MutableMapping[str, Any]:
+        """torch-pointcloud's layout of its points, which the first block of a stage makes for all of them.
+
+        Args:
+            batch: the cloud of each point [N], sorted.
+        """
+        from torch_pointcloud.layers.serialized_attention import patch_layout
+
+        mode = "above" if self.packed else "all"  # without flash the host fills small clouds up to a patch, too
+        layout: MutableMapping[str, Any] = patch_layout(batch, self.patch_size, mode)
+        return layout
+
+    def forward(
+        self,
+        x: Tensor,
+        pos_grid: Tensor | None,
+        batch: Tensor,
+        serialized_order: Tensor | None = None,
+        serialized_inverse: Tensor | None = None,
+        pos: Tensor | None = None,
+        patch_layout: MutableMapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Attention over points [N, C]; arguments as of the host's class.
+
+        Raises:
+            InputError: no `pos` for rotary positions, or no `pos_grid` for relative ones.
+        """
+        if self.rope is not None and pos is None:
+            raise InputError("attn_kind='rope' turns queries and keys by position: pass pos [N, 3] to the model")
+        layout = self.patch_layout(batch) if patch_layout is None else patch_layout
+        if "patches" not in layout:
+            layout["patches"] = self._patches(layout)
+        patches: Patches = layout["patches"]
+        if self.chained and patches.size is None:
+            patches = patches.padded
+        bias = None
+        if self.rpe is not None:
+            if pos_grid is None:
+                raise InputError("attn_kind='rpe' adds a bias by grid position: pass pos_grid [N, 3] to the model")
+            take = patches.slots if serialized_order is None else serialized_order[patches.slots]
+            bias = self.rpe(pos_grid[take].unflatten(0, (-1, self.patch_size)))
+        return self.attend(x, patches, serialized_order, serialized_inverse, coord=pos, bias=bias)
+
+    def _patches(self, layout: MutableMapping[str, Any]) -> Patches:
+        plan = PackingPlan.from_cu_seqlens(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
+        size = None if self.packed else self.patch_size
+        return Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)

@@ -1,0 +1,113 @@
+"""How the points of a batch, in the order of a space-filling curve, fall into the patches that attend.
+
+Point Transformer V3 sorts the points of every cloud along a curve, cuts the sequence into patches of K points and lets
+points attend inside their patch. A cloud of more than K points is filled up to whole patches: its last patch borrows
+the missing points from the patch before, slot by slot, so that no mask is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quest_core.errors import InputError
+from quest_core.packing import PackingPlan
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A layout, for points that already lie in the order of a curve.
+
+    Attributes:
+        slots: [S], the position on the curve that each slot of the patches holds, cloud after cloud.
+        rows: [N], the slot that each position on the curve takes its output from.
+        size: slots of a patch where all patches have the same number, else None.
+        plan: where the patches begin, for those of different sizes.
+        real: [P, K], False = padding; None where nothing is padded.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    size: int | None
+    plan: PackingPlan
+    real: Tensor | None = None
+
+    @functools.cached_property
+    def padded(self) -> Patches:
+        """The same patches filled up to the longest, with `real`: for what looks at one dense batch."""
+        lengths = torch.tensor([n for n, _ in self.plan.lengths])[:, None]  # [P, 1]
+        position = torch.arange(int(lengths.max()))
+        real = position < lengths  # [P, K]
+        start = lengths.cumsum(0) - lengths
+        chosen = start + torch.minimum(position, lengths - 1)  # [P, K]: the slot, the patch's last one for padding
+        place = torch.empty(int(lengths.sum()), dtype=torch.long)
+        place[chosen[real]] = real.flatten().nonzero().flatten()  # slot -> its place in the dense batch
+        device = self.slots.device
+        slots, rows = self.slots[chosen.flatten().to(device)], place.to(device)[self.rows]
+        return Patches(slots, rows, len(position), self.plan, real.to(device))
+
+
+def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Patches:
+    """Cut clouds into patches of `patch_size` points; a cloud with fewer is one shorter patch.
+
+    Args:
+        counts: points of each cloud.
+        patch_size: K.
+
+    Raises:
+        InputError: a cloud without points, or K below 1.
+    """
+    if patch_size < 1 or min(counts, default=0) < 1:
+        raise InputError(f"patch_size is {patch_size} and the clouds have {list(counts)} points; all are at least 1")
+    slots: list[Tensor] = []
+    rows: list[Tensor] = []
+    bounds = [0]
+    begin = 0  # of the cloud on the curve
+    for n in counts:
+        filled = n if n <= patch_size else -(-n // patch_size) * patch_size
+        position = torch.arange(filled)
+        slots.append(begin + torch.where(position < n, position, position - patch_size))
+        rows.append(bounds[-1] + position[:n])
+        step = min(patch_size, filled)
+        bounds += [bounds[-1] + step * (i + 1) for i in range(filled // step)]
+        begin += n
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    plan = PackingPlan.from_cu_seqlens(cu_seqlens, max_seqlen_q=max(b - a for a, b in itertools.pairwise(bounds)))
+    equal = all(n >= patch_size for n in counts) or len(set(counts)) == 1
+    size = min(patch_size, counts[0]) if equal else None
+    return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
+
+
+def counts_of(point: Any) -> list[int]:
+    """Points of each cloud of a Pointcept `Point`; copied from the device once for each set of points."""
+    key = "quest_counts"
+    if key not in point:
+        point[key] = Counts(torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist())
+    counts: list[int] = point[key].values
+    return counts
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A list that a Point keeps as it is; lists and mappings inside a Point are rebuilt whenever one is copied."""
+
+    values: list[int]
+
+
+def patches_of(point: Any, patch_size: int) -> Patches:
+    """The layout of a Pointcept `Point`, made once for each set of points and patch size.
+
+    Pointcept keeps one layout with the points, whatever the patch size: a decoder whose patches differ from those of
+    its encoder then gets the encoder's padding. Here every size has its own.
+    """
+    key = f"quest_patches_{patch_size}"
+    if key not in point:
+        point[key] = lay_out(counts_of(point), patch_size, point["offset"].device)
+    patches: Patches = point[key]
+    return patches

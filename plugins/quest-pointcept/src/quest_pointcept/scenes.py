@@ -1,0 +1,297 @@
+"""Lidar-like scenes of streets with nuScenes' 16 classes, generated: for benchmarks and tests without a download.
+
+A sensor 1.8 m above a street sends rays in rings; each ray ends at the first thing it meets. Things are boxes, upright
+cylinders and balls in the sizes that the classes have in the world. What makes the task a task: every class has a
+relative that it can be taken for (car and truck, driveable surface and sidewalk, pedestrian and traffic cone), reflects
+much like it, and shows itself in the context alone (a sidewalk lies between street and buildings).
+
+This is no nuScenes: it has no noise of a real sensor but a centimetre of jitter and lost returns, and no weather, and
+numbers on it say nothing about nuScenes.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CLASSES = (
+    "barrier",
+    "bicycle",
+    "bus",
+    "car",
+    "construction_vehicle",
+    "motorcycle",
+    "pedestrian",
+    "traffic_cone",
+    "trailer",
+    "truck",
+    "driveable_surface",
+    "other_flat",
+    "sidewalk",
+    "terrain",
+    "manmade",
+    "vegetation",
+)
+"""nuScenes' classes, in the order of its labels."""
+
+RAW_LABELS = (9, 14, 15, 17, 18, 21, 2, 12, 22, 23, 24, 25, 26, 27, 28, 30)
+"""The label in nuScenes' lidarseg files that becomes each class."""
+
+SENSOR_HEIGHT = 1.8
+RANGE = 50.0
+
+
+class Scan(NamedTuple):
+    """What the sensor sees.
+
+    Attributes:
+        points: [N, 3] float32, metres, the sensor at the origin.
+        strength: [N] float32, reflected intensity in [0, 1].
+        labels: [N] int64, indices of CLASSES.
+    """
+
+    points: np.ndarray
+    strength: np.ndarray
+    labels: np.ndarray
+
+
+class _Things(NamedTuple):
+    """Boxes and cylinders of a scene, one row each."""
+
+    centre: np.ndarray  # [n, 3], the middle
+    half: np.ndarray  # [n, 3], half of the extents; of a cylinder its radius twice, and its half height
+    yaw: np.ndarray  # [n]
+    round: np.ndarray  # [n], True for cylinders
+    label: np.ndarray  # [n]
+
+
+# Length, width and height in metres, and how much each varies; and how many of them a scene has at most.
+_VEHICLES = {
+    "car": (4.6, 1.9, 1.7, 0.10, 9),
+    "truck": (7.5, 2.5, 2.9, 0.15, 3),
+    "bus": (11.5, 2.9, 3.4, 0.05, 2),
+    "trailer": (11.0, 2.5, 3.6, 0.10, 2),
+    "construction_vehicle": (6.0, 2.7, 3.0, 0.20, 2),
+    "motorcycle": (2.1, 0.8, 1.4, 0.10, 3),
+    "bicycle": (1.7, 0.6, 1.2, 0.10, 4),
+}
+_REFLECTS = {
+    "barrier": 0.45,
+    "bicycle": 0.30,
+    "bus": 0.50,
+    "car": 0.45,
+    "construction_vehicle": 0.45,
+    "motorcycle": 0.30,
+    "pedestrian": 0.25,
+    "traffic_cone": 0.60,
+    "trailer": 0.50,
+    "truck": 0.45,
+    "driveable_surface": 0.10,
+    "other_flat": 0.18,
+    "sidewalk": 0.20,
+    "terrain": 0.25,
+    "manmade": 0.30,
+    "vegetation": 0.25,
+}
+
+
+def scan(seed: int, *, rings: int = 32, rays: int = 240) -> Scan:
+    """One scene, as one turn of the sensor sees it.
+
+    Args:
+        seed: equal seeds give equal scenes.
+        rings: rays above each other.
+        rays: rays of a ring.
+    """
+    random = np.random.default_rng(seed)
+    street = random.uniform(4.5, 8.0)  # half of its width
+    walk = random.uniform(1.5, 3.5)  # the sidewalk's width
+    turn = random.uniform(-math.pi, math.pi)  # the street's direction
+    things = _furnish(random, street, walk)
+
+    elevation = np.radians(np.linspace(-28.0, 10.0, rings))[:, None] + random.normal(0, 2e-4, (rings, rays))
+    azimuth = np.linspace(0, 2 * math.pi, rays, endpoint=False)[None] + np.zeros((rings, 1))
+    ray = np.stack(
+        [np.cos(elevation) * np.cos(azimuth), np.cos(elevation) * np.sin(azimuth), np.sin(elevation)], axis=-1
+    ).reshape(-1, 3)  # [R, 3]
+    ray = ray.astype(np.float32)
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ground = np.where(ray[:, 2] < 0, -SENSOR_HEIGHT / ray[:, 2], np.inf)  # [R]
+        reach = np.concatenate([ground[:, None], _distances(ray, things)], axis=1)  # [R, 1 + n]
+    first = reach.argmin(1)
+    distance = reach[np.arange(len(ray)), first]
+    # Leaves let rays through and some returns are lost, more of them far away.
+    seen = (distance < RANGE) & (random.uniform(size=len(ray)) > 0.05 + 0.3 * np.minimum(distance / RANGE, 1) ** 2)
+    ray, first, distance = ray[seen], first[seen], distance[seen]
+    points = ray * (distance + random.normal(0, 0.02, len(ray)))[:, None]
+
+    labels = np.concatenate([[-1], things.label])[first]
+    labels = np.where(first == 0, _ground_class(points, street, walk), labels)
+    green = labels == CLASSES.index("vegetation")
+    points[green] += random.normal(0, 0.25, (int(green.sum()), 3))
+
+    reflects = np.array([_REFLECTS[name] for name in CLASSES])[labels]
+    facing = 0.6 + 0.4 * np.abs(ray[:, 2])
+    strength = np.clip(reflects * facing + random.normal(0, 0.08, len(labels)), 0, 1)
+    cos, sin = math.cos(turn), math.sin(turn)
+    points = points @ np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    return Scan(points.astype(np.float32), strength.astype(np.float32), labels.astype(np.int64))
+
+
+def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things:
+    """What stands on a street along x, whose sidewalks begin at |y| = `street` and end `walk` further out."""
+    rows: list[tuple[Any, ...]] = []
+
+    def put(name: str, x: float, y: float, size: tuple[float, float, float], yaw: float = 0.0, **more: Any) -> None:
+        length, width, height = size
+        middle = more.get("above", 0.0) + height / 2 - SENSOR_HEIGHT
+        rows.append(
+            ((x, y, middle), (length / 2, width / 2, height / 2), yaw, more.get("round", False), CLASSES.index(name))
+        )
+
+    def along() -> float:
+        far = random.uniform(5.0, 38.0)  # not where the sensor is
+        return float(far if random.uniform() < 0.5 else -far)
+
+    def side() -> int:
+        return 1 if random.uniform() < 0.5 else -1
+
+    for name, (length, width, height, spread, most) in _VEHICLES.items():
+        for _ in range(random.integers(1, most + 1)):
+            size = tuple(extent * (1 + spread * random.normal()) for extent in (length, width, height))
+            two_wheels = name in ("bicycle", "motorcycle")
+            lane = (street - 0.7) if two_wheels else random.uniform(0.3, 0.75) * street
+            x, y = along(), side() * lane
+            if name == "truck":  # a cab and, behind it, a taller load
+                put(name, x, y, (size[0] * 0.28, size[1], size[2] * 0.8))
+                put(name, x - size[0] * 0.6, y, (size[0] * 0.7, size[1], size[2]))
+            elif name == "construction_vehicle":  # a body and an arm
+                put(name, x, y, size)
+                put(name, x + size[0] * 0.6, y, (size[0] * 0.7, 0.5, 0.5), above=size[2])
+            elif name == "car":  # a body and a cabin
+                put(name, x, y, (size[0], size[1], size[2] * 0.55))
+                put(name, x - 0.2, y, (size[0] * 0.55, size[1] * 0.9, size[2] * 0.45), above=size[2] * 0.55)
+            else:
+                put(name, x, y, size, yaw=random.normal(0, 0.05))
+            if two_wheels and random.uniform() < 0.5:  # its rider counts as it, as in nuScenes
+                put(name, x, y, (0.5, 0.5, 0.8), above=size[2] * 0.7, round=True)
+
+    for _ in range(random.integers(3, 12)):
+        near = street + random.uniform(0.2, walk)
+        put("pedestrian", along(), side() * near, (0.55, 0.55, random.normal(1.72, 0.08)), round=True)
+    x, y = along(), side() * random.uniform(0.2, 0.8) * street
+    for i in range(random.integers(3, 9)):
+        put("traffic_cone", x + 1.5 * i, y, (0.38, 0.38, random.normal(0.75, 0.06)), round=True)
+    x, y = along(), side() * (street + 0.1)
+    for i in range(random.integers(2, 7)):
+        put("barrier", x + 2.0 * i, y, (1.9, 0.5, random.normal(1.0, 0.05)))
+    for where in (-1, 1):
+        edge = street + walk
+        x = -45.0
+        while x < 45.0:
+            length = random.uniform(6.0, 18.0)
+            if random.uniform() < 0.6:
+                depth = random.uniform(6.0, 12.0)
+                gap = random.uniform(0.5, 8.0)
+                put("manmade", x + length / 2, where * (edge + gap + depth / 2), (length, depth, random.uniform(4, 15)))
+            else:
+                for _ in range(random.integers(1, 4)):
+                    crown = random.uniform(1.5, 4.0)
+                    place = (x + random.uniform(0, length), where * (edge + random.uniform(1.0, 6.0)))
+                    put("vegetation", *place, (0.4, 0.4, 2.5), round=True)
+                    put("vegetation", *place, (crown, crown, random.uniform(2.0, 4.0)), above=2.2, round=True)
+            x += length
+        for _ in range(random.integers(0, 4)):  # poles stand where pedestrians do
+            put("manmade", along(), where * (street + 0.4), (0.25, 0.25, random.uniform(4.0, 7.0)), round=True)
+    centre, half, yaw, is_round, label = zip(*rows, strict=True)
+    return _Things(
+        np.array(centre, np.float32),
+        np.array(half, np.float32),
+        np.array(yaw, np.float32),
+        np.array(is_round),
+        np.array(label),
+    )
+
+
+def _ground_class(points: np.ndarray, street: float, walk: float) -> np.ndarray:
+    """The class of points on the ground: street, sidewalk, what lies beyond, and the islands that are neither."""
+    y = np.abs(points[:, 1])
+    label = np.where(y < street, CLASSES.index("driveable_surface"), CLASSES.index("terrain"))
+    label = np.where((y >= street) & (y < street + walk), CLASSES.index("sidewalk"), label)
+    island = (y < 0.12 * street) & (np.abs(points[:, 0]) > 12)  # the street's middle, away from the sensor
+    return np.where(island, CLASSES.index("other_flat"), label)
+
+
+def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
+    """Where rays from the origin meet things: [R, n], inf where they do not."""
+    cos, sin = np.cos(things.yaw), np.sin(things.yaw)
+    turned = np.stack(
+        [
+            ray[:, 0, None] * cos + ray[:, 1, None] * sin,
+            ray[:, 1, None] * cos - ray[:, 0, None] * sin,
+            np.broadcast_to(ray[:, 2, None], (len(ray), len(cos))),
+        ],
+        axis=2,
+    )  # [R, n, 3], in each thing's own axes
+    centre = np.stack(
+        [
+            things.centre[:, 0] * cos + things.centre[:, 1] * sin,
+            things.centre[:, 1] * cos - things.centre[:, 0] * sin,
+            things.centre[:, 2],
+        ],
+        axis=1,
+    )  # [n, 3]
+    one, two = (centre - things.half) / turned, (centre + things.half) / turned  # where the slabs are met
+    enter, leave = np.minimum(one, two), np.maximum(one, two)  # [R, n, 3]
+    start, end = enter.max(2), leave.min(2)
+    # A cylinder is met where the ray's flat part comes within its radius.
+    flat = (turned[..., :2] ** 2).sum(2)
+    middle = (turned[..., :2] * centre[:, :2]).sum(2) / flat
+    away = (centre[:, :2] ** 2).sum(1) - middle**2 * flat
+    depth = np.sqrt(np.maximum(things.half[:, 0] ** 2 - away, 0) / flat)
+    round_start = np.maximum(middle - depth, enter[..., 2])
+    round_end = np.where(away < things.half[:, 0] ** 2, np.minimum(middle + depth, leave[..., 2]), -np.inf)
+    start, end = np.where(things.round, round_start, start), np.where(things.round, round_end, end)
+    return np.where((start <= end) & (start > 0.5), start, np.inf)
+
+
+def seeds(split: str, count: int) -> range:
+    """The scenes of a split, "train" or "val"; no scene is in both, however many there are."""
+    first = {"train": 0, "val": 1_000_000}[split]
+    return range(first, first + count)
+
+
+def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays: int = 240, sweeps: int = 10) -> None:
+    """Write scenes in the layout in which Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``.
+
+    Args:
+        folder: made if it is not there.
+        train: scenes of the training split.
+        val: scenes of the validation split.
+        sweeps: the number that is part of the info files' names.
+    """
+    for split, count in (("train", train), ("val", val)):
+        infos = []
+        for seed in seeds(split, count):
+            seen = scan(seed, rings=rings, rays=rays)
+            token = f"street{seed:06d}"
+            rows = np.zeros((len(seen.labels), 5), np.float32)  # x, y, z, intensity in 0..255, ring
+            rows[:, :3], rows[:, 3] = seen.points, 255 * seen.strength
+            info = {
+                "lidar_path": f"samples/LIDAR_TOP/{token}.pcd.bin",
+                "gt_segment_path": f"lidarseg/v1.0-trainval/{token}_lidarseg.bin",
+                "lidar_token": token,
+            }
+            for key, data in (("lidar_path", rows), ("gt_segment_path", np.array(RAW_LABELS, np.uint8)[seen.labels])):
+                path = folder / "raw" / info[key]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                data.tofile(path)
+            infos.append(info)
+        path = folder / "info" / f"nuscenes_infos_{sweeps}sweeps_{split}.pkl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(infos))

@@ -1,0 +1,306 @@
+"""points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, table A9 of the paper.
+
+`points/scenes` trains torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`). torch-pointcloud has
+no trainer of its own but a module for Lightning, so the loop is here. It follows Pointcept's nuScenes configuration:
+AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns, flips and
+scales, one point of each voxel. Model and scenes are small, so that a cell takes minutes on a CPU; blocks learn at the
+same rate as the rest.
+
+`points/nuscenes` runs Pointcept's own tools/train.py with its own configuration and three lines more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError, PluginError
+
+from . import scenes
+
+RINGS, RAYS = 24, 180
+SMOKE_SCENES, SMOKE_EPOCHS = 4, 2
+SIZES: dict[str, Any] = {
+    "strides": (2, 2),
+    "encoder_depths": (2, 2, 2),
+    "encoder_channels": (32, 64, 96),
+    "encoder_num_heads": (2, 4, 6),
+    "decoder_depths": (1, 1),
+    "decoder_channels": (64, 32),
+    "decoder_num_heads": (4, 2),
+    "drop_path": 0.1,
+}
+PROTOCOL = (
+    "Generated scenes, the same for all cells; the seed sets weights, order and augmentation. The last epoch is "
+    "evaluated, on one point of each voxel; no split selects anything."
+)
+
+
+class Batch(NamedTuple):
+    """Scenes behind each other: features [N, 4], voxels [N, 3], scene [N] and labels [N] of the points."""
+
+    x: Tensor
+    grid: Tensor
+    scene: Tensor
+    label: Tensor
+
+
+def run_scenes(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate a small Point Transformer V3 on generated scenes.
+
+    Args:
+        cell: `task` is "street".
+        progress: called after each scene made and each epoch.
+
+    Returns:
+        Metrics ``miou`` (mean intersection over union of the classes, in %), ``accuracy`` (% of points) and
+        ``seconds_per_epoch``; series ``train_loss`` by epoch; the IoU of every class in the details.
+    """
+    from torch_pointcloud.losses.lovasz import LovaszLoss
+    from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
+
+    options = cell.options
+    epochs = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # sparse convolutions on a CPU are wrong with more
+
+    data: dict[str, list[scenes.Scan]] = {}
+    for split in ("train", "val"):
+        count = min(options[f"{split}_scenes"], SMOKE_SCENES) if cell.smoke else options[f"{split}_scenes"]
+        data[split] = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds(split, count)]
+        progress(0.0, f"{count} scenes to {split}")
+
+    torch.manual_seed(cell.seed)
+    decoder = SIZES["decoder_depths"]
+    model = PointTransformerV3Segmentation(
+        in_channels=4,
+        num_classes=len(scenes.CLASSES),
+        encoder_patch_size=(options["patch_size"],) * len(SIZES["encoder_depths"]),
+        decoder_patch_size=(options["patch_size"],) * len(decoder),
+        attention=cell.attention,
+        **SIZES,
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options["lr"], weight_decay=0.005)
+    steps = math.ceil(len(data["train"]) / options["batch_size"])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        options["lr"],
+        epochs=epochs,
+        steps_per_epoch=steps,
+        pct_start=0.1,
+        div_factor=10,
+        final_div_factor=100,
+    )
+    cross_entropy, lovasz = nn.CrossEntropyLoss(), LovaszLoss()
+    random = np.random.default_rng(cell.seed)
+    losses: list[float] = []
+    started = time.perf_counter()
+    for epoch in range(epochs):
+        model.train()
+        total = torch.zeros((), device=device)
+        for batch in batches(data["train"], options, random, device):
+            logits = model(batch.x, batch.grid, batch.scene)
+            loss = cross_entropy(logits, batch.label) + lovasz(logits, batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        losses.append(total.item() / steps)
+        progress((epoch + 1) / epochs, f"epoch {epoch + 1} loss {losses[-1]:.3f}")
+    seconds = time.perf_counter() - started
+
+    model.eval()
+    confusion = torch.zeros(len(scenes.CLASSES), len(scenes.CLASSES), dtype=torch.long, device=device)  # truth × guess
+    with torch.no_grad():
+        for batch in batches(data["val"], options, None, device):
+            guess = model(batch.x, batch.grid, batch.scene).argmax(1)
+            pairs = batch.label * len(scenes.CLASSES) + guess
+            confusion += pairs.bincount(minlength=confusion.numel()).view_as(confusion)
+    iou = intersection_over_union(confusion)
+    return Result(
+        metrics={
+            "miou": 100 * float(np.nanmean(list(iou.values()))),
+            "accuracy": 100 * (confusion.diagonal().sum() / confusion.sum()).item(),
+            "seconds_per_epoch": seconds / epochs,
+        },
+        series={"train_loss": losses},
+        details={
+            "protocol": PROTOCOL,
+            "iou": {name: 100 * value for name, value in iou.items()},
+            "injected": str(model.attention_report),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "points_per_scene": sum(len(one.labels) for one in data["val"]) / len(data["val"]),
+            "voxels_per_scene": int(confusion.sum()) / len(data["val"]),
+        },
+    )
+
+
+def intersection_over_union(confusion: Tensor) -> dict[str, float]:
+    """IoU of every class from a confusion matrix (truth × guess); NaN for a class that is neither there nor guessed."""
+    hit = confusion.diagonal().double()
+    union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
+    return dict(zip(scenes.CLASSES, (hit / union).tolist(), strict=True))
+
+
+def batches(
+    scans: list[scenes.Scan], options: Any, random: np.random.Generator | None, device: torch.device
+) -> Iterator[Batch]:
+    """Every scan once: in a random order and augmented, or as it is where `random` is None."""
+    order = np.arange(len(scans)) if random is None else random.permutation(len(scans))
+    for first in range(0, len(scans), options["batch_size"]):
+        parts = [voxels(scans[i], options["grid_size"], random) for i in order[first : first + options["batch_size"]]]
+        scene = np.repeat(np.arange(len(parts)), [len(label) for _, _, label in parts])
+        x, grid, label = (np.concatenate(column) for column in zip(*parts, strict=True))
+        yield Batch(*(torch.from_numpy(array).to(device) for array in (x, grid, scene, label)))
+
+
+def voxels(
+    scan: scenes.Scan, size: float, random: np.random.Generator | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One point of each voxel: position and strength [N, 4], voxel [N, 3], label [N]. Augmented where `random` is."""
+    points = scan.points
+    order = np.arange(len(points))
+    if random is not None:
+        angle = random.uniform(-math.pi, math.pi)
+        turn = np.array([[math.cos(angle), math.sin(angle), 0], [-math.sin(angle), math.cos(angle), 0], [0, 0, 1]])
+        turn *= random.uniform(0.9, 1.1)
+        turn[:, 1] *= random.choice([-1.0, 1.0])
+        points = (points @ turn).astype(np.float32)
+        order = random.permutation(len(points))
+    grid = np.floor((points - points.min(0)) / size).astype(np.int64)
+    _, first = np.unique(grid[order], axis=0, return_index=True)
+    kept = order[first]
+    x = np.concatenate([points[kept], scan.strength[kept, None]], axis=1)
+    return x, grid[kept], scan.labels[kept]
+
+
+# --- nuScenes ---------------------------------------------------------------------------------------------------------
+
+
+def run_nuscenes(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate on nuScenes with Pointcept's own trainer, in a process of its own.
+
+    Args:
+        cell: `data` is the folder with info/ and raw/ that Pointcept's preprocessing leaves.
+        progress: called as the trainer logs.
+
+    Returns:
+        Metrics ``miou``, the last of Pointcept's validation results (that of its precise evaluation at the end, where
+        the configuration has one), and ``best_val_miou``, the best of those after each epoch, both in %; series
+        ``train_loss`` and ``val_miou`` by epoch.
+
+    Raises:
+        PluginError: Pointcept cannot be imported, or its trainer fails.
+        ConfigError: the data or the configuration is not there.
+    """
+    root = checkout()
+    options = cell.options
+    base = root / "configs" / options["config"]
+    if not base.is_file():
+        raise ConfigError(f"option config is '{options['config']}', which is no file in {root / 'configs'}")
+    if cell.data is None or not (cell.data / "info").is_dir() or not (cell.data / "raw").is_dir():
+        raise ConfigError(
+            f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
+            "preprocess_nuscenes_info.py has written"
+        )
+    out = cell.workdir / "exp"
+    config = cell.workdir / "quest.py"
+    config.write_text(nuscenes_config(cell, base, out))
+    command = [sys.executable, str(root / "tools" / "train.py"), "--config-file", str(config)]
+    command += ["--num-gpus", str(options["gpus"]), "--options", f"save_path={out}"]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    started = time.perf_counter()
+    losses: list[float] = []
+    mious: list[float] = []
+    tail: list[str] = []
+    report = ""
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail = [*tail[-40:], line]
+            report = line.strip().removeprefix("quest: ") if line.startswith("quest: attention=") else report
+            if match := re.search(r"Train: \[(\d+)/(\d+)\]\[(\d+)/(\d+)\].* loss: ([\d.]+)", line):
+                epoch, epochs, step, steps = (int(number) for number in match.groups()[:4])
+                if step % 50 == 0:
+                    progress((epoch - 1 + step / steps) / epochs, f"epoch {epoch} loss {match[5]}")
+            elif match := re.search(r"Train result: loss: ([\d.]+)", line):
+                losses.append(float(match[1]))
+            elif match := re.search(r"Val result: mIoU/mAcc/allAcc ([\d.]+)", line):
+                mious.append(100 * float(match[1]))
+                progress(len(losses) / _epochs(cell), f"epoch {len(losses)} mIoU {mious[-1]:.2f}")
+    if process.returncode or not mious:
+        raise PluginError(
+            f"Pointcept's trainer ended with status {process.returncode}; its last lines:\n{''.join(tail)}"
+        )
+    after_epochs = mious[: len(losses)]
+    return Result(
+        metrics={
+            "miou": mious[-1],
+            "best_val_miou": max(after_epochs),
+            "seconds_per_epoch": (time.perf_counter() - started) / len(losses),
+        },
+        series={"train_loss": losses, "val_miou": after_epochs},
+        details={"injected": report, "config": options["config"], "precise_evaluation": len(mious) > len(losses)},
+    )
+
+
+def _epochs(cell: Cell) -> int:
+    return 1 if cell.smoke else int(cell.options["epochs"])
+
+
+def checkout() -> Path:
+    """The folder of the Pointcept that can be imported; raises PluginError where there is none."""
+    found = importlib.util.find_spec("pointcept")
+    if found is None or found.origin is None:
+        raise PluginError(
+            "points/nuscenes trains with Pointcept, which cannot be imported; put a checkout on PYTHONPATH"
+        )
+    root = Path(found.origin).parents[1]
+    if not (root / "tools" / "train.py").is_file():
+        raise PluginError(f"Pointcept at {root} has no tools/train.py; use a whole checkout")
+    return root
+
+
+def nuscenes_config(cell: Cell, base: Path, out: Path) -> str:
+    """Pointcept's configuration with another attention, the user's data and this cell's seed."""
+    attention = AttentionConfig.parse(cell.attention).to_dict()
+    data = {split: {"data_root": str(cell.data)} for split in ("train", "val", "test")}
+    lines = [
+        f"_base_ = [{str(base)!r}]",
+        "custom_imports = dict(imports=['quest_pointcept'], allow_failed_imports=False)",
+        f"model = dict(backbone=dict(attention={attention!r}))",
+        f"data = {data!r}",
+        f"epoch = eval_epoch = {_epochs(cell)}",
+        f"batch_size = {cell.options['batch_size']}",
+        f"num_worker = {cell.options['workers']}",
+        f"seed = {cell.seed}",
+        f"save_path = {str(out)!r}",
+        "enable_wandb = False",
+    ]
+    if cell.smoke:  # no long evaluation at the end, no half precision, which a CPU may not have
+        kept = ("CheckpointLoader", "ModelHook", "InformationWriter", "SemSegEvaluator", "CheckpointSaver")
+        lines += [f"hooks = {[{'type': name} for name in kept]!r}", "enable_amp = False", "mix_prob = 0"]
+    return "\n".join([*lines, ""])

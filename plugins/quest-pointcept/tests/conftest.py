@@ -1,0 +1,46 @@
+"""What all tests need: `environment/` for spconv on a CPU, and a word on the tests that need Pointcept itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE)]
+try:
+    import quest_pointcept_environment  # there already where ./dev made the environment
+except ModuleNotFoundError:
+    sys.path.append(str(HERE.parent / "environment"))
+    import quest_pointcept_environment  # noqa: F401
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # spconv's sums on a CPU are wrong with more
+
+ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
+REQUIRED = os.environ.get("QUEST_REQUIRE_POINTCEPT") == "1"
+NOT_RUN = (
+    "quest-pointcept: the tests in a real Pointcept DID NOT RUN (test_pointcept.py): set QUEST_POINTCEPT_ROOT to a "
+    "checkout whose requirements are installed; QUEST_REQUIRE_POINTCEPT=1 makes their absence a failure"
+)
+
+if ROOT:
+    sys.path.insert(0, ROOT)
+    sys.path[:0] = [str(HERE.parent / "benchmarks")]
+    CPU = str(HERE.parent / "benchmarks" / "cpu")
+    sys.path.append(CPU)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CPU, os.environ.get("PYTHONPATH")]))  # for children
+    spec = importlib.util.spec_from_file_location("pointcept_on_a_cpu", f"{CPU}/sitecustomize.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+elif not REQUIRED:
+    collect_ignore = ["test_pointcept.py"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not ROOT:
+        terminalreporter.section("not run", red=True)
+        terminalreporter.line(NOT_RUN, red=True, bold=True)

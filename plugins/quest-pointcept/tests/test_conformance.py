@@ -1,0 +1,181 @@
+"""Through the suite that all adapters inherit: torch-pointcloud's models, and a stand-in for Pointcept's attention."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from clouds import clouds
+from stand_in import Stages
+from torch_pointcloud.models.point_transformer_v3 import (
+    PointTransformerV3Classification,
+    PointTransformerV3Encoder,
+    PointTransformerV3Segmentation,
+)
+
+import quest_pointcept  # noqa: F401
+from quest_core.testing import AdapterConformance
+from quest_pointcept import PointceptAdapter
+
+FAMILIES_WITHOUT_SCORES = ("linear", "cosine", "aft-simple", "aft-local")
+
+
+class Conformance(AdapterConformance):
+    adapter = PointceptAdapter()
+
+
+class TorchPointcloud(Conformance):
+    autocasts = False  # spconv has no bfloat16 on a CPU
+    compiles = False  # and cannot be traced
+
+
+class Segmentation(TorchPointcloud):
+    """torch-pointcloud's encoder and decoder."""
+
+    sites = 5
+    attn_kind = "default"
+    refused = ("aft-conv",)
+    widths = (16, 32)
+
+    def make_model(self):
+        return PointTransformerV3Segmentation(
+            in_channels=4,
+            num_classes=5,
+            strides=(2,),
+            encoder_depths=(2, 2),
+            encoder_channels=self.widths,
+            encoder_num_heads=(2, 4),
+            encoder_patch_size=(8, 8),
+            decoder_depths=(1,),
+            decoder_channels=self.widths[:1],
+            decoder_num_heads=(2,),
+            decoder_patch_size=(16,),
+            drop_path=0.1,
+            attn_drop=self.attn_drop,
+            proj_drop=0.1,
+            attn_kind=self.attn_kind,
+            use_flash_attn=False,
+        )
+
+    attn_drop = 0.0
+
+    def make_inputs(self):
+        return clouds(45, 30, 5)
+
+
+class TestSegmentation(Segmentation):
+    pass
+
+
+class TestSegmentationDropout(Segmentation):
+    """Dropout on the weights: the numbers must come from the host's own stream."""
+
+    attn_drop = 0.2
+    refused = ("linear", "aft-simple")
+
+
+class TestSegmentationRelative(Segmentation):
+    attn_kind = "rpe"
+    refused = FAMILIES_WITHOUT_SCORES
+
+
+class TestSegmentationRotary(Segmentation):
+    attn_kind = "rope"
+    widths = (24, 48)
+    refused = ("aft-simple", "aft-full", "aft-local")
+
+    def make_inputs(self):
+        x, grid, batch = clouds(45, 30, 5)
+        return x, grid, batch, grid.float() / 4
+
+
+class TestClassification(TorchPointcloud):
+    sites = 2
+
+    def make_model(self):
+        return PointTransformerV3Classification(
+            in_channels=4,
+            num_classes=3,
+            strides=(2,),
+            encoder_depths=(1, 1),
+            encoder_channels=(16, 16),
+            encoder_num_heads=(2, 2),
+            encoder_patch_size=(8, 8),
+            use_flash_attn=False,
+        )
+
+    def make_inputs(self):
+        return clouds(40, 30, 5)
+
+
+class TestSonataEncoder(TorchPointcloud):
+    """Grid pooling, a linear stem and layer norms: the encoder of Sonata, Concerto and Utonia."""
+
+    sites = 3
+
+    def make_model(self):
+        return PointTransformerV3Encoder(
+            in_channels=4,
+            strides=(2,),
+            encoder_depths=(1, 2),
+            encoder_channels=(16, 32),
+            encoder_num_heads=(2, 2),
+            encoder_patch_size=(8, 8),
+            use_flash_attn=False,
+            pooling="grid",
+            stem_type="linear",
+            norm="layer_norm",
+            norm_kwargs={"mode": "node"},
+        )
+
+    def make_inputs(self):
+        return clouds(45, 30)
+
+
+class StandIn(Conformance):
+    """Pointcept's attention, which is called with a Point."""
+
+    sites = 4
+    compiles = False  # layouts are made on the host, and Points are no tensors
+    refused = ("aft-conv",)
+    options: ClassVar[dict] = {}
+
+    def make_model(self):
+        return Stages(proj_drop=0.1, **self.options)
+
+    def make_inputs(self):
+        return clouds(37, 24, 19)
+
+
+class TestPoint(StandIn):
+    pass
+
+
+class TestPointSmallCloud(StandIn):
+    """Without flash, every patch shrinks to the smallest cloud."""
+
+    def make_inputs(self):
+        return clouds(37, 12, 6)
+
+
+class TestPointFlash(StandIn):
+    """With it, patches keep their size, and a small cloud is a short patch."""
+
+    options: ClassVar[dict] = {"enable_flash": True}
+
+    def make_inputs(self):
+        return clouds(37, 12, 6)
+
+
+class TestPointDropout(StandIn):
+    options: ClassVar[dict] = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
+    refused = ("linear", "aft-simple")
+
+
+class TestPointRelative(StandIn):
+    options: ClassVar[dict] = {"enable_rpe": True}
+    refused = FAMILIES_WITHOUT_SCORES
+
+
+class TestPointRotary(StandIn):
+    options: ClassVar[dict] = {"rotary": True, "enable_flash": True}
+    refused = ("aft-simple", "aft-full")

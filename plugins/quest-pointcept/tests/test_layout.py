@@ -1,0 +1,71 @@
+"""Patches: against the definition, cloud by cloud."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from clouds import clouds
+from stand_in import serialised
+
+from quest_core import InputError
+from quest_pointcept.layout import lay_out, patches_of
+
+
+def by_definition(counts, size):
+    """The positions that each patch holds, and those of them that are its own."""
+    patches, begin = [], 0
+    for n in counts:
+        for first in range(0, n, size):
+            own = list(range(begin + first, begin + min(first + size, n)))
+            lent = [] if n <= size else list(range(begin + first + len(own) - size, begin + first))
+            patches.append((own + lent, own))
+        begin += n
+    return patches
+
+
+@pytest.mark.parametrize("counts", [[1], [8], [7, 8, 9], [16, 8], [17, 3, 40], [5, 5], [64, 1, 1]])
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_patches_are_those_of_the_definition(counts, size):
+    patches = lay_out(counts, size, torch.device("cpu"))
+    expected = by_definition(counts, size)
+    bounds = patches.plan.cu_seqlens_q.tolist()
+    held = [patches.slots[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    assert held == [holds for holds, _ in expected]
+    # Every point takes its output from the slot that is its own.
+    own = [slot for (_, mine), start in zip(expected, bounds, strict=False) for slot in range(start, start + len(mine))]
+    assert patches.rows.tolist() == own
+    assert patches.slots[patches.rows].tolist() == list(range(sum(counts)))
+    sizes = {len(holds) for holds in held}
+    assert patches.size == (sizes.pop() if len(sizes) == 1 else None)
+    assert patches.plan.longest[0] == max(len(holds) for holds in held)
+
+
+@pytest.mark.parametrize("counts", [[17, 3, 40], [5, 5], [2]])
+def test_padding_fills_every_patch_to_the_longest(counts):
+    patches = lay_out(counts, 8, torch.device("cpu"))
+    padded = patches.padded
+    expected = by_definition(counts, 8)
+    rows = padded.slots.unflatten(0, (-1, padded.size)).tolist()
+    assert [row[: len(holds)] for row, (holds, _) in zip(rows, expected, strict=True)] == [
+        holds for holds, _ in expected
+    ]
+    assert padded.real.sum(1).tolist() == [len(holds) for holds, _ in expected]
+    assert padded.slots[padded.rows].tolist() == list(range(sum(counts)))
+    assert padded.real.flatten()[padded.rows].all()
+
+
+def test_a_layout_is_made_once_for_each_size():
+    x, grid, batch = clouds(20, 9)
+    point = serialised(x, grid, batch)
+    assert patches_of(point, 4) is patches_of(point, 4)
+    assert patches_of(point, 8) is not patches_of(point, 4)
+    assert patches_of(point, 8).size == 8
+    copied = type(point)(point)  # as Pointcept copies a Point; what lies in it must survive that
+    assert patches_of(copied, 4) is patches_of(point, 4)
+
+
+def test_clouds_without_points_are_told():
+    with pytest.raises(InputError, match=r"the clouds have \[3, 0\] points"):
+        lay_out([3, 0], 4, torch.device("cpu"))

@@ -1,0 +1,484 @@
+"""What users touch: `attention` in torch-pointcloud, training, checkpoints, every mechanism, child processes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import warnings
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from clouds import clouds
+from spawned import Config, torch_pointcloud_model
+from stand_in import Point, Stages, serialised
+from torch import nn
+from torch_pointcloud import create_model
+from torch_pointcloud.models.concerto import ConcertoSegmentation
+from torch_pointcloud.models.point_transformer_v3 import (
+    PointTransformerV3Classification,
+    PointTransformerV3Encoder,
+    PointTransformerV3Segmentation,
+)
+from torch_pointcloud.models.sonata import SonataSegmentation
+from torch_pointcloud.models.utonia import UtoniaSegmentation
+
+import quest_core
+from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
+from quest_core.registry import parts
+from quest_pointcept import PointceptAdapter
+from quest_pointcept.configs import HERE as CONFIGS
+from quest_pointcept.configs import install_configs
+from quest_pointcept.hosts import carry_to_children, compare_attention, guard_checkpoints
+
+ENCODER = {
+    "in_channels": 4,
+    "strides": (2,),
+    "encoder_depths": (2, 2),
+    "encoder_channels": (16, 32),
+    "encoder_num_heads": (2, 4),
+    "encoder_patch_size": (8, 8),
+    "drop_path": 0.0,
+    "use_flash_attn": False,
+}
+SEGMENTATION = {
+    **ENCODER,
+    "num_classes": 5,
+    "decoder_depths": (1,),
+    "decoder_channels": (16,),
+    "decoder_num_heads": (2,),
+    "decoder_patch_size": (8,),
+}
+
+
+def mechanisms(model):
+    return [part for part in model.modules() if isinstance(part, Mechanism)]
+
+
+# --- torch-pointcloud, end to end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attention", ["standard", "quest", "quest+gqa(kv_heads=1)", "aft-local(max_length=8, window=3, rank=4)"]
+)
+def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
+    torch.manual_seed(0)
+    model = PointTransformerV3Segmentation(**SEGMENTATION, attention=attention)
+    assert [str(m.config) for m in mechanisms(model)] == [str(quest_core.AttentionConfig.parse(attention))] * 5
+    x, grid, batch = clouds(60, 45, 5)
+    label = (grid[:, 0] > 7).long() + 2 * (grid[:, 1] > 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = copy.deepcopy(model.state_dict())
+    losses = []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(x, grid, batch), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    trained = dict(model.named_parameters())
+    still = [name for name, p in trained.items() if torch.equal(p, before[name]) and "attn" in name]
+    assert still == []
+    model.eval()
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    again = PointTransformerV3Segmentation(**SEGMENTATION, attention=attention).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        again.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True), strict=True)
+    torch.manual_seed(1)  # the orders are shuffled in evaluation, too
+    want = model(x, grid, batch)
+    torch.manual_seed(1)
+    torch.testing.assert_close(again(x, grid, batch), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sites"),
+    [
+        (PointTransformerV3Encoder, ENCODER, 4),
+        (PointTransformerV3Classification, {**ENCODER, "num_classes": 3}, 4),
+        (SonataSegmentation, {**ENCODER, "num_classes": 3}, 4),
+        (ConcertoSegmentation, {**ENCODER, "num_classes": 3}, 4),
+        (UtoniaSegmentation, {**ENCODER, "encoder_channels": (24, 48), "num_classes": 3}, 4),
+    ],
+)
+def test_every_model_takes_the_key(kind, options, sites, capsys):
+    model = kind(**options, attention="quest")
+    assert len(mechanisms(model)) == sites
+    told = capsys.readouterr().err
+    assert told.count("attention=quest in 4 modules") == 1
+    assert str(model.attention_report) in told
+
+
+def test_the_registry_of_models_takes_the_key():
+    model = create_model("ptv3-base.scannet20.pointcept", attention="quest")  # whose default is flash-attn
+    sites = list(PointceptAdapter().sites(model))
+    assert len(sites) == 22
+    assert all(site.module.packed for site in sites)
+
+
+def test_a_misspelling_is_told_before_anything_is_built():
+    with pytest.raises(ConfigError, match="did you mean 'quest'"):
+        PointTransformerV3Encoder(**ENCODER, attention="quset")
+
+
+def test_the_hosts_own_call_is_unchanged():
+    torch.manual_seed(0)
+    model = PointTransformerV3Encoder(**ENCODER)
+    assert mechanisms(model) == []
+
+
+# --- without flash-attn -----------------------------------------------------------------------------------------------
+
+
+def test_flash_is_not_needed():
+    """The default of torch-pointcloud cannot be built without flash-attn; with an attention it can and runs."""
+    with pytest.raises(ImportError, match="flash_attn"):
+        PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True})
+    torch.manual_seed(0)
+    model = PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True}, attention="standard").eval()
+    torch.manual_seed(0)
+    stock = PointTransformerV3Segmentation(**SEGMENTATION).eval()
+    whole = clouds(64, 40)  # no cloud smaller than a patch: there both layouts are the same
+    torch.manual_seed(1)
+    want = stock(*whole)
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(*whole), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
+def test_what_flash_excludes_is_told(option):
+    with pytest.raises(ConfigError, match="use_flash_attn=False"):
+        PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True, **option}, attention="quest")
+
+
+def test_a_small_cloud_attends_to_itself_alone():
+    """With its own length, a small cloud gives the same alone and beside others."""
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(enable_flash=True), "quest", adapter=PointceptAdapter())[0].eval()
+    x, grid, batch = clouds(40, 5)
+    small = batch == 1
+    together = model(x, grid, batch)[-2:]
+    alone = model(x[small], grid[small], batch[small] - 1)[-2:]
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+# --- every mechanism --------------------------------------------------------------------------------------------------
+
+NEEDS = {
+    "gqa": "(kv_heads=2)",
+    "kdgqa": "(kv_heads=2)",
+    "dgqa": "(kv_heads=2)",
+    "pgqa": "(kv_heads=2)",
+    "aft-conv": "(dims=1, window=5)",
+}
+SCORES = [part.name for part in parts().values() if part.axis == "score"]
+NORMALISERS = [part.name for part in parts().values() if part.axis == "normaliser"]
+GROUPINGS = [part.name for part in parts().values() if part.axis == "grouping"]
+FAMILIES = [part.name for part in parts().values() if part.axis == "family"]
+
+
+def spelt(name):
+    return name + NEEDS.get(name, "")
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("name", [*SCORES, *(f"quest+{name}" for name in NORMALISERS + GROUPINGS), *FAMILIES])
+def test_every_mechanism_trains(name, flash):
+    head, _, tail = name.partition("+")
+    attention = f"{head}+{spelt(tail)}" if tail else spelt(name)
+    torch.manual_seed(0)
+    stages = Stages(enable_flash=flash, heads=(4, 4))
+    model = quest_core.inject(stages, attention, adapter=PointceptAdapter(), fresh=True)[0]
+    out = model(*clouds(37, 12, 6))
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("score", ["standard", "quest", "qknorm", "elliptical-quest"])
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_the_axes_combine(score, normaliser, grouping):
+    attention = f"{score}+{normaliser}+{spelt(grouping)}"
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(enable_flash=True, heads=(4, 4)), attention, adapter=PointceptAdapter())[0]
+    model(*clouds(20, 5)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "why"),
+    [
+        ("aft-conv", {}, r"lie on a line; write aft-conv\(dims=1\)"),
+        ("aft-conv(dims=1, prefix=1)", {}, "without grid and prefix"),
+        ("aft-local(max_length=7)", {}, r"patches have 8 points and max_length is 7; write aft-local\(max_length=8\)"),
+        ("aft-simple", {"enable_rpe": True}, "relative position bias is added to scores"),
+        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
+        ("aft-full", {"rotary": True}, "rotary positions act where queries meet keys"),
+        ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(attention, options, why):
+    with pytest.raises(UnsupportedError, match=f"{why}.*Possible here: .*quest"):
+        quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
+
+
+def test_heads_that_do_not_divide_are_told():
+    with pytest.raises(ConfigError, match="kv_heads is 3"):
+        quest_core.inject(Stages(), "gqa(kv_heads=3)", adapter=PointceptAdapter())
+
+
+def test_pooled_keys_cannot_be_spread_again():
+    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter())[0]
+    with pytest.raises(UnsupportedError, match="cannot be cut for fewer keys"):
+        quest_core.inject(model, "quest", adapter=PointceptAdapter())
+    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter())
+
+
+def test_learned_positions_see_patches_of_one_size():
+    """Without flash the host's patches shrink to the smallest cloud; positions would then mean something else."""
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(patch_size=8), "aft-full(max_length=8)", adapter=PointceptAdapter())[0].eval()
+    x, grid, batch = clouds(40, 5)
+    large = batch == 0
+    together, alone = model(x, grid, batch), model(x[large], grid[large], batch[large])
+    torch.testing.assert_close(together[:20], alone, rtol=1e-5, atol=1e-5)
+
+
+# --- elliptical -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_elliptical_compares_each_point_with_itself(flash):
+    """Blocks follow other curves, so a point lies in another patch; its values are still compared with its own."""
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(enable_flash=flash), "elliptical", adapter=PointceptAdapter())[0].double().eval()
+    first, second = (model.enc0[name].attn for name in ("block0", "block1"))
+    values, got = {}, {}
+    for name, attention in (("before", first), ("own", second)):
+        attention.qkv.register_forward_hook(
+            lambda module, given, out, name=name: values.update({name: out[:, 48:].unflatten(1, (4, 6))})
+        )
+    metric = type(second.mechanism.score)._metric
+    x, grid, batch = clouds(37, 12, 6)
+
+    def spy(own, before, *rest):
+        got["metric"] = metric(own, before, *rest)
+        return got["metric"]
+
+    second.mechanism.score._metric = spy
+    point = serialised(model.stem(x.double()), grid, batch)
+    model.enc0["block1"](model.enc0["block0"](point))
+    size = 8 if flash else 6
+    order = point.serialized_order[1]
+    change = (values["own"] - values["before"]).abs()  # [N, H, D]
+    row = 0
+    for begin, end in ((0, 37), (37, 49), (49, 55)):
+        for start in range(begin, end, size):
+            held = list(range(start, min(start + size, end)))
+            if end - begin > size:
+                held += range(start + len(held) - size, start)
+            mean = change[order[held]].mean(0)  # [H, D]
+            torch.testing.assert_close(got["metric"][row, :, 0], mean / mean.amax(-1, keepdim=True))
+            row += 1
+    assert row == len(got["metric"])
+
+
+def test_elliptical_is_plain_at_the_border_of_a_stage():
+    """Also where the next stage happens to have the same numbers of points, heads and features."""
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(heads=(4, 4), alike=True), "elliptical", adapter=PointceptAdapter())[0]
+    follows = [site.module.mechanism.score._previous[0] is not None for site in PointceptAdapter().sites(model)]
+    assert follows == [False, True, False, True]
+
+
+def test_elliptical_needs_two_blocks_in_a_stage():
+    with pytest.raises(quest_core.InjectionError, match="no layer follows another"):
+        PointTransformerV3Encoder(**{**ENCODER, "encoder_depths": (1, 1)}, attention="elliptical")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=2)"])
+def test_what_was_frozen_stays_frozen(attention):
+    stages = Stages(heads=(4, 4))
+    stages.enc0.requires_grad_(False)
+    model = quest_core.inject(stages, attention, adapter=PointceptAdapter())[0]
+    assert not any(p.requires_grad for p in model.enc0.parameters())
+    assert all(p.requires_grad for p in model.enc1.parameters())
+
+
+def test_a_wrapped_qkv_is_kept():
+    """LoRA wraps qkv; an attention of the same shape keeps the wrapper, one of another shape says what to do."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+            self.extra = nn.Parameter(torch.zeros(base.out_features))
+
+        @property
+        def weight(self):
+            return self.base_layer.weight
+
+        def forward(self, x):
+            return self.base_layer(x) + self.extra
+
+    stages = Stages()
+    for site in PointceptAdapter().sites(stages):
+        site.module.qkv = Wrapped(site.module.qkv)
+    with pytest.raises(UnsupportedError, match="its qkv is a Wrapped with 72 rows.*choose the attention first"):
+        quest_core.inject(stages, "quest+gqa(kv_heads=1)", adapter=PointceptAdapter())
+    model = quest_core.inject(stages, "quest", adapter=PointceptAdapter())[0]
+    model(*clouds(20, 9)).square().sum().backward()
+    assert all(site.module.qkv.extra.grad.abs().sum() > 0 for site in PointceptAdapter().sites(model))
+
+
+def test_a_stock_checkpoint_is_pooled_on_load():
+    torch.manual_seed(0)
+    stock, model = Stages(), Stages()
+    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter())
+    model.load_state_dict(stock.state_dict(), strict=True)
+    theirs, ours = stock.enc0["block0"].attn.qkv.weight, model.enc0["block0"].attn.qkv.weight
+    q, k, v = theirs.view(3, 4, 6, 24)
+    pooled = [part.view(2, 2, 6, 24).mean(1).flatten(0, 1) for part in (k, v)]
+    torch.testing.assert_close(ours, torch.cat([q.flatten(0, 1), *pooled]))
+
+
+def test_narrow_keys_do_not_take_a_stock_checkpoint():
+    model = quest_core.inject(Stages(), "aft-conv(dims=1)", adapter=PointceptAdapter())[0]
+    with pytest.raises(RuntimeError, match=r"size mismatch for enc0.block0.attn.qkv.weight"):
+        model.load_state_dict(Stages().state_dict())
+
+
+def test_calibration_scales_the_queries():
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(), "standard", adapter=PointceptAdapter())[0].eval()
+    _, report = quest_core.calibrate(model, [clouds(40, 20), clouds(30)], forward=lambda m, batch: m(*batch))
+    assert len(report.layers) == 4
+    assert {str(m.config) for m in mechanisms(model)} == {"quest"}
+
+
+# --- checkpoints of Pointcept's trainer -------------------------------------------------------------------------------
+
+
+def save(path, attention):
+    torch.manual_seed(0)
+    model = Stages() if attention is None else quest_core.inject(Stages(), attention, adapter=PointceptAdapter())[0]
+    torch.save({"epoch": 1, "state_dict": model.state_dict()}, path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("trained", "built", "differ"),
+    [
+        ("quest", "quest", False),
+        ("quest", "standard", True),
+        ("quest", None, True),
+        ("standard", None, False),
+        (None, None, False),
+    ],
+)
+def test_a_checkpoint_of_another_attention_is_noticed(trained, built, differ, tmp_path):
+    path = tmp_path / "model_last.pth"
+    save(path, trained)
+    model = save(tmp_path / "other.pth", built)
+    if differ:
+        with pytest.warns(AttentionMismatchWarning, match="was trained with attention 'quest' and is loaded into"):
+            compare_attention(path, model, resume=False)
+        with pytest.raises(ConfigError, match="resume with model.backbone.attention='quest'"):
+            compare_attention(path, model, resume=True)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        compare_attention(path, model, resume=False)
+        compare_attention(path, model, resume=True)
+
+
+def test_stock_weights_start_a_quest_model_but_do_not_resume_one(tmp_path):
+    path = tmp_path / "model_last.pth"
+    save(path, None)
+    model = save(tmp_path / "other.pth", "quest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        compare_attention(path, model, resume=False)
+    with pytest.raises(ConfigError, match="trained with attention 'standard' and the model has 'quest'"):
+        compare_attention(path, model, resume=True)
+
+
+def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
+    class Loader:
+        """Pointcept's CheckpointLoader copies the weights into a mapping that knows nothing of them."""
+
+        def before_train(self):
+            given = torch.load(self.trainer.cfg.weight, weights_only=False)["state_dict"]
+            self.trainer.model.load_state_dict(OrderedDict(given.items()), strict=False)
+
+    guard_checkpoints(Loader)
+    wrapped = Loader.before_train
+    guard_checkpoints(Loader)
+    assert Loader.before_train is wrapped
+    path = tmp_path / "model_last.pth"
+    save(path, "quest")
+    loader = Loader()
+    loader.trainer = SimpleNamespace(
+        model=save(tmp_path / "other.pth", "standard"), cfg=SimpleNamespace(weight=str(path), resume=False)
+    )
+    with pytest.warns(AttentionMismatchWarning):
+        loader.before_train()
+
+
+# --- child processes and configurations -------------------------------------------------------------------------------
+
+
+def test_a_spawned_child_knows_the_plugin():
+    """The Config that it is handed brings the plugin along, though the child never imported it."""
+    carry_to_children(Config)
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    child = context.Process(target=torch_pointcloud_model, args=(Config(**ENCODER, attention="quest"), answers))
+    child.start()
+    child.join(300)
+    assert child.exitcode == 0
+    known, report = answers.get()
+    assert known
+    assert report.startswith("attention=quest in 4 modules")
+
+
+def test_every_configuration_is_its_base_and_three_lines(tmp_path):
+    paths = sorted(CONFIGS.glob("*/*.py"))
+    assert {path.parent.name for path in paths} == {"nuscenes", "scannet", "s3dis", "waymo"}
+    for path in paths:
+        assert len(path.read_text().splitlines()) == 3
+        scope: dict = {}
+        exec(path.read_text(), scope)
+        assert scope["custom_imports"] == {"imports": ["quest_pointcept"], "allow_failed_imports": False}
+        attention = quest_core.AttentionConfig.parse(scope["model"]["backbone"]["attention"])
+        (base,) = scope["_base_"]
+        assert path.stem.startswith(os.path.splitext(base)[0].removeprefix("./"))
+        assert path.stem.removesuffix(attention.name.replace("+", "-")) != path.stem
+    with pytest.raises(ConfigError, match="is it Pointcept's checkout"):
+        install_configs(tmp_path)
+    for path in paths:
+        scope = {}
+        exec(path.read_text(), scope)
+        base = tmp_path / "configs" / path.parent.name / scope["_base_"][0]
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base.touch()
+    made = install_configs(tmp_path)
+    assert [path.relative_to(tmp_path / "configs") for path in made] == [path.relative_to(CONFIGS) for path in paths]
+    assert all(path.is_file() for path in made)
+
+
+def test_a_point_survives_what_pointcept_does_with_it():
+    """It is copied through its constructor, which rebuilds mappings and lists; what the plugin keeps must pass."""
+    torch.manual_seed(0)
+    model = quest_core.inject(Stages(enable_rpe=True), "quest", adapter=PointceptAdapter())[0]
+    x, grid, batch = clouds(20, 9)
+    point = model.enc0["block0"](serialised(model.stem(x), grid, batch))
+    again = model.enc0["block1"](Point(point))
+    assert again.feat.isfinite().all()

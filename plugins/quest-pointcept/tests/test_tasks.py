@@ -1,0 +1,189 @@
+"""The suites, shortened, and the scenes they use."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from quest_core.benchmarks import Cell
+from quest_core.config import Option
+from quest_core.errors import ConfigError, PluginError
+from quest_core.registry import load_info
+from quest_pointcept import scenes, tasks
+from quest_pointcept.info import INFO
+
+DEFAULTS = {suite["suite"]: {o["name"]: o["default"] for o in suite["options"]} for suite in INFO["suites"]}
+
+
+def cell(tmp_path, attention="quest", suite="points/scenes", task="street", data=None, seed=0, **options):
+    return Cell(suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, tmp_path)
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_are_what_their_seed_says():
+    one, again, other = scenes.scan(3), scenes.scan(3), scenes.scan(4)
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    assert len(one.labels) != len(other.labels) or not np.array_equal(one.points, other.points)
+    assert one.points.dtype == one.strength.dtype == np.float32
+    assert 3000 < len(one.labels) < 32 * 240
+    assert np.abs(one.points).max() < scenes.RANGE + 2
+    assert 0 <= one.strength.min() <= one.strength.max() <= 1
+
+
+def test_every_class_is_seen():
+    counts = sum(np.bincount(scenes.scan(seed, rays=120).labels, minlength=16) for seed in range(12))
+    assert len(counts) == len(scenes.CLASSES) == len(scenes.RAW_LABELS) == 16
+    assert (counts > 0).all(), dict(zip(scenes.CLASSES, counts, strict=True))
+
+
+def test_the_ground_lies_where_it_should():
+    seen = scenes.scan(0)
+    flat = np.isin(seen.labels, [scenes.CLASSES.index(name) for name in ("driveable_surface", "sidewalk", "terrain")])
+    assert np.abs(seen.points[flat, 2] + scenes.SENSOR_HEIGHT).max() < 0.15
+
+
+def test_no_scene_is_in_both_splits():
+    assert set(scenes.seeds("train", 5000)).isdisjoint(scenes.seeds("val", 5000))
+
+
+def test_the_layout_of_nuscenes(tmp_path):
+    scenes.write_nuscenes(tmp_path, train=2, val=1, rings=8, rays=60)
+    infos = pickle.loads((tmp_path / "info" / "nuscenes_infos_10sweeps_train.pkl").read_bytes())
+    assert len(infos) == 2
+    rows = np.fromfile(tmp_path / "raw" / infos[0]["lidar_path"], np.float32).reshape(-1, 5)
+    labels = np.fromfile(tmp_path / "raw" / infos[0]["gt_segment_path"], np.uint8)
+    seen = scenes.scan(scenes.seeds("train", 1)[0], rings=8, rays=60)
+    np.testing.assert_array_equal(rows[:, :3], seen.points)
+    np.testing.assert_allclose(rows[:, 3] / 255, seen.strength, atol=1e-6)
+    np.testing.assert_array_equal(labels, np.array(scenes.RAW_LABELS)[seen.labels])
+
+
+# --- points/scenes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, capfd):
+    told = []
+    one, two = (tasks.run_scenes(cell(tmp_path), lambda done, text: told.append(done)) for _ in range(2))
+    assert one.metrics["miou"] == two.metrics["miou"]
+    assert one.series == two.series
+    assert told[-1] == 1.0
+    assert len(one.series["train_loss"]) == 2
+    assert one.details["injected"].startswith("attention=quest in 8 modules")
+    assert one.metrics["miou"] == pytest.approx(np.nanmean(list(one.details["iou"].values())), abs=1e-9)
+    assert capfd.readouterr().out == ""
+    other = tasks.run_scenes(cell(tmp_path, "standard"), lambda *_: None)
+    assert other.series != one.series
+    assert other.details["parameters"] == one.details["parameters"]
+
+
+def test_intersection_over_union():
+    confusion = torch.zeros(16, 16, dtype=torch.long)
+    confusion[0, 0], confusion[0, 1], confusion[1, 1] = 6, 2, 4
+    iou = tasks.intersection_over_union(confusion)
+    assert (iou["barrier"], iou["bicycle"]) == (6 / 8, 4 / 6)
+    assert math.isnan(iou["bus"])
+
+
+def test_one_point_of_each_voxel():
+    seen = scenes.scan(0, rings=8, rays=60)
+    for random in (None, np.random.default_rng(0)):
+        x, grid, label = tasks.voxels(seen, 0.5, random)
+        assert len(np.unique(grid, axis=0)) == len(grid) == len(x) == len(label)
+        assert grid.min() == 0
+    x, grid, _ = tasks.voxels(seen, 0.5, None)
+    np.testing.assert_array_equal(np.floor((x[:, :3] - seen.points.min(0)) / 0.5).astype(int), grid)
+
+
+# --- points/nuscenes --------------------------------------------------------------------------------------------------
+
+
+def nuscenes(tmp_path, **options):
+    return cell(tmp_path, suite="points/nuscenes", task="val", **options)
+
+
+def checkout(folder):
+    """A folder in which Pointcept's trainer and configuration are files; what they do is not part of these tests."""
+    for name in ("tools/train.py", "configs/nuscenes/semseg-pt-v3m1-0-base.py", "pointcept/__init__.py"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
+
+
+def test_pointcept_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PluginError, match="put a checkout on PYTHONPATH"):
+        tasks.run_nuscenes(nuscenes(tmp_path), print)
+
+
+def test_data_and_configuration_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "checkout", lambda: checkout(tmp_path / "root"))
+    with pytest.raises(ConfigError, match="option config is 'none.py'"):
+        tasks.run_nuscenes(nuscenes(tmp_path, config="none.py"), print)
+    with pytest.raises(ConfigError, match="no info/ and raw/"):
+        tasks.run_nuscenes(nuscenes(tmp_path, data=tmp_path), print)
+
+
+def test_the_configuration_is_pointcepts_own(tmp_path):
+    base = tmp_path / "base.py"
+    whole = Cell(
+        "points/nuscenes", "val", "quest+gqa(kv_heads=2)", 7, False, tmp_path, DEFAULTS["points/nuscenes"], tmp_path
+    )
+    scope: dict = {}
+    exec(tasks.nuscenes_config(whole, base, tmp_path / "exp"), scope)
+    assert scope["_base_"] == [str(base)]
+    assert scope["model"] == {"backbone": {"attention": {"name": "quest+gqa", "kv_heads": 2}}}
+    assert (scope["epoch"], scope["eval_epoch"], scope["seed"], scope["batch_size"]) == (50, 50, 7, 12)
+    assert "hooks" not in scope  # a real run keeps Pointcept's, with its precise evaluation
+    assert {split["data_root"] for split in scope["data"].values()} == {str(tmp_path)}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_trainers_log_is_read(tmp_path, monkeypatch, status):
+    """A trainer that only prints Pointcept's lines: what is read of them, and what a failure says."""
+    root = checkout(tmp_path / "root")
+    lines = [
+        "quest: attention=quest in 22 modules (SerializedAttention; 1 parameters as before)",
+        "[..] Train: [1/2][50/100] Data 0.1 (0.1) Batch 0.1 (0.1) Remain 00:00:01 loss: 2.5000 Lr: 0.002",
+        "[..] Train result: loss: 2.4000 ",
+        "[..] Val result: mIoU/mAcc/allAcc 0.5000/0.6/0.7.",
+        "[..] Train result: loss: 1.9000 ",
+        "[..] Val result: mIoU/mAcc/allAcc 0.4000/0.6/0.7.",
+        "[..] Val result: mIoU/mAcc/allAcc 0.7000/0.8/0.9",
+    ]
+    (root / "tools/train.py").write_text(f"import sys\nprint({chr(10).join(lines)!r})\nsys.exit({status})\n")
+    monkeypatch.setattr(tasks, "checkout", lambda: root)
+    for name in ("info", "raw"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    told = []
+    chosen = nuscenes(tmp_path, data=tmp_path / "data", epochs=2)
+    if status:
+        with pytest.raises(PluginError, match="ended with status 1; its last lines:\n(.*\n)*.*0.7000/0.8/0.9"):
+            tasks.run_nuscenes(chosen, print)
+        return
+    result = tasks.run_nuscenes(chosen, lambda done, text: told.append((done, text)))
+    assert result.metrics["miou"] == pytest.approx(70.0)
+    assert result.metrics["best_val_miou"] == pytest.approx(50.0)
+    assert result.series == {"train_loss": [2.4, 1.9], "val_miou": pytest.approx([50.0, 40.0])}
+    assert result.details["injected"].startswith("attention=quest in 22 modules")
+    assert result.details["precise_evaluation"]
+    assert told[0] == (0.25, "epoch 1 loss 2.5000")
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+def test_info_is_read_alone_and_declares_what_runs():
+    info = load_info("quest_pointcept.info:INFO")
+    assert info == INFO
+    for suite in info["suites"]:
+        for option in suite["options"]:
+            kind = {"int": int, "float": float, "str": str}[option["kind"]]
+            rule = Option(option["name"], kind, option["default"], option["doc"], option.get("minimum"))
+            assert rule.check(option["default"], suite["suite"]) == option["default"]
