@@ -35,8 +35,8 @@ def _tests(name: str) -> None:
         python = dev.ensure(name)
         for paths in dev.test_paths(name).values():
             command = dev.pytest_command(python, paths, session.posargs)
-            session.run(*command, env=dev.test_environment(name), include_outer_env=False, external=True)
+            session.run(*command, env=dev.test_environment(), include_outer_env=False, external=True)
 
 
-for _name in (dev.CORE, *dev.hosts()):
+for _name in (dev.CORE, *dev.hosts(), *dev.further()):
     _tests(_name)

@@ -97,6 +97,12 @@ class Adapter(ABC):
     def install(self) -> None:
         """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
 
+    def connect(self, model: nn.Module) -> None:  # noqa: B027
+        """Tell the replacements what they need of the model around them; called once all of them are in place.
+
+        For what one module cannot know, such as the grid of patches that its tokens came from. By default nothing.
+        """
+
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
 

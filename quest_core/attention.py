@@ -61,11 +61,12 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads
         self.kv_heads = kv_heads(self.config, num_heads)
+        self.key_features = key_features(self.config, self.head_dim)
         self.dropout = dropout
         source = context_dim or embed_dim
         factory = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias, **factory)
-        self.k_proj = nn.Linear(source, self.kv_heads * key_features(self.config, self.head_dim), bias, **factory)
+        self.k_proj = nn.Linear(source, self.kv_heads * self.key_features, bias, **factory)
         self.v_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
         self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
@@ -101,9 +102,10 @@ class Attention(nn.Module):
         if cache is not None and not is_causal:
             raise InputError("a cache is for causal decoding; say is_causal=True, or leave it out")
         source = x if context is None else context
-        q = self._split(self.q_proj(x), self.num_heads)  # [B, H, N, D]
-        k = self._split(self.k_proj(source), self.kv_heads)  # [B, G, M, D]
-        v = self._split(self.v_proj(source), self.kv_heads)  # [B, G, M, D]
+        # Heads are counted from the width: tensor parallelism leaves each rank some of them.
+        q = self._split(self.q_proj(x), self.head_dim)  # [B, H, N, D]
+        k = self._split(self.k_proj(source), self.key_features)  # [B, G, M, D]
+        v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
         dropout_p = self.dropout if self.training else 0.0
         mask = attn_mask
         if key_mask is not None:
@@ -136,10 +138,10 @@ class Attention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
+    def _split(x: Tensor, dim: int) -> Tensor:
         """[B, N, heads·D] -> [B, heads, N, D], a view."""
-        batch, tokens, width = x.shape
-        return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, dim))  # [B, N, heads, D]
+        return heads.transpose(1, 2)
 
 
 def merge_masks(attn_mask: Tensor | None, seen: Tensor) -> Tensor:

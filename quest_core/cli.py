@@ -15,6 +15,7 @@ import torch
 from . import __version__
 from .config import AttentionConfig
 from .errors import PluginError, QuestError
+from .launch import main as run
 from .new_plugin import new_plugin
 from .registry import API_VERSION, Record, discover, load_adapter, parts
 
@@ -29,6 +30,7 @@ EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
   quest check "quest+gqa(kv_heads=4)"         is this text valid, and what does it mean?
   quest doctor                                which plugins work here, and how to mend the others
+  quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest new-plugin timm --attention-class timm.layers.attention:Attention
   quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
 """
@@ -38,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 well, 1 something is not, 2 a mistake in the arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in importlib.metadata.entry_points(group="quest.commands")}
-    if arguments and arguments[0] in commands:
+    if arguments and arguments[0] in (*commands, "run"):
         try:
-            return _plugin_command(commands[arguments[0]])(arguments[1:])
+            command = run if arguments[0] == "run" else _plugin_command(commands[arguments[0]])
+            return command(arguments[1:])
         except QuestError as error:
             print(f"quest: {error}", file=sys.stderr)
             return 2
@@ -57,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = choose.add_parser("check", help="read an attention specification and say what it means")
     check.add_argument("attention", help="a name, name(key=value) or JSON, as in a framework's config")
     choose.add_parser("doctor", help="which plugins work here, and how to mend the others")
+    choose.add_parser("run", help="start a training command with the plugins installed (quest run --help)")
     new = choose.add_parser("new-plugin", help="write a plugin for another framework, with tests that pass at once")
     new.add_argument("name", metavar="NAME", help="the plugin becomes quest-NAME")
     new.add_argument("--host-distribution", metavar="DIST", help="the framework for pip: timm or 'timm>=1.0,<2'")

@@ -116,7 +116,7 @@ def inject(
         raise InjectionError(
             f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
-            "where their paths differ in numbers only, such as layers.0.attn and layers.1.attn, and no stage ends there"
+            "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
         )
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
@@ -128,6 +128,8 @@ def inject(
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
+    for owner in {id(owner): owner for owner, _ in chosen}.values():
+        owner.connect(model)
     report = Report(str(config), tuple(rows), _left_alone(model, made))
     setattr(model, REPORT, report)
     return model, report

@@ -157,6 +157,7 @@ class _Layer:
 
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
         self.every, self.logits, self.calls = every, logits, 0
+        self.mechanism = mechanism
         self.normaliser: Normaliser | None = None
         self.bounded = False
         if mechanism.family is None:
@@ -168,10 +169,17 @@ class _Layer:
 
     def take(self) -> _Share:
         """The maxima and sums so far; starts anew."""
-        maxima = {name: x.double().cpu() for name, x in self.maxima.items()}
-        sums = {name: (total.double().cpu(), count.double().cpu()) for name, (total, count) in self.sums.items()}
+        maxima = {name: self._among_all(x, -math.inf) for name, x in self.maxima.items()}
+        sums = {name: (self._among_all(total, 0), self._among_all(n, 0)) for name, (total, n) in self.sums.items()}
         self.maxima, self.sums = {}, {}
         return maxima, sums
+
+    def _among_all(self, own: Tensor, fill: float) -> Tensor:
+        """The heads of this rank -> all heads, `fill` for those of other ranks, float64 on the CPU."""
+        share, shares = self.mechanism.head_share
+        full = torch.full((shares, len(own)), fill, dtype=torch.float64)
+        full[share] = own
+        return full.flatten()
 
     def observe(self, seen: Observation) -> None:
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
@@ -182,7 +190,7 @@ class _Layer:
     def _count(self, seen: Observation) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # inside a backward pass: activation checkpointing computes the same once more
-        self.calls += 1
+        self.calls += seen.piece == 0
         if (self.calls - 1) % self.every or 0 in seen.q.shape or 0 in seen.k.shape:
             return
         with torch.autocast(seen.q.device.type, enabled=False):
@@ -191,7 +199,7 @@ class _Layer:
     def _observe(self, seen: Observation) -> None:
         n = seen.q.shape[2]
         m = seen.k.shape[2] if seen.prepared is None else seen.prepared[1].shape[2]
-        mask = _joined(seen.mask, seen.residual)
+        mask = _joined(seen.mask, seen.residual, seen.real)
         queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
         self._add_norms("query_norm", seen.q, queries)
         self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
@@ -229,12 +237,18 @@ class _Layer:
         self.sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
 
-def _joined(mask: Tensor | None, residual: Tensor | None) -> Tensor | None:
-    """The mask, additive if there are residual logits, with four axes."""
+def _joined(mask: Tensor | None, residual: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """The mask with four axes, additive if there are residual logits; it hides all from queries that are not `real`."""
     if residual is not None and mask is not None:
         residual = residual.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else residual + mask
     mask = mask if residual is None else residual
-    return mask if mask is None or mask.dim() == 4 else mask[None, None]
+    mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+    if real is None:
+        return mask
+    rows = real[:, None, :, None]
+    if mask is None or mask.dtype == torch.bool:
+        return rows if mask is None else mask & rows
+    return torch.where(rows, mask, -math.inf)
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

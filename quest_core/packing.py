@@ -7,28 +7,31 @@ variable-length flash kernels read this as it is; elsewhere sequences of similar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import AttentionConfig, AttentionSpec
+from .config import AttentionSpec
 from .errors import InputError, UnsupportedError
 from .kernels import mode
 from .mechanisms.aft_conv import AttentionFreeConv
 from .mechanisms.base import Grouping, Score
-from .mechanisms.mechanism import Mechanism, _stateless
+from .mechanisms.mechanism import Mechanism, stateless
 from .mechanisms.normalisers import Sigmoid, Softmax
 
 WASTE = 1.25
 """A bucket's padded area, sequences · N · M, is at most this many times the area Σ n·m of what it holds ..."""
 
 SMALL_AREA = 2**13
-"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area."""
+"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area.
+
+``python benchmarks/rules.py packing`` times other values of both."""
 
 
 class _Bucket(NamedTuple):
@@ -353,9 +356,7 @@ def attention_packed(
         plan = PackingPlan.from_cu_seqlens(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
         )
-    if isinstance(attention, dict):
-        attention = AttentionConfig.parse(attention)
-    mechanism = attention if isinstance(attention, Mechanism) else _stateless(attention)
+    mechanism = attention if isinstance(attention, Mechanism) else stateless(attention)
     if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
         return _varlen(q, k, v, mechanism, plan, is_causal)
     return _in_buckets(q, k, v, mechanism, plan, is_causal, dropout_p)
@@ -374,11 +375,25 @@ def _in_buckets(
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
     padded = _pad(layout.q, q, k, v) if layout.k is layout.q else (*_pad(layout.q, q), *_pad(layout.k, k, v))
     outs = []
-    for bucket, *parts in zip(layout.buckets, *(_split(x, layout, i > 0) for i, x in enumerate(padded)), strict=True):
+    batches = zip(layout.buckets, *(_split(x, layout, i > 0) for i, x in enumerate(padded)), strict=True)
+    for number, (bucket, *parts) in enumerate(batches):
         mask = _mask(bucket, mechanism)
-        out = mechanism(*parts, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
+        with _observed_as(mechanism, bucket, number):
+            out = mechanism(*parts, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return _unpad(layout.q, outs[0] if len(outs) == 1 else torch.cat(outs))
+
+
+@contextlib.contextmanager
+def _observed_as(mechanism: Mechanism, bucket: _Bucket, number: int) -> Iterator[None]:
+    """Tell an observer what the mechanism itself need not know: which queries are padding, and whose piece this is."""
+    observer = mechanism.observer
+    if observer is not None:
+        mechanism.observer = lambda seen: observer(seen._replace(real=bucket.queries, piece=number))
+    try:
+        yield
+    finally:
+        mechanism.observer = observer
 
 
 def _split(rows: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:

@@ -6,7 +6,7 @@ always raises, saying what was found, what is supported and the command that fix
 
 Entry-point groups: ``quest.attention`` (a list of Part), ``quest.adapters`` (an Adapter class),
 ``quest.adapter_info`` (the INFO mapping), ``quest.benchmarks`` (a run function), ``quest.commands`` (a main
-function), ``quest.launchers``.
+function).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             version,
             "unsupported",
             f"{found}; supported: {supported}",
-            f'pip install "{distribution}[host]"',
+            str(info.get("install", f'pip install "{distribution}[host]"')),
             info,
             host_version,
             supported,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .adapter import Adapter, Capabilities, Site
 from .config import AttentionConfig, AttentionSpec
 from .convert import Pool, keep_heads, pool_heads
-from .errors import InputError, UnsupportedError
+from .errors import InputError
 from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
 
@@ -22,7 +22,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Differences: `attention` names the mechanism; a query with no visible key gives zeros in place of NaN; `is_causal`
     works without an `attn_mask`; and with fewer key/value heads (gqa, mqa) the projections of keys and values are
-    smaller, and a checkpoint of the full size is pooled on load.
+    smaller, and a checkpoint of the full size is pooled on load. So are keys of fewer features (aft-conv).
 
     None of PyTorch's native fast paths, which read the weights and bypass `forward`, can apply to it.
 
@@ -50,13 +50,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.config = AttentionConfig.parse(attention)
-        if key_features(self.config, self.head_dim) != self.head_dim:
-            raise UnsupportedError(
-                f"attention '{self.config}' has narrower keys than torch.nn.MultiheadAttention projects; use "
-                "quest_core.Attention"
-            )
         self.kv_heads = kv_heads(self.config, num_heads)
-        if self.kv_heads != num_heads:
+        self.key_dim = key_features(self.config, self.head_dim)
+        if self._smaller:
             self._shrink(keep_heads)
         # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
         self._qkv_same_embed_dim = False
@@ -68,12 +64,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         cls, module: nn.MultiheadAttention, attention: AttentionSpec, *, fresh: bool = False
     ) -> MultiheadAttention:
         """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
-        groups = kv_heads(attention, module.num_heads)
-        pooled = isinstance(module, cls) and module.kv_heads != module.num_heads
-        if pooled and module.kv_heads != groups:
+        sizes = (kv_heads(attention, module.num_heads), key_features(attention, module.head_dim))
+        pooled = isinstance(module, cls) and module._smaller
+        if isinstance(module, cls) and pooled and (module.kv_heads, module.key_dim) != sizes:
             raise InputError(
-                f"this module has {module.kv_heads} key/value heads already; build the model anew to choose another "
-                "attention"
+                f"this module has {module.kv_heads} key/value heads already, of {module.key_dim} features a key; build "
+                "the model anew to choose another attention"
             )
         if any(name not in cls._known for name in module._parameters) or nn.utils.parametrize.is_parametrized(module):
             raise InputError(
@@ -99,14 +95,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         anchor = module.out_proj.weight
         made.mechanism = mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
         made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        if made.kv_heads != made.num_heads and not pooled:
+        if made._smaller and not pooled:
             made._shrink(keep_heads if fresh else pool_heads)
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             setattr(made, hooks, getattr(module, hooks))
         return made.train(module.training)
 
+    def _reset_parameters(self) -> None:
+        """As torch.nn.MultiheadAttention starts them; hosts call this when their layers are reset."""
+        says = self._qkv_same_embed_dim
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = says
+
+    @property
+    def _smaller(self) -> bool:
+        """Whether keys or values are projected to less than in torch.nn.MultiheadAttention."""
+        return self.kv_heads != self.num_heads or self.key_dim != self.head_dim
+
     def _shrink(self, pool: Pool) -> None:
-        """Reduce the key and value rows of every projection to `kv_heads` heads."""
+        """Reduce the key and value rows of every projection to `kv_heads` heads, and keys to `key_dim` features."""
         with torch.no_grad():
             for name in self._keys_and_values:
                 parameter = self._parameters.get(name)
@@ -119,12 +127,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
         """A parameter of torch.nn.MultiheadAttention -> the same with `kv_heads` key and value heads."""
+
+        def keys(rows: Tensor) -> Tensor:
+            rows = pool(rows, self.num_heads, self.kv_heads)
+            # The features of a head are reduced as heads of one feature each would be.
+            return pool(rows, self.kv_heads * self.head_dim, self.kv_heads * self.key_dim)
+
         if name.startswith("in_proj"):
             q, k, v = full.chunk(3)
-            return torch.cat([q, *(pool(x, self.num_heads, self.kv_heads) for x in (k, v))])
+            return torch.cat([q, keys(k), pool(v, self.num_heads, self.kv_heads)])
         if name.startswith("bias_"):
-            return pool(full.flatten(), self.num_heads, self.kv_heads).view(1, 1, -1)
-        return pool(full, self.num_heads, self.kv_heads)
+            row = full.flatten()
+            return (keys(row) if name == "bias_k" else pool(row, self.num_heads, self.kv_heads)).view(1, 1, -1)
+        return keys(full) if name == "k_proj_weight" else pool(full, self.num_heads, self.kv_heads)
 
     def _full_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
         """The shape of a parameter in torch.nn.MultiheadAttention, where keys have as many heads as queries."""
@@ -133,7 +148,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (3 * self.embed_dim if name.startswith("in_proj") else self.embed_dim, *own.shape[1:])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
+        if self._smaller:
             for name in self._keys_and_values:
                 own, given = self._parameters.get(name), state_dict.get(prefix + name)
                 if own is not None and given is not None and given.shape == self._full_shape(name, own):
@@ -177,15 +192,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = 1 if self.batch_first else 0  # the axis of the tokens; the other is the batch
         batch, n, m = query.shape[1 - tokens], query.shape[tokens], key.shape[tokens]
 
-        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·D], [B, M, G·D], or tokens first
+        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
         mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=query is key)
         causal = is_causal and (attn_mask is None or n == m)
         if causal and attn_mask is not None and key_padding_mask is None and not need_weights:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
         q, k, v = (
-            x.view(*x.shape[:2], heads, self.head_dim).permute(1 - tokens, 2, tokens, 3)
+            x.view(*x.shape[:2], heads, -1).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))
-        )  # [B, H, N, D], [B, G, M, D], [B, G, M, D]
+        )  # [B, H, N, D], [B, G, M, Dk], [B, G, M, D]
         k, v, mask = self._extend(k, v, mask, causal)
 
         dropout_p = self.dropout if self.training else 0.0
@@ -209,9 +224,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+        sizes = [self.embed_dim, self.kv_heads * self.key_dim, self.kv_heads * self.head_dim]
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
+            if self.batch_first and self.training and self.config.name == "standard":
+                # PyTorch projects tokens-first, and sums the gradients of weight and bias in the order that follows.
+                packed = F.linear(query.transpose(0, 1), self.in_proj_weight, bias)  # [N, B, 3·E]
+                q, k, v = packed.unflatten(-1, (3, self.embed_dim)).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
+                return q, k, v
             packed = F.linear(query, self.in_proj_weight, bias)  # [B, N, (H + 2·G)·D]
             q, k, v = packed.split(sizes, dim=-1)
             return q, k, v
@@ -270,17 +290,17 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible.
 
-        k and v: [B, G, M, D] -> [B, G, M + added, D].
+        k: [B, G, M, Dk] -> [B, G, M + added, Dk], and v [B, G, M, D] alike.
         """
-        batch, groups, _, dim = k.shape
+        batch, groups = k.shape[:2]
+        shape = (1, groups, 1, -1)
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
-            shape = (1, groups, 1, dim)
             extra.append(
                 (self.bias_k.view(shape).expand(batch, -1, -1, -1), self.bias_v.view(shape).expand(batch, -1, -1, -1))
             )
         if self.add_zero_attn:
-            extra.append((k.new_zeros(batch, groups, 1, dim), v.new_zeros(batch, groups, 1, dim)))
+            extra.append((k.new_zeros(batch, groups, 1, k.shape[3]), v.new_zeros(batch, groups, 1, v.shape[3])))
         if not extra:
             return k, v, mask
         if causal:

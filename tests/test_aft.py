@@ -463,6 +463,24 @@ def test_decoding_equals_the_whole_sequence(spec: str, steps: list[int]) -> None
         assert set(cache["average"].shape) == set(cache["normaliser"].shape) == {3, 2, 1}
 
 
+@pytest.mark.parametrize("spec", SEQUENCE)
+@pytest.mark.usefixtures("tiles")
+def test_decoding_leaves_out_hidden_tokens(spec: str) -> None:
+    made = build(spec)
+    q, k, v = tensors(spec, 3, 2, 9, 9, 3)
+    seen = torch.rand(3, 9) > 0.4
+    seen[0, :3] = False  # padding on the left: queries that see no key
+    mask = seen[:, None, None]
+    want = made(q, k, v, attn_mask=mask, is_causal=True)
+    for steps in ([1] * 9, [4, 1, 4]):
+        cache, done = quest_core.Cache(), 0
+        for count in steps:
+            rows = slice(done, done + count)
+            done += count
+            got = made.decode(q[:, :, rows], k[:, :, rows], v[:, :, rows], cache, attn_mask=mask[..., :done])
+            torch.testing.assert_close(got, want[:, :, rows])
+
+
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS, "aft-conv(window=3, gumbel=true)"])
 def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
     tokens = 8 if "dims=3" in spec else 9

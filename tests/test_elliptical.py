@@ -204,6 +204,18 @@ def test_copies_keep_their_own_chain() -> None:
     copy.deepcopy(model)
 
 
+@pytest.mark.parametrize("size", [1.0, math.nan], ids=["finite", "overflowed"])
+def test_activation_checkpointing_works_where_another_thread_runs_backward(size: float) -> None:
+    """As on a GPU, whose backward pass has a thread of its own; and in a step whose values are NaN."""
+    model = encoder("elliptical")
+    out = size * torch.randn(2, 5, 16)
+    for layer in model.layers:
+        out = torch.utils.checkpoint.checkpoint(layer, out, use_reentrant=False)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(out.sum().backward).result()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
     x = torch.randn(2, 5, 16)
     gradients = []

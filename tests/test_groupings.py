@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +31,7 @@ def by_hand(importance: list[Fraction], heads: int, least: int = 0) -> list[int]
     return [s + least for s in sizes]
 
 
+@example(weights=[0, 3, 12, 3], extra=0, least=0)  # 2/3 and the fraction of 8/3 tie
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 10), st.integers(0, 1))
 def test_sizes_equal_exact_arithmetic(weights: list[int], extra: int, least: int) -> None:
     heads = len(weights) + extra
@@ -75,7 +76,7 @@ def test_padding_and_batch_size_do_not_change_the_norms() -> None:
     mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
     mask[..., 3:] = False
     torch.testing.assert_close(key_norms(padded, mask), key_norms(k, None))
-    torch.testing.assert_close(key_norms(k.repeat(4, 1, 1, 1), None), key_norms(k, None))
+    torch.testing.assert_close(key_norms(k.repeat(4, 1, 1, 1), None).mean(0), key_norms(k, None).mean(0))
 
 
 @pytest.mark.parametrize("evolution", ["ema", "difference"])

@@ -11,6 +11,7 @@ from torch import nn
 
 import quest_core
 from quest_core import InjectionError, MultiheadAttention, UnsupportedError
+from quest_core.torch_mha import TorchAdapter
 
 
 def encoder(layers: int = 2) -> nn.Module:
@@ -187,3 +188,15 @@ def test_attention_that_no_adapter_knows_is_reported() -> None:
     report = quest_core.inject(nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention()), "quest")[1]
     assert report.left_alone == ("1",)
     assert str(report).endswith("; not replaced: 1")
+
+
+def test_adapters_connect_once_after_everything_is_in_place() -> None:
+    seen: list[list[str]] = []
+
+    class Connecting(TorchAdapter):
+        def connect(self, model: nn.Module) -> None:
+            found = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+            seen.append([type(module).__module__ for module in found])
+
+    quest_core.inject(encoder(), "quest", adapter=Connecting())
+    assert seen == [["quest_core.torch_mha"] * 2]

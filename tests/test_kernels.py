@@ -339,7 +339,7 @@ BUILD = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from quest_core.kernels import short_triton, unit_triton
+from quest_core.kernels import aft_triton, short_triton, unit_triton
 
 def build(kernel, constants, pointer):
     def kind(name):
@@ -347,7 +347,7 @@ def build(kernel, constants, pointer):
             return "constexpr"
         if name == "mask_ptr":
             return "*u8"
-        if name in ("shift_ptr", "total_ptr", "delta_ptr"):
+        if name in ("shift_ptr", "total_ptr", "delta_ptr") or (kernel in sums and name in kept):
             return "*fp32"
         return pointer if name.endswith("ptr") else "fp32" if name in ("scale", "limit", "natural") else "i32"
 
@@ -357,6 +357,21 @@ def build(kernel, constants, pointer):
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert made.metadata.shared <= 227 * 1024, made.metadata.shared
+
+kept = ("in_ptr", "out_ptr", "carry_ptr", "before_ptr", "after_ptr", "y_ptr", "lse_ptr")  # float32 whatever comes in
+flags = {"BLOCK": aft_triton.BLOCK}
+sums = {
+    aft_triton._totals_kernel: {"BACKWARD": True},
+    aft_triton._carry_kernel: {"BACKWARD": True},
+    aft_triton._running_kernel: {},
+    aft_triton._running_gradient_kernel: {"CAUSAL": True},
+}
+biased = {"TABLE": False, "CAUSAL": True, "LOCAL": True, "RANK": 32}
+sums |= {kernel: biased for kernel in (aft_triton._biased_kernel, aft_triton._biased_key_kernel)}
+biased |= {"SPLITS": aft_triton.SPLITS}
+sums |= {kernel: biased for kernel in (aft_triton._biased_left_kernel, aft_triton._biased_right_kernel)}
+for kernel, constants in sums.items():
+    build(kernel, {name: value for name, value in (constants | flags).items() if name in kernel.arg_names}, "*bf16")
 
 for wide, pointer in ((tl.float32, "*bf16"), (tl.float64, "*fp64")):
     for kernel in (unit_triton._forward_kernel, unit_triton._backward_kernel):

@@ -235,6 +235,28 @@ def test_decoding_equals_attending_to_everything(name: str, steps: tuple[int, ..
     assert cache.tokens == tokens
 
 
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_leaves_out_hidden_tokens(name: str, additive: bool) -> None:
+    q, k, v = tensors(3, 2, 9, 9, 4)
+    made = build(name, 2, 4)
+    seen = torch.rand(3, 9) > 0.4
+    seen[0, :3] = False  # padding on the left: queries that see no key
+    seen[1] = True
+    seen[2, :2] = True  # the first mask comes after a step without one
+    mask = as_mask(seen, additive)
+    want = made(q, k, v, attn_mask=mask, is_causal=True)
+    for steps in ([1] * 9, [2, 4, 3]):
+        cache, done, outputs = quest_core.Cache(), 0, []
+        rows = slice(2, 3) if steps[0] == 2 else slice(None)
+        for count in steps:
+            new = [x[rows, :, done : done + count] for x in (q, k, v)]
+            given = None if steps[0] == 2 and done == 0 else mask[rows, ..., : done + count]
+            outputs.append(made.decode(*new, cache, attn_mask=given))
+            done += count
+        torch.testing.assert_close(torch.cat(outputs, 2), want[rows])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_follows_its_beams(name: str) -> None:
     q, k, v = tensors(2, 2, 6, 6, 4)

@@ -247,6 +247,59 @@ def test_compiles_without_a_graph_break_and_exports(score: str) -> None:
     torch.testing.assert_close(exported(q, k, v), made(q, k, v))
 
 
+class _Calls(torch.nn.Module):
+    """A model that calls the function, as users write it."""
+
+    def __init__(self, spec: quest_core.AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return quest_core.attention(q, k, v, self.spec) + quest_core.attention(q, k, v, "qnorm")
+
+
+CALLS: dict[str, tuple[quest_core.AttentionSpec, quest_core.AttentionSpec]] = {
+    "a name": ("quest", "standard"),
+    "a name with options": ("quest+sigmoid(scale=0.5)", "quest+sigmoid(scale=2)"),
+    "a mapping": ({"name": "quest", "scale": 0.5}, {"name": "quest", "scale": 2.0}),
+    "a config": (quest_core.AttentionConfig.parse("linear"), quest_core.AttentionConfig.parse("aft-simple")),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> None:
+    q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 4, 6, 6, 8))
+    first, second = CALLS[call]
+    model = _Calls(first)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
+    for strict in (False, True):
+        exported = torch.export.export(model, (q, k, v), strict=strict).module()
+        torch.testing.assert_close(exported(q, k, v), model(q, k, v))
+    model.spec = second  # what was asked for is no constant of the graph
+    assert not torch.allclose(quest_core.attention(q, k, v, first), quest_core.attention(q, k, v, second))
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
+
+
+def test_a_mapping_that_changes_is_compiled_anew() -> None:
+    q, k, v = (x.float() for x in tensors(2, 4, 4, 6, 6, 8))
+    options = {"name": "quest", "scale": 0.5}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: quest_core.attention(q, k, v, options), fullgraph=True, backend="eager")
+    for name in ("quest", "qnorm"):
+        options["name"] = name
+        torch.testing.assert_close(compiled(), quest_core.attention(q, k, v, {"name": name, "scale": 0.5}))
+
+
+def test_compiling_a_wrong_name_says_what_is_wrong() -> None:
+    q, k, v = (x.float() for x in tensors(2, 4, 4, 6, 6, 8))
+    for name, message in (("qest", "did you mean 'quest'"), ("qknorm", "has learnable parameters")):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=message):
+            torch.compile(quest_core.attention, fullgraph=True, backend="eager")(q, k, v, name)
+
+
 def test_per_sample_gradients_through_torch_func() -> None:
     q, k, v = tensors(3, 2, 2, 4, 4, 5)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +320,51 @@ def test_passes_are_put_together_by_tokens() -> None:
         assert both[name] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    "attention",
+    ["standard", "quest+gqa(kv_heads=2)", "quest+sigmoid", "quest+sinkhorn", "linear", "aft-simple", "cosine"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, causal: bool) -> None:
+    m = mechanism(attention)
+    if causal and m._no_causal:
+        return
+    lengths = [5, 0, 9, 4, 70, 1]
+    groups = quest_core.mechanisms.mechanism.kv_heads(attention, H)
+    q, k, v = (torch.randn(sum(lengths), heads, D) for heads in (H, groups, groups))
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    q[starts[1:].long() - 1] *= 10  # the last token of a sequence is what padding repeats
+    with Monitor(m) as monitor:
+        quest_core.attention_packed(q, k, v, m, cu_seqlens_q=starts, is_causal=causal)
+        packed = monitor.collect()["mechanism"]
+        for sequence in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+            m(*(x[None].transpose(1, 2) for x in sequence), is_causal=causal)
+        single = monitor.collect()["mechanism"]
+    assert packed.keys() == single.keys()
+    for name, values in single.items():
+        assert packed[name] == pytest.approx(values, rel=2e-5, abs=2e-6), name
+    assert m.observer is None
+
+
+def test_a_packed_call_counts_once() -> None:
+    m = mechanism("quest")
+    lengths = [200, 3, 3]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    plan = quest_core.PackingPlan.from_cu_seqlens(starts)
+    assert len(plan.layout("near", torch.device("cpu")).buckets) == 2
+    q, k, v = torch.randn(3, sum(lengths), H, D)
+    norms = q.norm(dim=-1).amax(0).tolist()
+    with Monitor(m, every=2) as monitor:
+        seen = []
+        for _ in range(4):
+            quest_core.attention_packed(q, k, v, m, cu_seqlens_q=plan)
+            found = monitor.collect()
+            seen.append(bool(found))
+            if found:
+                assert found["mechanism"]["query_norm_max"] == pytest.approx(norms)
+    assert seen == [True, False, True, False]
+
+
 def test_collect_gives_plain_values_by_path() -> None:
     model = encoder()
     with Monitor(model) as monitor:
@@ -476,40 +519,3 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
         m.observer(seen)  # type: ignore[misc]
     assert largest.largest <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H
-
-
-# --- several processes ----------------------------------------------------------------------------------------------
-
-
-def sample(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(rank)
-    return inputs(n=3 + 4 * rank)
-
-
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
-    monitor = Monitor(model)
-    model[0](*sample(rank))
-    if rank == 1:
-        model[1](*sample(rank))  # a layer that only one rank has run
-    Path(folder, str(rank)).write_text(json.dumps(monitor.collect()))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_ranks_share_what_they_saw(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert found[0] == found[1]
-    model = nn.ModuleList([mechanism("quest"), mechanism("quest")])
-    with Monitor(model) as monitor:
-        for rank in range(2):
-            model[0](*sample(rank))
-        model[1](*sample(1))
-    wanted = monitor.collect()
-    assert found[0].keys() == wanted.keys()
-    for path, names in wanted.items():
-        for name, values in names.items():
-            assert found[0][path][name] == pytest.approx(values, rel=1e-6)

@@ -21,12 +21,14 @@ def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def tokens(lengths_q: list[int], lengths_k: list[int], groups: int = HEADS, seed: int = 0) -> list[Tensor]:
+def tokens(
+    lengths_q: list[int], lengths_k: list[int], groups: int = HEADS, seed: int = 0, key_dim: int = DIM
+) -> list[Tensor]:
     """q [T, H, D], k and v [S, G, D], float64, requiring gradients; k and v are slices of one packed tensor."""
     made = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(lengths_q), HEADS, DIM, generator=made, dtype=torch.float64)
     kv = torch.randn(sum(lengths_k), 2, groups, DIM, generator=made, dtype=torch.float64)
-    return [x.detach().requires_grad_() for x in (q, kv[:, 0], kv[:, 1])]
+    return [x.detach().requires_grad_() for x in (q, kv[:, 0, :, :key_dim], kv[:, 1])]
 
 
 def loop(
@@ -52,7 +54,8 @@ def check(
         if isinstance(spec, quest_core.Mechanism)
         else quest_core.mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     )
-    q, k, v = tokens(lengths_q, lengths_k, groups)
+    key_dim = quest_core.mechanisms.mechanism.key_features(mechanism.config, DIM)
+    q, k, v = tokens(lengths_q, lengths_k, groups, key_dim=key_dim)
     cu_q = cumulative(lengths_q)
     cu_k = None if lengths_k is lengths_q else cumulative(lengths_k)
     out = attention_packed(q, k, v, mechanism, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, is_causal=is_causal)
@@ -105,6 +108,66 @@ CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (ca
 @pytest.mark.parametrize(("spec", "is_causal"), CASES)
 def test_every_kind_of_mechanism_equals_a_loop(spec: str, is_causal: bool) -> None:
     check(spec, MIXED, MIXED, is_causal=is_causal)
+
+
+def test_aft_conv_gets_lengths_that_are_alike() -> None:
+    """Padding would change what a grid is, so no batch is padded."""
+    made = quest_core.mechanism("aft-conv(dims=1, window=3)", num_heads=HEADS, head_dim=DIM).double()
+    with torch.no_grad():
+        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
+    check(made, MIXED, MIXED)
+    squares = [9, 4, 0, 16, 4]
+    made = quest_core.mechanism("aft-conv(window=3)", num_heads=HEADS, head_dim=DIM).double()
+    with torch.no_grad():
+        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
+    check(made, squares, squares)
+    with pytest.raises(InputError, match="5 tokens .* do not fill a square"):
+        check(made, [9, 5], [9, 5])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("score", ["elliptical", "elliptical-quest"])
+def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool) -> None:
+    """Each sequence's own values say which features count, padding says nothing."""
+    layers = [quest_core.mechanism(score, num_heads=HEADS, head_dim=DIM).double() for _ in range(2)]
+    quest_core.chain(torch.nn.ModuleList(layers))
+    first, second = (tokens(MIXED, MIXED, seed=seed) for seed in (0, 1))
+    cu = cumulative(MIXED)
+    attention_packed(*first, layers[0], cu_seqlens_q=cu, is_causal=is_causal)
+    got = attention_packed(*second, layers[1], cu_seqlens_q=cu, is_causal=is_causal)
+
+    def chained(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        start = next(places)
+        layers[0](*(x[start : start + q.shape[2]][None].transpose(1, 2) for x in first), **options)
+        out: Tensor = layers[1](q, k, v, **options)
+        return out
+
+    places = iter([sum(MIXED[:b]) for b, length in enumerate(MIXED) if length])
+    want = loop(*second, chained, MIXED, MIXED, is_causal=is_causal)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    unchained = loop(*second, layers[0], MIXED, MIXED, is_causal=is_causal)
+    assert not torch.allclose(got, unchained), "the second layer looks at the first one's values"
+    seed = torch.randn_like(got)
+    for g, e in zip(torch.autograd.grad(got, second, seed), torch.autograd.grad(want, second, seed), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-12)
+
+
+def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a constant in place of the random numbers the noise is its mean and deviation, which padding must not move;
+    the next test shows that real noise repeats."""
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    check("quest+pgqa(kv_heads=2)", MIXED, MIXED, groups=2)
+
+
+def test_pgqa_repeats_under_a_seed() -> None:
+    made = quest_core.mechanism("quest+pgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    q, k, v = tokens(MIXED, MIXED, 2)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(attention_packed(q, k, v, made, cu_seqlens_q=cumulative(MIXED)))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[2])
 
 
 def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:

@@ -324,3 +324,52 @@ def test_equal_attentions_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair("quest(scale=null)")[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
+    """Under padding and dropout, as graph Transformers train: sums run in PyTorch's order, so losses never drift."""
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=batch_first)
+    ours = quest_core.MultiheadAttention.from_torch(copy.deepcopy(stock), "standard")
+    x = torch.randn(3, 40, 32) if batch_first else torch.randn(40, 3, 32)
+    padding = torch.arange(40) >= torch.tensor([40, 21, 33])[:, None]  # [3, 40]
+    grads = []
+    for module in (stock, ours):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = module(inputs, inputs, inputs, key_padding_mask=padding, need_weights=False)[0]
+        out.square().sum().backward()
+        grads.append([out, inputs.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("settings", ["plain", "other key and value sizes"])
+def test_parameters_reset_like_pytorchs(settings: str) -> None:
+    stock, ours = pair(**SETTINGS[settings])
+    for module in (stock, ours):
+        torch.manual_seed(3)
+        module._reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
+
+
+def test_narrower_keys() -> None:
+    """aft-conv has one key feature a head: the projection is smaller, and a full checkpoint is pooled on load."""
+    stock = nn.MultiheadAttention(12, 4, batch_first=True)
+    x = torch.randn(2, 10, 12)
+    for fresh, rows in ((True, slice(0, None, 3)), (False, None)):
+        ours = MultiheadAttention.from_torch(copy.deepcopy(stock), "aft-conv(window=3, prefix=1)", fresh=fresh)
+        assert ours.in_proj_weight.shape == (12 + 4 + 12, 12)
+        keys = stock.in_proj_weight[12:24]
+        want = keys[rows] if rows else keys.unflatten(0, (4, 3)).mean(1)
+        assert torch.equal(ours.in_proj_weight[12:16], want)
+        out = ours(x, x, x, need_weights=False)[0]
+        out.sum().backward()
+        assert all(p.grad is not None for p in ours.parameters())
+    other = MultiheadAttention(12, 4, batch_first=True, attention="aft-conv(window=3, prefix=1)")
+    missing = other.load_state_dict(stock.state_dict(), strict=False)
+    assert not missing.unexpected_keys
+    assert all("mechanism" in key for key in missing.missing_keys)
+    assert torch.equal(other.in_proj_weight, ours.in_proj_weight)
+    with pytest.raises(quest_core.InputError, match="of 1 features a key; build the model anew"):
+        quest_core.inject(nn.ModuleList([ours]), "quest")

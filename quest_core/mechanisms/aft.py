@@ -16,8 +16,11 @@ from torch.nn import functional
 from ..cache import Cache
 from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
+from ..kernels.aft import aft_applies, tokens_first
+from ..kernels.aft import aft_biased as biased_kernel
+from ..kernels.aft import aft_simple as simple_kernel
 from .aft_ops import aft_biased, aft_running, finite
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 
 def widen(x: Tensor) -> Tensor:
@@ -45,6 +48,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1)
 
 
+def _split(tokens: Tensor, like: Tensor) -> Tensor:
+    """[B, N, H·D] -> [B, H, N, D], a view, with H and D of `like`."""
+    heads: Tensor = tokens.unflatten(2, (like.shape[1], like.shape[3]))  # [B, N, H, D]
+    return heads.transpose(1, 2)
+
+
 def _heads(rows: Tensor, like: Tensor) -> Tensor:
     """[N, B·H·D] -> [B, H, N, D] with B, H and D of `like`."""
     return rows.reshape(rows.shape[0], like.shape[0], like.shape[1], like.shape[3]).permute(1, 2, 0, 3)
@@ -55,6 +64,15 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
     return torch.zeros_like(q) if 0 in (*q.shape, *k.shape) else None
+
+
+def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Averages of all keys' positions [..., M, C] -> of the queries' [..., N, C].
+
+    The last query sees every key, and the first N − M queries of too few keys see none.
+    """
+    n, m = q.shape[2], k.shape[2]
+    return functional.pad(y, (0, 0, n - m, 0)) if n > m else y[..., m - n :, :]
 
 
 class AttentionFreeSimple(Family):
@@ -68,21 +86,22 @@ class AttentionFreeSimple(Family):
         """See `Family.forward`."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
+        if aft_applies(k, v):
+            keys = tokens_first(k if key_mask is None else hide(widen(k), key_mask))
+            y = simple_kernel(keys, tokens_first(v), is_causal)  # [B, M or 1, H·D]
+            return gate(q, _split(_last_queries(y, q, k) if is_causal else y, q), self.query)
         keys, values = hide(widen(k), key_mask), widen(v)
         if not is_causal:
             e = (keys - finite(keys.detach().amax(2, keepdim=True))).exp()  # [B, H, M, D]
             total = e.sum(2, keepdim=True)
             return gate(q, (e * values).sum(2, keepdim=True) / torch.where(total > 0, total, 1), self.query)
-        n, m = q.shape[2], k.shape[2]
         y, _ = aft_running(_rows(keys), _rows(values))
-        # The last query sees every key, and the first N − M queries of too few keys see none.
-        y = functional.pad(y, (0, 0, n - m, 0)) if n > m else y[m - n :]
-        return gate(q, _heads(y, v), self.query)
+        return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. All earlier tokens act as one, whose key is their log normaliser and whose value is
         their average: so the state is two numbers a feature."""
-        keys, values = widen(k), widen(v)
+        keys, values = hide(widen(k), key_mask), widen(v)
         if "normaliser" in cache:
             keys = torch.cat([cache["normaliser"], keys], dim=2)
             values = torch.cat([cache["average"], values], dim=2)
@@ -118,13 +137,13 @@ class AttentionFreeFull(Family):
         else:
             self.query_positions, self.key_positions = positions(rank), positions(rank)
 
-    def bias(self, start: int, n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def bias(self, start: int, n: int, m: int) -> tuple[Tensor, Tensor | None]:
         """w of queries at `start` … `start` + n − 1 and keys at 0 … m − 1: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
-            return self.table[start : start + n, :m].to(dtype), None
+            return local(self.table)[start : start + n, :m], None
         assert self.query_positions is not None
         assert self.key_positions is not None
-        return self.query_positions[start : start + n].to(dtype), self.key_positions[:m].to(dtype)
+        return local(self.query_positions)[start : start + n], local(self.key_positions)[:m]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless
@@ -143,14 +162,21 @@ class AttentionFreeFull(Family):
         if (empty := nothing(q, k, v)) is not None:
             return empty
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
+        left, right = self.bias(m - n + blind if is_causal else 0, n - blind, m)
+        if aft_applies(k, v, 0 if right is None else right.shape[1]):
+            keys = tokens_first(k if key_mask is None else hide(widen(k), key_mask))
+            y = biased_kernel(keys, tokens_first(v), left, right, is_causal, self.window)  # [B, N, H·D]
+            return gate(q, _split(functional.pad(y, (0, 0, blind, 0)), q), self.query)
         keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))
-        left, right = self.bias(m - n + blind if is_causal else 0, n - blind, m, keys.dtype)
+        left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
         y, _ = aft_biased(keys, values, left, right, is_causal, self.window)
         return gate(q, _heads(functional.pad(y, (0, 0, blind, 0)), v), self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
-        return self.forward(q, cache.append("k", k), cache.append("v", v), key_mask=None, is_causal=True)
+        return self.forward(
+            q, cache.append("k", hide(k, key_mask)), cache.append("v", v), key_mask=None, is_causal=True
+        )
 
 
 class AttentionFreeLocal(AttentionFreeFull):

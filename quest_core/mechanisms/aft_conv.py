@@ -22,7 +22,7 @@ from ..config import Option, Part
 from ..errors import ConfigError, InputError, UnsupportedError
 from .aft import QUERY, gate, hide, nothing, widen
 from .aft_ops import ELEMENTS, exact_arithmetic, finite, safe_range
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32
@@ -58,8 +58,8 @@ class _Kernel:
     def convolves(self) -> bool:
         """Whether the convolution is worth trying: exp(w) stays far inside float range, and the grid is large.
 
-        The rule for small grids is measured on a CPU: forward and backward in float32 cost, in units of a tap of the
-        convolution, about T·(1 + 120/D)/7 by blocks.
+        The rule for small grids is measured on a CPU (`python benchmarks/rules.py aft-conv`): forward and backward in
+        float32 cost, in units of a tap of the convolution, about T·(1 + 120/D)/7 by blocks.
         """
         if self.k.device.type == "cpu":
             tokens, features = self.x.shape[2], self.v.shape[3]
@@ -261,12 +261,13 @@ class AttentionFreeConv(Family):
 
     def bias(self) -> Tensor:
         """w = γ (w − mean) / std + β, [h, s, ...], by equation 8; each head over its own positions."""
-        raw = widen(self.weight).flatten(1)  # [h, positions]
+        weight, gain, shift = (widen(local(x)) for x in (self.weight, self.gain, self.shift))
+        raw = weight.flatten(1)  # [h, positions]
         centred = raw - raw.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)
         varies = variance > 0
         scaled = centred * torch.where(varies, torch.where(varies, variance, 1).rsqrt(), 0)
-        return torch.addcmul(widen(self.shift)[:, None], widen(self.gain)[:, None], scaled).view(self.weight.shape)
+        return torch.addcmul(shift[:, None], gain[:, None], scaled).view(weight.shape)
 
     def entropy(self) -> Tensor:
         """Σ over heads of the entropy of softmax(w), in nats: the sparsity regulariser of equation 9, a scalar."""

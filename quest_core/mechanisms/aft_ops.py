@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# These sizes were chosen on a CPU; `python benchmarks/rules.py aft-tiles` times others.
 KEY_BLOCK = 512  # keys and queries of a tile: [QUERY_BLOCK, KEY_BLOCK] biases are the most that exist at a time
 QUERY_BLOCK = 256
 MIN_KEY_BLOCK = 64  # for narrow windows

@@ -141,23 +141,47 @@ class Family(nn.Module):
         """
         raise NotImplementedError
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """The causal output [B, H, N, D] of N new tokens, given those the cache has seen; updates the cache.
+
+        Args:
+            key_mask: as in `forward`, [B or 1, N]: whether the new tokens are visible, to themselves and later ones.
 
         `Mechanism.decode` counts ``cache.tokens``; this must not.
         """
         raise NotImplementedError
 
 
-def logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """scale · q kᵀ: q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M]."""
+def local(parameter: Tensor) -> Tensor:
+    """A mechanism's parameter as this rank uses it: the part for its heads where tensor parallelism has divided it.
+
+    Every mechanism that :class:`quest_core.parallel.HeadParallel` shall divide reads its parameters through this.
+    """
+    if type(parameter) in (Tensor, nn.Parameter):
+        return parameter
+    from ..parallel import local_part
+
+    return local_part(parameter)
+
+
+def logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
+    """scale · q kᵀ (+ residual): q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M].
+
+    Args:
+        residual: [B, H, N, M] or broadcastable to it.
+    """
     batch, heads, n, dim = q.shape
     groups, m = k.shape[1:3]
+    if scale == 1 and residual is not None and residual.shape == (batch, groups, n, m) and residual.dtype == q.dtype:
+        # The product adds as it goes, which spares a pass over the largest tensor there is.
+        return torch.baddbmm(residual.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT).view(batch, heads, n, m)
     q = q if scale == 1 else q * scale
     if groups == heads:
-        return q @ k.transpose(-1, -2)
-    grouped = q.reshape(batch, groups, heads // groups * n, dim)
-    return (grouped @ k.transpose(-1, -2)).reshape(batch, heads, n, m)
+        scores = q @ k.mT
+    else:
+        grouped = q.reshape(batch, groups, heads // groups * n, dim)
+        scores = (grouped @ k.mT).reshape(batch, heads, n, m)
+    return scores if residual is None else scores.add_(residual)  # a product does not need its result for its gradient
 
 
 def apply_weights(weights: Tensor, v: Tensor) -> Tensor:

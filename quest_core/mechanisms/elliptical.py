@@ -87,8 +87,13 @@ class Elliptical(Standard):
             )
         own = v.detach()
         kept = own if self._arrangement is None else self._arrangement[0](own)
-        before = self._before(kept)
-        self._values[_thread()] = kept
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
+            before = self._again(kept)
+        else:
+            before = self._before(kept)
+            self._values[_thread()] = kept
+        if before is not None and before.shape != kept.shape:
+            before = None  # the first layer of a stage
         if before is not None:
             if self._arrangement is not None:
                 before = self._arrangement[1](before)
@@ -96,32 +101,39 @@ class Elliptical(Standard):
             q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
         return self.query(q), self.key(k)
 
-    def _before(self, own: Tensor) -> Tensor | None:
-        """The values of the layer before in this forward pass; None for the first layer, and at a stage's border."""
+    def _before(self, kept: Tensor) -> Tensor | None:
+        """The values of the layer before in this forward pass; None for the first layer."""
         assert self._previous is not None
         previous = self._previous[0]
         if previous is None:
             return None
         thread = _thread()
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
-            kept = self._step.get(thread)
-            if kept is None or not torch.equal(kept[0], own):
-                raise UnsupportedError(
-                    "elliptical attention cannot compute this layer again for the backward pass: another forward pass "
-                    "ran in between. Run backward after each forward pass, or leave out activation checkpointing"
-                )
-            before: Tensor | None = kept[1]
-        else:
-            before = previous._values.pop(thread, None)
-            if before is None:
-                raise UnsupportedError(
-                    "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                    "skipped, or this one was copied alone. Run all layers in their order, and call "
-                    "quest_core.chain(model) after copying layers"
-                )
-            if self.training:
-                self._step[thread] = (own, before)
-        return before if before is not None and before.shape == own.shape else None
+        before = previous._values.pop(thread, None)
+        if before is None:
+            raise UnsupportedError(
+                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                "skipped, or this one was copied alone. Run all layers in their order, and call "
+                "quest_core.chain(model) after copying layers"
+            )
+        if self.training:
+            self._step[thread] = (kept, before)
+        return before
+
+    def _again(self, kept: Tensor) -> Tensor | None:
+        """What `_before` found in the forward pass that is being computed again.
+
+        On a GPU the backward pass runs in a thread of its own, so the values tell which forward pass that was.
+        """
+        assert self._previous is not None
+        if self._previous[0] is None:
+            return None
+        for own, before in list(self._step.values()):
+            if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):
+                return before
+        raise UnsupportedError(
+            "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
+            "between. Run backward after each forward pass, or leave out activation checkpointing"
+        )
 
     @staticmethod
     def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
@@ -172,6 +184,11 @@ class EllipticalQuest(Elliptical):
 def stack_of(path: str) -> str:
     """The stack that a layer belongs to: its path with the numbers taken out."""
     return re.sub(r"\d+", "*", path)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as whole numbers, of which NaN equals NaN: a step that overflows is computed again too."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _thread() -> int:

@@ -88,7 +88,8 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
     # Where exact arithmetic gives a whole number, rounding must not take one away.
     whole = (share + 1e-9).floor()
     left = free - whole.sum()
-    rank = (whole - share).argsort(stable=True).argsort()  # 0 for the largest fractional part
+    # Nor may it break a tie: fractions of 8/3 and 2/3 are equal.
+    rank = ((whole - share) * 1e9).round().argsort(stable=True).argsort()  # 0 for the largest fractional part
     return (whole + (rank < left)).long() + min_queries
 
 
@@ -98,16 +99,16 @@ def head_index(sizes: Tensor, num_heads: int) -> Tensor:
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
-    """n_g: Frobenius norm of k_g over visible tokens and features, mean over the batch: [B, G, M, D] -> [G], float64.
+    """n_g: Frobenius norm of k_g over visible tokens and features: [B, G, M, D] -> [B, G], float64.
 
-    ([G], equation 1.)
+    [G], equation 1, takes the mean over the batch.
     """
     k = k.detach()
     tokens = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))  # [B, G, M]
     seen = visible_keys(mask, k.shape[0], k.shape[2])
     if seen is not None:
         tokens = tokens * seen[:, None]
-    norms: Tensor = tokens.double().square().sum(-1).sqrt().mean(0)
+    norms: Tensor = tokens.double().square().sum(-1).sqrt()
     return norms
 
 
@@ -138,7 +139,7 @@ class KeyDriven(Grouping):
         return None
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
-        norms = key_norms(k, mask)  # [G]
+        norms = key_norms(k, mask).mean(0)  # [G]
         spread = norms.max() - norms.min()
         scaled = torch.where(spread > 0, (norms - norms.min()) / torch.where(spread > 0, spread, 1), 1)
         return head_index(allocate(scaled, num_heads, self.min_queries), num_heads)
@@ -147,12 +148,20 @@ class KeyDriven(Grouping):
 class DynamicKeyDriven(KeyDriven):
     """As KeyDriven, but sizes follow how the norms evolve, and stay for `window` training steps ([G], section 3.2).
 
-    The state lives in buffers: it is saved, resumed, and broadcast by DistributedDataParallel. What a training step
-    finds takes effect at the next one, so all ranks that share buffers hold the same sizes. Evaluation and the second
-    forward pass of activation checkpointing leave it alone.
+    The state lives in buffers: it is saved and resumed. Evaluation and the second forward pass of activation
+    checkpointing leave it alone.
+
+    Where torch.distributed is initialised, a training step takes the mean over the batches of all ranks, so that all
+    hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to
+    run the layer equally often.
+
+    Attributes:
+        process_group: the ranks that share statistics; None means all. Where ranks hold different layers (pipeline
+            parallelism), give each layer the group of ranks that hold it.
     """
 
     name: ClassVar[str] = "dgqa"
+    process_group: torch.distributed.ProcessGroup | None
     norms: Tensor
     sizes: Tensor
     pending: Tensor
@@ -170,6 +179,7 @@ class DynamicKeyDriven(KeyDriven):
     ) -> None:
         super().__init__(dims, kv_heads=kv_heads, min_queries=min_queries)
         self.window, self.evolution, self.alpha = window, evolution, alpha
+        self.process_group = None
         if dims is not None:
             self.register_buffer("norms", torch.zeros(dims.kv_heads, dtype=torch.float64))  # c
             self.register_buffer("sizes", allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries))
@@ -181,8 +191,16 @@ class DynamicKeyDriven(KeyDriven):
         if self.training and not recomputing:
             with torch.no_grad():
                 self.sizes.copy_(self.pending)  # before the forward pass, so that its backward pass finds the same
-            self._observe(key_norms(k, mask), num_heads)
+            self._observe(self._mean_over_ranks(key_norms(k, mask)), num_heads)
         return head_index(self.sizes, num_heads)
+
+    def _mean_over_ranks(self, norms: Tensor) -> Tensor:
+        """[B, G], with another B on every rank -> the mean over the samples of all of them, [G]."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return norms.mean(0)
+        total = torch.cat([norms.sum(0), norms.new_full((1,), norms.shape[0])])  # [G + 1]
+        torch.distributed.all_reduce(total, group=self.process_group)
+        return total[:-1] / total[-1]
 
     @torch.no_grad()
     def _observe(self, current: Tensor, num_heads: int) -> None:

@@ -19,7 +19,7 @@ from ..cache import Cache
 from ..config import Part
 from ..errors import UnsupportedError
 from ..kernels import unit
-from .base import Dims, Family
+from .base import Dims, Family, local
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
@@ -40,10 +40,11 @@ class Linear(Family):
         with torch.autocast(q.device.type, enabled=False):
             return _ratio(_sum_keys(_feature(q), _hide(_feature(k), seen), _with_ones(v), is_causal)).to(dtype)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         dtype = _result_type(q)
         with torch.autocast(q.device.type, enabled=False):
-            return _ratio(_continue(_feature(q), _feature(k), _with_ones(v), cache)).to(dtype)
+            keys = _hide(_feature(k), _visible(key_mask, k))
+            return _ratio(_continue(_feature(q), keys, _with_ones(v), cache)).to(dtype)
 
 
 class Cosine(Family):
@@ -64,18 +65,24 @@ class Cosine(Family):
             total = _sum_keys(unit(_wide(q)), _hide(unit(_wide(k)), seen), _wide(v), is_causal)
             return self._divide(total, count).to(dtype)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-        before = cache.tokens
-        count = torch.arange(before + 1, before + q.shape[2] + 1, device=q.device)[:, None]  # [N, 1]
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        seen = _visible(key_mask, k)
+        new = torch.ones(1, q.shape[2], device=q.device) if seen is None else seen.to(torch.float32)  # [B or 1, N]
+        if "count" in cache or seen is not None:
+            before = cache["count"] if "count" in cache else q.new_full((q.shape[0], 1), cache.tokens, dtype=new.dtype)
+            count = before + new.cumsum(-1)  # [B, N]
+            cache["count"] = count[:, -1:]
+        else:
+            count = cache.tokens + new.cumsum(-1)
         dtype = _result_type(q)
         with torch.autocast(q.device.type, enabled=False):
-            total = _continue(unit(_wide(q)), unit(_wide(k)), _wide(v), cache)
-            return self._divide(total, count).to(dtype)
+            total = _continue(unit(_wide(q)), _hide(unit(_wide(k)), seen), _wide(v), cache)
+            return self._divide(total, count[:, None, :, None]).to(dtype)
 
     def _divide(self, total: Tensor, count: Tensor) -> Tensor:
         """total [B, H, N, Dv] over n^σ(m), n from [..., N or 1, 1]; where n is 0 the total is too."""
         log_count = count.clamp(min=1).to(total.dtype).log()
-        return total * torch.exp(-torch.sigmoid(self.stabiliser.to(total.dtype)) * log_count)
+        return total * torch.exp(-torch.sigmoid(local(self.stabiliser).to(total.dtype)) * log_count)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.short import short_applies, short_attention
+from ..kernels import short_applies, short_attention, unit_logits, unit_logits_applies
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
+from .normalisers import Softmax, product_is_faster
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -34,6 +37,8 @@ class Observation(NamedTuple):
         mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
         is_causal: query i sees keys j ≤ i + M − N.
         residual: what was added to the logits [B, H, N, M].
+        real: the queries that are no padding [B, N]; None when all are, or when the mask hides the others.
+        piece: 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
     """
 
     q: Tensor
@@ -42,6 +47,8 @@ class Observation(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     residual: Tensor | None = None
+    real: Tensor | None = None
+    piece: int = 0
 
 
 class Mechanism(nn.Module):
@@ -55,6 +62,8 @@ class Mechanism(nn.Module):
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
+        head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
+            (see :class:`quest_core.parallel.HeadParallel`).
     """
 
     score: Score
@@ -65,6 +74,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.config = config
         self.observer: Callable[[Observation], None] | None = None
+        self.head_share = (0, 1)
         self.family: Family | None = None
         if config.family is not None:
             self.family = _build(config, "family", dims)
@@ -72,10 +82,10 @@ class Mechanism(nn.Module):
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
-        # What one kernel does from raw keys to outputs: see kernels.short.
-        self._short = dict(config.parts) in [
-            {"score": "quest", "normaliser": "softmax", "grouping": grouping} for grouping in ("mha", "gqa", "mqa")
-        ]
+        # What kernels do from raw keys: logits (kernels.unit_logits), and outputs as well (kernels.short).
+        chosen = dict(config.parts)
+        self._quest = chosen.get("score") == "quest" and chosen["grouping"] in ("mha", "gqa", "mqa")
+        self._short = self._quest and chosen["normaliser"] == "softmax"
         specs = list(config.specs())
         self._key_features = specs[0].key_features
         self._chained = any(part.chained for part in specs)
@@ -111,14 +121,20 @@ class Mechanism(nn.Module):
             UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
         """
         self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        if tokens_are_divided():
+            self._check_divided()
         raw = (q, k)
         if self.family is not None:
             if self.observer is not None:
                 self.observer(Observation(*raw, None, attn_mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        if self._short and self.observer is None and short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
+        short = self._short and self.observer is None and not tokens_are_divided()
+        if short and short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
             scale = self.score.scale(q.shape[-1])
             return short_attention(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal)
+        by_product = short and product_is_faster(q, k, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+        if by_product and unit_logits_applies(q, k):
+            return apply_weights(unit_logits(q, k, self.score.scale(q.shape[-1])).softmax(-1), v)
         head = self.grouping.assign(k, q.shape[1], attn_mask)
         q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
@@ -178,17 +194,24 @@ class Mechanism(nn.Module):
         self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
-        raw = (q, k)
-        head = self.grouping.assign(k, q.shape[1], attn_mask)
-        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
-        groups = k.shape[1]
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
-        if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
-        scores = logits(q, k, self.score.scale(q.shape[-1]))
-        if residual is not None:
-            scores = scores.add_(residual)  # a matrix product does not need its result for its gradient
+        if tokens_are_divided():
+            raise UnsupportedError(
+                "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
+                "returned; ask for the output alone (need_weights=False)"
+            )
+        groups, scale = k.shape[1], self.score.scale(q.shape[-1])
+        if self._quest and self.observer is None and unit_logits_applies(q, k, residual):
+            scores = unit_logits(q, k, scale, residual)
+        else:
+            raw = (q, k)
+            head = self.grouping.assign(k, q.shape[1], attn_mask)
+            k = k.contiguous()  # the product below would copy it anyway; before the score, that makes one tensor less
+            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
+            if head is not None:
+                k, v = k.index_select(1, head), v.index_select(1, head)
+            if self.observer is not None:
+                self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
+            scores = logits(q, k, scale, residual)
         mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
@@ -214,7 +237,8 @@ class Mechanism(nn.Module):
         Args:
             q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: the new tokens alone.
             cache: this layer's state; it is extended.
-            attn_mask: as in `forward`, with M counting the cached tokens too.
+            attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
+                and reads what the mask says of the new ones.
 
         Returns:
             [B, H, N, Dv].
@@ -223,11 +247,10 @@ class Mechanism(nn.Module):
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
         self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         if self.family is not None:
-            if attn_mask is not None:
-                raise UnsupportedError(f"attention '{self.config}' takes no mask while decoding; drop padded rows")
             if self.observer is not None:
-                self.observer(Observation(q, k, None, None, True))
-            out = self.family.decode(q, k, v, cache)
+                self.observer(Observation(q, k, None, attn_mask, True))
+            key_mask = self._key_mask(attn_mask)
+            out = self.family.decode(q, k, v, cache, None if key_mask is None else key_mask[:, cache.tokens :])
         else:
             raw = (q, k)
             head = self.grouping.assign(k, q.shape[1], attn_mask)
@@ -302,9 +325,25 @@ class Mechanism(nn.Module):
         if self.family is not None:
             why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
         else:
-            why = self.grouping.mismatch(q.shape[1], k.shape[1])
+            shares = self.head_share[1]
+            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * shares)
         if why:
             raise InputError(f"attention '{self.config}': {why}")
+
+    def _check_divided(self) -> None:
+        """Raise UnsupportedError unless every token takes part through scaled_dot_product_attention alone."""
+        whole = (
+            self.family is None
+            and isinstance(self.normaliser, Softmax)
+            and not self._chained
+            and self.config["grouping"] not in ("kdgqa", "pgqa")
+        )
+        if not whole:
+            raise UnsupportedError(
+                f"attention '{self.config}' looks at all tokens outside of scaled_dot_product_attention, and under "
+                "torch's context_parallel each rank has only some of them; choose a score of queries and keys alone "
+                "(standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa or dgqa"
+            )
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -323,14 +362,31 @@ class Mechanism(nn.Module):
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:
         trained = local_metadata.get("attention")
-        if trained is not None and not self.config.means(trained):
-            warnings.warn(
-                f"this checkpoint was trained with attention '{trained}' and is being loaded into "
-                f"'{self.config}'; build the model with attention='{trained}' to evaluate it as trained",
-                AttentionMismatchWarning,
-                stacklevel=2,
-            )
+        if trained is not None:
+            warn_of_mismatch(trained, self.config)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+def tokens_are_divided() -> bool:
+    """Whether this runs inside torch's context_parallel, which replaces scaled_dot_product_attention and nothing else.
+
+    What attends without that function would silently attend to the tokens of one rank.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    where = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
+    return where.startswith("torch.distributed.tensor.experimental")
+
+
+def warn_of_mismatch(trained: str, config: AttentionConfig) -> None:
+    """Warn where a checkpoint's attention means something else than `config`."""
+    if not config.means(trained):
+        warnings.warn(
+            f"this checkpoint was trained with attention '{trained}' and is being loaded into "
+            f"'{config}'; build the model with attention='{trained}' to evaluate it as trained",
+            AttentionMismatchWarning,
+            stacklevel=3,
+        )
 
 
 def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:
@@ -402,13 +458,35 @@ def attention(
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
     """
-    if not isinstance(attention, str | AttentionConfig):
-        attention = AttentionConfig.parse(attention)
-    return _stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    made = stateless(attention)
+    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+
+
+def stateless(attention: AttentionSpec) -> Mechanism:
+    """The mechanism that `attention` names, made once for all callers; ConfigError where it would have a state."""
+    # A mapping is taken apart here, where torch.compile looks on: so that it compiles anew for other contents.
+    mapping = isinstance(attention, Mapping)
+    given = tuple(attention.items()) if isinstance(attention, Mapping) else attention
+    made: Mechanism = getattr(_STATELESS, _place(given, mapping))
+    return made
+
+
+_STATELESS = SimpleNamespace()
+"""Every mechanism that `stateless` has made, an attribute each: torch.compile reads attributes where they are, while
+it would trace into a cache and a module cannot be one of its constants."""
+
+
+def _place(given: Any, mapping: bool) -> str:
+    """The attribute of _STATELESS that is meant. Parsing reads entry points, which nothing can trace."""
+    return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
+
+
+# What torch.compiler.assume_constant_result does, which first imports the whole compiler: seconds for every user.
+_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _stateless(spec: str | AttentionConfig) -> Mechanism:
+def _make(spec: str | AttentionConfig) -> str:
     config = AttentionConfig.parse(spec)
     for part in config.specs():
         if part.learnable or part.stateful or part.chained:
@@ -417,7 +495,9 @@ def _stateless(spec: str | AttentionConfig) -> Mechanism:
                 f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                 f"m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
-    return Mechanism(config, None)
+    name = f"made{len(vars(_STATELESS))}"
+    setattr(_STATELESS, name, Mechanism(config, None))
+    return name
 
 
 def check_inputs(

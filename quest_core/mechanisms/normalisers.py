@@ -24,10 +24,11 @@ PLAIN_WEIGHTS = 2**23
 
 Measured forward and backward on a CPU core: below, keeping the weights is up to twice as fast as recomputing them
 (batch 32, 6 heads, 197 tokens); from here on blocks that stay in cache are as fast (sigmoid) or faster (sinkhorn).
+``python benchmarks/rules.py plain-weights`` repeats it.
 """
 
 BLOCK_WEIGHTS = 2**20
-"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries."""
+"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries; see ``benchmarks/rules.py block-weights``."""
 
 BLOCK_ROWS = 64
 """Least number of queries a block, below which matrix products are thin."""
@@ -50,7 +51,7 @@ class Softmax(Normaliser):
             mask = mask.to(q.dtype)
         if scale <= 0:
             q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
-        if mask is None and not is_causal and dropout_p == 0 and _fused_is_slow(q, k):
+        if product_is_faster(q, k, mask=mask, is_causal=is_causal, dropout_p=dropout_p):
             return apply_weights(logits(q, k, scale).softmax(-1), v)
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -70,17 +71,20 @@ class Softmax(Normaliser):
         return logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
 
-def _fused_is_slow(q: Tensor, k: Tensor) -> bool:
-    """Whether PyTorch's CPU kernel loses against three plain operations.
+def product_is_faster(q: Tensor, k: Tensor, *, mask: Tensor | None, is_causal: bool, dropout_p: float) -> bool:
+    """Whether softmax(q kᵀ) v in three plain operations beats PyTorch's CPU kernel.
 
-    It takes exponentials 16 at a time and the rest one by one, which shows while there are few keys. Measured with
+    That takes exponentials 16 at a time and the rest one by one, which shows while there are few keys. Measured with
     torch 2.13 on one core (AMD EPYC, AVX-512), batch times heads 128, head sizes 8 to 64 and 9 to 100 tokens, forward
     and backward: at the lengths tried inside these conditions (20 to 60) the plain formula took 0.48 to 0.92 of its
-    time, elsewhere up to 2.0. `quest bench speed` shows one such shape, 25 tokens.
+    time, elsewhere up to 2.0. ``python benchmarks/rules.py short-softmax`` repeats it.
     """
     n, m, dim = q.shape[2], k.shape[2], q.shape[3]
     return (
-        q.device.type == "cpu"
+        mask is None
+        and not is_causal
+        and dropout_p == 0
+        and q.device.type == "cpu"
         and q.dtype == torch.float32
         and dim <= 32
         and n > 16

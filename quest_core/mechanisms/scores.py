@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..config import Option, Part
 from ..errors import ConfigError
 from ..kernels import unit
-from .base import Dims, Score
+from .base import Dims, Score, local
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
 
@@ -51,7 +51,7 @@ class QKNormHS(Score):
         self.log_scale = nn.Parameter(torch.full((dims.num_heads, 1, 1), math.log(init)))  # [H, 1, 1]
 
     def query(self, q: Tensor) -> Tensor:
-        return unit(q) * self.log_scale.clamp(max=self.cap).exp().to(q.dtype)
+        return unit(q) * local(self.log_scale).clamp(max=self.cap).exp().to(q.dtype)
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
@@ -72,10 +72,10 @@ class QKNorm(Score):
         self.key_scale = nn.Parameter(torch.full((heads_k, 1, dims.head_dim), start))  # [G or 1, 1, D]
 
     def query(self, q: Tensor) -> Tensor:
-        return unit(q) * self.query_scale.to(q.dtype)
+        return unit(q) * local(self.query_scale).to(q.dtype)
 
     def key(self, k: Tensor) -> Tensor:
-        return unit(k) * self.key_scale.to(k.dtype)
+        return unit(k) * local(self.key_scale).to(k.dtype)
 
 
 def _qknorm_ds(dims: Dims, *, scale: float | None, init: float | None) -> Score:

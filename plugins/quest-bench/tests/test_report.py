@@ -14,7 +14,7 @@ from quest_bench import store
 from quest_bench.cli import app_main
 from quest_bench.plan import Plan, catalogue, parse_settings
 from quest_bench.report import read_groups, write_report
-from quest_bench.worker import write_json
+from quest_bench.worker import decode, write_json
 
 SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 53.0]}
 
@@ -75,6 +75,28 @@ def test_numbers_are_right(fake: Path) -> None:
     assert rows["quest"].verdict == "better than standard: the interval excludes zero"
     assert (rows["qnorm"].score.n, rows["qnorm"].score.lost, rows["qnorm"].score.mean) == (2, 1, 51.5)
     assert rows["quest"].command == "quest bench run fake/suite/one --attention quest --seeds 0-2"
+
+
+def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) -> None:
+    write_results(Path("out"), [], SCORES)
+    for path in Path("out").glob("cells/*/result.json"):
+        result = decode(path.read_text())
+        result["metrics"]["cost"] = 100.0 - result["metrics"]["score"]
+        write_json(path, result)
+    info = fake.parent / "site" / "fakebench" / "info.py"
+    also = '"also": [{"metric": "cost", "unit": "s", "higher_is_better": False, "paper": {"one": {"quest": 7.5}}}],'
+    info.write_text(info.read_text().replace('"unit": "%",', f'"unit": "%", {also}'))
+    score, cost = read_groups(Path("out"), "standard")
+    assert (score.title, cost.title) == ("fake/suite/one", "fake/suite/one · cost")
+    row = cost.row("quest")
+    assert row is not None
+    assert row.difference is not None
+    assert (row.difference.mean, row.paper, cost.suite.unit) == (-5.0, 7.5, "s")
+    assert row.verdict.startswith("better")  # a lower cost
+    write_report(Path("out"), "standard")
+    text = Path("out/report.md").read_text()
+    assert text.count("*Over training.*") == 1
+    assert "## fake/suite/one · cost" in text
 
 
 def test_report_is_one_page_with_everything(fake: Path) -> None:
@@ -139,3 +161,22 @@ def test_broken_plots_of_a_suite_are_a_note(fake: Path) -> None:
     info.write_text(info.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
     write_results(Path("out"), [], SCORES)
     assert "could not be drawn" in write_report(Path("out"), "standard").read_text()
+
+
+def test_what_a_metric_is_made_of(fake: Path) -> None:
+    """Metrics called score/<item> make a table and a figure of their own."""
+    write_results(fake, [], {name: SCORES[name] for name in ("standard", "quest")})
+    for path in fake.glob("cells/*/result.json"):
+        found = decode(path.read_text())
+        score = found["metrics"]["score"]
+        found["metrics"] |= {"score/first_half": score - 1, "score/second_half": score + 1, "apart": 0.0}
+        write_json(path, found)
+    group = read_groups(fake, "standard")[0]
+    assert [item.name for item in group.items] == ["first half", "second half"]
+    assert group.items[0].estimates["standard"].mean == 51.0
+    assert group.items[1].differences["quest"].mean == pytest.approx(5.0)
+    write_report(fake, "standard")
+    text = (fake / "report.md").read_text()
+    assert "| first half | 51.00 ± " in text
+    assert "| apart |" not in text
+    assert [path.name for path in (fake / "report").glob("*by-item.png")] == ["01-one-score-by-item.png"]

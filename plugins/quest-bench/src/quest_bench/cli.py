@@ -263,12 +263,19 @@ def speed(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    cpu_time: Annotated[
+        bool,
+        typer.Option("--cpu-time", help="Count processor time, where others use the machine too; with --threads 1."),
+    ] = False,
 ) -> None:
-    """Time attentions against PyTorch's scaled_dot_product_attention, in turns within one run.
+    """Time attentions against their peers in PyTorch, in turns within one run.
+
+    The peers are scaled_dot_product_attention, FlexAttention, quest in three lines, for an AFT the formula by
+    broadcasting, and for attentions with their projections nn.MultiheadAttention.
 
     Example:
 
-    [cyan]quest bench speed --attention quest,qnorm,qknorm-hs --out docs/results/speed-cpu[/]
+    [cyan]quest bench speed --attention quest,qnorm,qknorm-hs,aft-simple --out docs/results/speed-cpu[/]
     """
     from . import speed as bench
 
@@ -280,6 +287,7 @@ def speed(
         rounds=rounds,
         device=device,
         dtype=dtype,
+        cpu_time=cpu_time,
         command=command,
     )
     print(text)

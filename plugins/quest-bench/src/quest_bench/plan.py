@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,14 @@ class Suite:
     needs: str
     record: Record
     info: Mapping[str, Any]  # the mapping this was read from
+    also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
+
+    def views(self) -> Iterator[Suite]:
+        """The suite once for each metric that a report shows, its own first."""
+        yield self
+        for other in self.also:
+            changed = {key: other.get(key, getattr(self, key)) for key in ("unit", "higher_is_better")}
+            yield replace(self, metric=other["metric"], paper=other.get("paper", {}), **changed)
 
     @classmethod
     def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
@@ -65,6 +73,7 @@ class Suite:
                 needs=info.get("needs") or record.name,
                 record=record,
                 info=info,
+                also=tuple(info.get("also", ())),
             )
         except KeyError as error:
             raise PluginError(

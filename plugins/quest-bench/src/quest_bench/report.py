@@ -97,6 +97,21 @@ class Row:
         return self.attention, str(self.score.n), score, gap, _number(self.paper), self.verdict
 
 
+@dataclass(frozen=True)
+class Item:
+    """A metric called ``<metric>/<item>``: one of those that the group's own is made of, such as a corruption.
+
+    Attributes:
+        name: what stands after the slash.
+        estimates: by attention, over seeds.
+        differences: from the baseline, paired by seed, for the other attentions.
+    """
+
+    name: str
+    estimates: Mapping[str, Estimate]
+    differences: Mapping[str, Estimate]
+
+
 @dataclass
 class Group:
     """One task with one choice of option values: what a table shows."""
@@ -107,12 +122,14 @@ class Group:
     smoke: bool
     rows: list[Row]
     cells: Sequence[Stored]
+    items: list[Item] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        return f"{self.suite.name}/{self.task}" + (f" · {self.settings}" if self.settings else "")
+        metric = "" if self.suite.metric == self.suite.info["metric"] else self.suite.metric
+        return " · ".join(filter(None, (f"{self.suite.name}/{self.task}", metric, self.settings)))
 
     @property
     def failed(self) -> list[Stored]:
@@ -140,7 +157,8 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     # a suite that only another environment has is known from the record of its run
     recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?", "ok")) for run in runs}
     suites = {**recorded, **catalogue().suites}
-    return [_group(members, suites[members[0].cell["suite"]], baseline, runs) for members in _grouped(cells, runs)]
+    grouped = [(members, suites[members[0].cell["suite"]]) for members in _grouped(cells, runs)]
+    return [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
 
 
 def _load(out: Path) -> list[Stored]:
@@ -182,7 +200,7 @@ def write_report(out: Path, baseline: str) -> Path:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        number=_number, signed=_signed, interval=_interval, seconds=_seconds, cell=_cell, glance=_glance
+        number=_number, signed=_signed, interval=_interval, seconds=_seconds, cell=_cell, glance=_glance, spread=_spread
     )
     environment.globals.update(last_line=store.last_line)
     pictures = out / "report"
@@ -254,7 +272,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
 
     def values(attention: str) -> dict[int, float]:
         done = [c for c in by_attention.get(attention, ()) if c.result is not None]
-        return {c.cell["seed"]: float(c.result["metrics"][suite.metric]) for c in done if c.result}
+        return {c.cell["seed"]: float(c.result["metrics"].get(suite.metric, math.nan)) for c in done if c.result}
 
     reference = values(baseline)
     rows = []
@@ -285,14 +303,38 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
     settings = _describe_settings(
         {k: v for k, v in first["options"].items() if k not in suite.options or suite.options[k]["default"] != v}
     )
-    return Group(
-        suite,
-        first["task"],
-        settings,
-        first["smoke"],
-        rows,
-        members,
+    items = _items(by_attention, order, suite.metric, baseline)
+    return Group(suite, first["task"], settings, first["smoke"], rows, members, items)
+
+
+def _items(
+    by_attention: Mapping[str, Sequence[Stored]], order: Sequence[str], metric: str, baseline: str
+) -> list[Item]:
+    """The metrics called ``<metric>/<item>``, in the order in which the cells name them."""
+    results = {attention: [c for c in by_attention[attention] if c.result is not None] for attention in order}
+    names = dict.fromkeys(
+        name
+        for cells in results.values()
+        for cell in cells
+        for name in cell.result["metrics"]  # type: ignore[index]
+        if name.startswith(f"{metric}/")
     )
+    items = []
+    for name in names:
+        values = {
+            attention: {c.cell["seed"]: float(c.result["metrics"].get(name, math.nan)) for c in cells if c.result}
+            for attention, cells in results.items()
+        }
+        reference = values.get(baseline)
+        differences = {a: paired(v, reference) for a, v in values.items() if a != baseline} if reference else {}
+        items.append(
+            Item(
+                name.removeprefix(f"{metric}/").replace("_", " "),
+                {attention: estimate(list(found.values())) for attention, found in values.items()},
+                {attention: found for attention, found in differences.items() if found is not None},
+            )
+        )
+    return items
 
 
 def _order(found: Iterable[str], baseline: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -325,11 +367,15 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str) -> list[Plot]:
     if group.suite.unit == "%":
         caption += " Bars are cut off at 0 and 100."
     drawn = [(f"{group.suite.metric} per attention", caption, _metric_figure(group))]
+    first = group.suite.metric == group.suite.info["metric"]  # the other plots would be the same for every metric
+    if len(group.items) > 1:
+        caption = "The marker is the mean over seeds, the bar reaches from the lowest to the highest seed."
+        drawn.append((f"{group.suite.metric} by item", caption, _items_figure(group)))
     names = list(dict.fromkeys(name for cell in done for name in cell.result["series"] if "/" not in name))  # type: ignore[index]
-    if names:
+    if names and first:
         caption = "Mean over seeds; the band reaches from the lowest to the highest seed."
         drawn.append(("Over training", caption, _series_figure(group, done, names)))
-    if group.suite.plots:
+    if group.suite.plots and first:
         module, _, function = group.suite.plots.partition(":")
         rows = table.set_index("folder").loc[[cell.folder.name for cell in done]].reset_index()
         results = [{**cell.cell, **cell.result} for cell in done]  # type: ignore[dict-item]
@@ -368,6 +414,29 @@ def _metric_figure(group: Group) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"{group.suite.metric} {f'({group.suite.unit})' if group.suite.unit else ''}".strip())
+    return figure
+
+
+def _items_figure(group: Group) -> Figure:
+    """One line of the figure an item, the attentions below each other on it."""
+    figure = Figure(figsize=(7.2, 1.0 + (0.14 + 0.12 * len(group.rows)) * len(group.items)), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(group.rows):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        label: str | None = row.attention
+        for height, item in enumerate(group.items):
+            found = item.estimates[row.attention]
+            if not found.n:
+                continue
+            place = height + 0.7 * ((number + 0.5) / len(group.rows) - 0.5)
+            axes.plot([found.minimum, found.maximum], [place, place], color=colour, lw=1.6, solid_capstyle="butt")
+            axes.plot(found.mean, place, marker, color=colour, ms=4.5, label=label)
+            label = None  # one entry in the legend
+    axes.set_yticks(range(len(group.items)), [item.name for item in group.items])
+    axes.set_ylim(len(group.items) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"{group.suite.metric} {f'({group.suite.unit})' if group.suite.unit else ''}".strip())
+    figure.legend(loc="outside upper left", ncols=6, fontsize=9)
     return figure
 
 
@@ -460,11 +529,16 @@ def _interval(of: Estimate, signed: bool = False) -> str:
 
 
 def _glance(row: Row) -> str:
-    mean = _number(row.score.mean)
-    if not row.score.has_interval:
+    return _spread(row.score)
+
+
+def _spread(found: Estimate) -> str:
+    """The mean and half its interval."""
+    mean = _number(found.mean)
+    if not found.has_interval:
         return mean
     decimals = len(mean.partition(".")[2]) if "e" not in mean else 2
-    return f"{mean} ± {(row.score.high - row.score.low) / 2:.{decimals}f}"
+    return f"{mean} ± {(found.high - found.low) / 2:.{decimals}f}"
 
 
 def _seconds(value: float | None) -> str:

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import quest_core
 from quest_core.errors import ConfigError
 
-from .speed import PEER, keep_freed_memory
+from .speed import BROADCAST, BROADCAST_BYTES, PEER, broadcast_aft, broadcast_fits, keep_freed_memory
 from .store import machine
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -64,6 +64,13 @@ def prepare(name: str, tokens: int, device: str, is_causal: bool) -> Call:
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
         parameters: list[Tensor] = []
+    elif name == BROADCAST:
+        parameters = [torch.zeros(tokens, tokens, device=device, requires_grad=True)]
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
+
+        def attend() -> Tensor:
+            return broadcast_aft(q, k, v, parameters[0].masked_fill(hidden, -math.inf) if is_causal else parameters[0])
+
     else:
         made = quest_core.mechanism(name, num_heads=HEADS, head_dim=HEAD_DIM).to(device)
         parameters = list(made.parameters())
@@ -122,12 +129,16 @@ def measure(
 
     points = []
     for tokens in lengths:
-        calls = {name: prepare(name, tokens, device, is_causal) for name in names}
+        calls = {
+            name: prepare(name, tokens, device, is_causal)
+            for name in names
+            if name != BROADCAST or broadcast_fits(1, HEADS, tokens, HEAD_DIM)
+        }
         turns = {}
         for name, call in calls.items():
             seconds(call)
             turns[name] = min(30, max(3, int(budget / max(seconds(call), 1e-6))))
-        times: dict[str, list[float]] = {name: [] for name in names}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(max(turns.values())):
             for name, call in calls.items():
                 if turn < turns[name]:
@@ -158,8 +169,11 @@ def markdown(points: list[Point]) -> str:
         own = {p.tokens: p for p in points if p.contender == name}
         rows = list(own.values())
         fits = (exponent(rows, lambda p: p.seconds), exponent(rows, lambda p: p.peak_bytes))
-        cells = [f"{own[n].seconds * 1e3:.1f} ms, {own[n].peak_bytes / 2**20:.0f} MiB" for n in lengths]
-        lines.append(f"| {name} | {fits[0]:.2f} | {fits[1]:.2f} | " + " | ".join(cells) + " |")
+        cells = [
+            f"{own[n].seconds * 1e3:.1f} ms, {own[n].peak_bytes / 2**20:.0f} MiB" if n in own else "–" for n in lengths
+        ]
+        exponents = ["–" if math.isnan(fit) else f"{fit:.2f}" for fit in fits]
+        lines.append(f"| {name} | " + " | ".join([*exponents, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -196,7 +210,8 @@ def run(
     lengths = tuple(n for n in LENGTHS if n <= longest)
     if not lengths:
         raise ConfigError(f"--longest is {longest}; the shortest length is {LENGTHS[0]}")
-    names = [PEER, *attentions]
+    naive = [BROADCAST] if any("aft-" in attention for attention in attentions) else []
+    names = [PEER, *naive, *attentions]
     columns = (TextColumn("scaling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("scaling", total=len(names) * len(lengths))
@@ -215,7 +230,8 @@ def run(
             f"{'causal' if is_causal else 'not causal'}, forward and backward.",
             "",
             f"Exponents are fitted from {FIT_FROM} tokens on. Memory is the most that one call holds beside its "
-            "inputs, gradients included.",
+            "inputs, gradients included."
+            + (f" {BROADCAST} runs where its [T, T, d] tensor fits {BROADCAST_BYTES >> 20} MiB." if naive else ""),
             "",
             markdown(points),
             "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import random
 import statistics
@@ -28,25 +29,54 @@ from quest_core.errors import ConfigError
 from .store import machine
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Clock = Callable[[], float]
 
 SHAPES = ((8, 3, 197, 64), (4, 8, 512, 64), (1, 8, 2048, 64), (64, 4, 25, 16), (16, 4, 1024, 16))
 """(B, H, N, D): a ViT's tokens, two language-model lengths, small graphs, point-cloud patches."""
 
 PEER = "scaled_dot_product_attention"
 FORMULA = "three-line quest"
+FLEX = "FlexAttention"
+BROADCAST = "broadcast aft-full"
+LAYER_PEER = "nn.MultiheadAttention"
 DIRECTIONS = ("forward", "forward+backward")
+BROADCAST_BYTES = 2**28
+"""The broadcast formula takes its turn where its [B, T, T, d] tensor is no larger: its backward pass holds several."""
+
+ABSENT = (
+    f"– where a contender cannot run: {FLEX} has no backward pass on a CPU, and {BROADCAST} would need a tensor "
+    f"[B, T, T, d] of more than {BROADCAST_BYTES >> 20} MiB."
+)
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1.0)
 
 
+def broadcast_aft(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """σ(q) ⊙ Σ exp(k + w) v / Σ exp(k + w) as it is written down: q, k, v [B, H, T, D], w [T, T] -> [B, H, T, D]."""
+    weights = (k.unsqueeze(2) + w[:, :, None]).softmax(3)  # [B, H, T, T', D]
+    return torch.sigmoid(q) * (weights * v.unsqueeze(2)).sum(3)
+
+
+def broadcast_fits(batch: int, heads: int, n: int, dim: int) -> bool:
+    """Whether `broadcast_aft` may run at this shape."""
+    return 4 * batch * heads * n * n * dim <= BROADCAST_BYTES
+
+
+def _flex() -> Attend:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Timing:
-    """One contender at one shape in one direction; times in milliseconds, ratios against the peer."""
+    """One contender at one shape in one direction; times in milliseconds, ratios against `peer`."""
 
     shape: tuple[int, int, int, int]
     direction: str
+    peer: str
     contender: str
     milliseconds: float
     ratio: float
@@ -55,26 +85,74 @@ class Timing:
     rounds: int
 
 
-def contenders(attentions: list[str], heads: int, dim: int) -> dict[str, Attend]:
-    """The peer, the formula as a user would write it, and every named attention through quest_core."""
-    made: dict[str, Attend] = {PEER: F.scaled_dot_product_attention, FORMULA: _formula}
-    for text in attentions:
-        config = quest_core.AttentionConfig.parse(text)
-        if any(part.learnable for part in config.specs()):
-            made[str(config)] = quest_core.mechanism(config, num_heads=heads, head_dim=dim)
-        elif config["grouping"] == "mha":
-            made[str(config)] = lambda q, k, v, config=config: quest_core.attention(q, k, v, config)  # type: ignore[misc]
-        else:
+def contenders(
+    attentions: list[str], shape: tuple[int, int, int, int], *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Attend]]:
+    """What runs at a shape (B, H, N, D), by the peer it is compared with.
+
+    Beside scaled_dot_product_attention: quest as a user would write it, FlexAttention, the broadcast formula if an AFT
+    is among the attentions, and every attention through quest_core. Beside nn.MultiheadAttention, which projects
+    its inputs: quest_core's MultiheadAttention with every attention.
+    """
+    _, heads, n, dim = shape
+    alone: dict[str, Attend] = {PEER: F.scaled_dot_product_attention, FORMULA: _formula, FLEX: _flex()}
+    configs = [quest_core.AttentionConfig.parse(text) for text in attentions]
+    if any((config.family or "").startswith("aft") for config in configs) and broadcast_fits(*shape):
+        w = torch.zeros(n, n, device=device, dtype=dtype)
+        alone[BROADCAST] = lambda q, k, v: broadcast_aft(q, k, v, w)
+    layers = {LAYER_PEER: _layer(torch.nn.MultiheadAttention(heads * dim, heads, batch_first=True), device, dtype)}
+    for config in configs:
+        if config.family is None and config["grouping"] != "mha":
             raise ConfigError(f"attention '{config}': speed compares equal shapes, and a grouping has fewer keys")
-    return made
+        if any(part.learnable for part in config.specs()):
+            made = quest_core.mechanism(config, num_heads=heads, head_dim=dim)
+            alone[str(config)] = made.to(device=device, dtype=dtype)
+        else:
+            alone[str(config)] = lambda q, k, v, config=config: quest_core.attention(q, k, v, config)  # type: ignore[misc]
+        layer = quest_core.MultiheadAttention(heads * dim, heads, batch_first=True, attention=config)
+        layers[f"{config} in MultiheadAttention"] = _layer(layer, device, dtype)
+    return {PEER: alone, LAYER_PEER: layers}
 
 
-def _time(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor], backward: bool, repeats: int) -> float:
+def _layer(module: torch.nn.MultiheadAttention, device: str, dtype: torch.dtype) -> Attend:
+    """Self-attention of a layer over the tokens that the queries are, [B, H, N, D] read as [B, N, H·D]."""
+    module.to(device=device, dtype=dtype).eval()  # without dropout training is the same, but PyTorch's fast path is not
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = q.transpose(1, 2).flatten(2)
+        return module(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _able(fields: dict[str, dict[str, Attend]], run: Callable[[Attend], object], backward: bool, cuda: bool) -> None:
+    """Warm up; take out what cannot run here, and say why where that is news."""
+    for field in fields.values():
+        for name, attend in list(field.items()):
+            if name == FLEX and backward and not cuda:
+                del field[name]
+                continue
+            try:
+                run(attend)
+            except Exception as error:  # a compiler may fail in any way
+                if name != FLEX:
+                    raise
+                del field[name]
+                Console(stderr=True).print(f"{FLEX} is left out: {error!r:.300}", markup=False)
+
+
+def _time(
+    attend: Attend,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    backward: bool,
+    repeats: int,
+    clock: Clock = time.perf_counter,
+) -> float:
     """Seconds for one call."""
     cuda = tensors[0].is_cuda
     if cuda:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     if backward:
         for _ in range(repeats):
             out = attend(*tensors)
@@ -87,7 +165,7 @@ def _time(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor], backward: bool
                 attend(*tensors)
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def keep_freed_memory() -> None:
@@ -112,6 +190,7 @@ def measure(
     slice_seconds: float = 0.03,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    clock: Clock = time.perf_counter,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
     """Time every attention at every shape (B, H, N, D), forward and forward+backward.
@@ -120,6 +199,7 @@ def measure(
         attentions: names or specifications, without groupings.
         rounds: how often each contender takes its turn.
         slice_seconds: how long one turn lasts at least.
+        clock: what tells the seconds: elapsed time or the processor's.
         tick: called after each round.
     """
     order = random.Random(0)
@@ -132,46 +212,59 @@ def measure(
             torch.randn(batch, n, heads, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
             for _ in range(3)
         )
-        fields = contenders(attentions, heads, dim)
         for backward, direction in enumerate(DIRECTIONS):
-            for attend in fields.values():  # warm up, and find out how many calls fill a slice
-                _time(attend, (q, k, v), bool(backward), 2)
-            repeats = max(1, int(slice_seconds / _time(fields[PEER], (q, k, v), bool(backward), 3)))
-            times: dict[str, list[float]] = {name: [] for name in fields}
+            fields = contenders(attentions, shape, device=device, dtype=dtype)
+            _able(fields, lambda attend: _time(attend, (q, k, v), bool(backward), 2), bool(backward), q.is_cuda)  # noqa: B023
+            repeats = max(1, int(slice_seconds / _time(fields[PEER][PEER], (q, k, v), bool(backward), 3)))
+            turn = [(peer, name) for peer, field in fields.items() for name in field]
+            times: dict[tuple[str, str], list[float]] = {place: [] for place in turn}
             for _ in range(rounds):
-                turn = list(fields)
                 order.shuffle(turn)
-                for name in turn:
-                    times[name].append(_time(fields[name], (q, k, v), bool(backward), repeats))
+                for peer, name in turn:
+                    times[peer, name].append(_time(fields[peer][name], (q, k, v), bool(backward), repeats, clock))
                 tick()
-            for name, own in times.items():
-                ratios = [a / b for a, b in zip(own, times[PEER], strict=True)]
+            for (peer, name), own in times.items():
+                ratios = [a / b for a, b in zip(own, times[peer, peer], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
-                rows.append(Timing(shape, direction, name, 1e3 * statistics.median(own), middle, low, high, rounds))
+                median = 1e3 * statistics.median(own)
+                rows.append(Timing(shape, direction, peer, name, median, middle, low, high, rounds))
     return rows
 
 
 def markdown(rows: list[Timing]) -> str:
-    """A table for each direction: shapes down, contenders across, each cell a ratio with its spread."""
-    names = list(dict.fromkeys(row.contender for row in rows if row.contender != PEER))
+    """A table for each direction and peer: shapes down, contenders across, each cell a ratio with its spread."""
     lines = []
-    for direction in DIRECTIONS:
+    for direction, peer in itertools.product(DIRECTIONS, (PEER, LAYER_PEER)):
+        own = [row for row in rows if row.peer == peer and row.direction == direction]
+        names = list(dict.fromkeys(row.contender for row in own if row.contender != peer))
         lines += [
-            f"### {direction}",
+            f"### {direction}, beside {peer}",
             "",
-            f"| (B, H, N, D) | {PEER} | " + " | ".join(names) + " |",
+            f"| (B, H, N, D) | {peer} | " + " | ".join(names) + " |",
             "|---|---|" + "---|" * len(names),
         ]
-        for shape in dict.fromkeys(row.shape for row in rows):
-            found = {row.contender: row for row in rows if row.shape == shape and row.direction == direction}
-            cells = [f"{found[n].ratio:.3f} ({found[n].ratio_low:.3f}-{found[n].ratio_high:.3f})" for n in names]
-            lines.append(f"| {shape} | {found[PEER].milliseconds:.2f} ms | " + " | ".join(cells) + " |")
+        for shape in dict.fromkeys(row.shape for row in own):
+            found = {row.contender: row for row in own if row.shape == shape}
+            cells = [_cell(found.get(name)) for name in names]
+            lines.append(f"| {shape} | {found[peer].milliseconds:.2f} ms | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
+def _cell(row: Timing | None) -> str:
+    return "–" if row is None else f"{row.ratio:.3f} ({row.ratio_low:.3f}-{row.ratio_high:.3f})"
+
+
 def run(
-    attentions: list[str], out: Path | None, *, threads: int, rounds: int, device: str, dtype: str, command: str
+    attentions: list[str],
+    out: Path | None,
+    *,
+    threads: int,
+    rounds: int,
+    device: str,
+    dtype: str,
+    cpu_time: bool,
+    command: str,
 ) -> str:
     """Measure, print a progress bar, write ``speed.json`` and ``speed.md`` into `out`; returns the Markdown."""
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,13 +272,23 @@ def run(
         raise ConfigError(f"--dtype is {dtype!r}; choose from: {', '.join(types)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device is {device!r}, but this torch ({torch.__version__}) sees no GPU")
+    if cpu_time and (device != "cpu" or threads != 1):
+        raise ConfigError(
+            f"--cpu-time counts the processor's work, which is the time only for --device cpu --threads 1; these are "
+            f"{device!r} and {threads}"
+        )
     torch.set_num_threads(threads)
     keep_freed_memory()
     columns = (TextColumn("speed"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("speed", total=2 * len(SHAPES) * rounds)
         rows = measure(
-            attentions, rounds=rounds, device=device, dtype=types[dtype], tick=lambda: progress.advance(task)
+            attentions,
+            rounds=rounds,
+            device=device,
+            dtype=types[dtype],
+            clock=time.process_time if cpu_time else time.perf_counter,
+            tick=lambda: progress.advance(task),
         )
     here = machine()
     text = "\n".join(
@@ -197,9 +300,10 @@ def run(
             f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, "
             f"{threads} threads, {device}, {dtype}.",
             "",
-            f"Each cell is the time as a multiple of {PEER} in the same round: the median of {rounds} rounds and, in "
-            "brackets, the middle half of them. Contenders take turns in shuffled order. Freed memory stays with the "
-            "process, as in a training process with a large heap.",
+            f"Each cell is the {'processor ' if cpu_time else ''}time as a multiple of the peer's in the same round: "
+            f"the median of {rounds} rounds and, in brackets, the middle half of them. Contenders take turns in "
+            "shuffled order. Freed memory stays with the process, as in a training process with a large heap. "
+            f"Beside {LAYER_PEER} all have its projections. {ABSENT}",
             "",
             markdown(rows),
         ]

@@ -1,0 +1,261 @@
+"""DistributedDataParallel and fully_shard on two processes equal one process with the whole batch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import quest_core
+from quest_core.parallel import AttentionRecord
+
+from .models import BATCH, TRAINED, E, N, build, check_same, data, half, sgd, tensors, train
+from .ranks import RankFailure, Ranks
+
+pytestmark = pytest.mark.distributed
+
+DGQA = "quest+dgqa(kv_heads=2, window=1)"
+
+
+def alone(attention: str, steps: int = 3) -> dict[str, Tensor]:
+    model = build(attention)
+    train(model, steps=range(steps))
+    return tensors(model)
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def ddp(rank: int, attention: str, recompute: bool) -> dict[str, Tensor]:
+    model = build(attention, recompute=recompute)
+    train(DistributedDataParallel(model), half(rank))
+    return tensors(model)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
+@pytest.mark.parametrize("attention", TRAINED)
+def test_ddp_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
+    wanted = alone(attention)
+    for got in ranks.run(ddp, attention, recompute):
+        check_same(got, wanted)
+
+
+def ddp_injected(rank: int, attention: str) -> dict[str, Tensor]:
+    model, _ = encoder(attention)
+    train(DistributedDataParallel(model), half(rank))
+    return tensors(model)
+
+
+def encoder(attention: str) -> tuple[nn.Module, quest_core.Report]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, 4, 2 * E, dropout=0.0, batch_first=True)
+    return quest_core.inject(nn.TransformerEncoder(layer, 2).double(), attention)
+
+
+@pytest.mark.parametrize("attention", ["quest", DGQA])
+def test_an_injected_model_trains_under_ddp(ranks: Ranks, attention: str) -> None:
+    model, _ = encoder(attention)
+    train(model)
+    for got in ranks.run(ddp_injected, attention):
+        check_same(got, tensors(model))
+
+
+def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
+    model = build(DGQA)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    train(DistributedDataParallel(compiled), half(rank))
+    torch.compiler.reset()
+    return tensors(model), int(model.blocks[0].attention.mechanism.grouping.steps)
+
+
+def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks: Ranks) -> None:
+    wanted = alone(DGQA)
+    for got, steps in ranks.run(ddp_compiled):
+        assert steps == 3
+        check_same(got, wanted)
+
+
+# --- dgqa -------------------------------------------------------------------------------------------------------------
+
+
+def dgqa_alone(rank: int, how: str) -> dict[str, Tensor]:
+    """No wrapper that would share buffers; each rank sees other data, and rank 1 more of it."""
+    model = build(DGQA)
+    if how == "own group":
+        groups = [torch.distributed.new_group([r]) for r in range(2)]
+        for module in model.modules():
+            if isinstance(module, quest_core.mechanisms.groupings.DynamicKeyDriven):
+                module.process_group = groups[rank]
+    for step in range(3):
+        x, _ = data(step)
+        if how == "empty batch":
+            model(x if rank == 1 else x[:0])
+        else:
+            model(x[:1] if rank == 0 else x[1:])
+    return {name: x for name, x in tensors(model).items() if "grouping" in name}
+
+
+def observed() -> dict[str, Tensor]:
+    model = build(DGQA)
+    for step in range(3):
+        model(data(step)[0])
+    return {name: x for name, x in tensors(model).items() if "grouping" in name}
+
+
+@pytest.mark.parametrize("how", ["uneven batches", "empty batch"])
+def test_dgqa_holds_the_same_sizes_on_all_ranks(ranks: Ranks, how: str) -> None:
+    wanted = observed()
+    assert any(not torch.equal(x, torch.tensor([2, 2])) for name, x in wanted.items() if name.endswith("sizes"))
+    first, second = ranks.run(dgqa_alone, how)
+    for name, x in wanted.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], x)
+
+
+def test_dgqa_can_be_told_which_ranks_share(ranks: Ranks) -> None:
+    first, second = ranks.run(dgqa_alone, "own group")
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# --- fully_shard ------------------------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp(rank: int, attention: str, recompute: bool) -> tuple[dict[str, Tensor], bool]:
+    model = shard(build(attention, recompute=recompute))
+    train(model, half(rank))
+    weight = model.blocks[0].attention.k_proj.weight
+    return tensors(model), weight.to_local().shape[0] * 2 == weight.shape[0]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
+@pytest.mark.parametrize("attention", TRAINED)
+def test_fully_shard_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
+    wanted = alone(attention)
+    for got, sharded in ranks.run(fsdp, attention, recompute):
+        assert sharded
+        check_same(got, wanted)
+
+
+def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor]:
+    model = shard(build(attention))
+    optimizer = sgd(model)
+    train(model, half(rank), steps=range(2), optimizer=optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "attention": AttentionRecord(model)}, checkpoint_id=folder)
+
+    resumed = shard(build(attention, seed=1))
+    optimizer = sgd(resumed)
+    weights, state = get_state_dict(resumed, optimizer)
+    found = {"model": weights, "optimizer": state, "attention": AttentionRecord(resumed)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        dcp.load(found, checkpoint_id=folder)
+    set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(resumed, half(rank), steps=range(2, 4), optimizer=optimizer)
+    return tensors(resumed)
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", DGQA])
+def test_a_distributed_checkpoint_resumes_exactly(ranks: Ranks, attention: str, tmp_path: Path) -> None:
+    wanted = alone(attention, 4)
+    for got in ranks.run(fsdp_interrupted, attention, str(tmp_path)):
+        check_same(got, wanted)
+
+
+def mismatches(load: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load()
+    return [str(w.message) for w in caught if issubclass(w.category, quest_core.AttentionMismatchWarning)]
+
+
+def checkpoint_of_another(rank: int, folder: str) -> dict[str, list[str]]:
+    """What is said when a quest model's checkpoint is loaded into a standard one, by each way of saving."""
+    model, other = shard(build("quest")), shard(build("standard"))
+    said = {}
+
+    dcp.save({"model": get_model_state_dict(model), "attention": AttentionRecord(model)}, checkpoint_id=folder)
+    found = {"model": get_model_state_dict(other), "attention": AttentionRecord(other)}
+    said["distributed checkpoint"] = mismatches(lambda: dcp.load(found, checkpoint_id=folder))
+
+    path = Path(folder, f"{rank}.pt")
+    torch.save(model.state_dict(), path)
+    said["torch.save of shards"] = mismatches(lambda: other.load_state_dict(torch.load(path, weights_only=True)))
+
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    record = AttentionRecord(model).state_dict()
+    set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))
+    said["full state dict"] = mismatches(lambda: AttentionRecord(other).load_state_dict(record))
+    assert all(torch.equal(x, tensors(model)[name]) for name, x in tensors(other).items())
+
+    ddp = DistributedDataParallel(build("quest"))
+    said["DistributedDataParallel"] = mismatches(lambda: build("standard").load_state_dict(ddp.module.state_dict()))
+    record = AttentionRecord(ddp).state_dict()
+    said["record of DistributedDataParallel"] = mismatches(
+        lambda: AttentionRecord(torch.compile(build("standard"))).load_state_dict(record)
+    )
+    return said
+
+
+def test_a_checkpoint_of_another_mechanism_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(checkpoint_of_another, str(tmp_path)):
+        assert len(said) == 5
+        for way, texts in said.items():
+            assert len(texts) == 3, way  # one a layer
+            assert "trained with attention 'quest' and is being loaded into 'standard'" in texts[0], way
+
+
+def full_into_plain(rank: int) -> bool:
+    model = shard(build("quest"))
+    train(model, half(rank), steps=range(1))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        plain = build("quest", seed=1)
+        plain.load_state_dict(full, strict=True)
+        check_same(tensors(plain), full)
+    return True
+
+
+def test_a_sharded_model_loads_strictly_into_a_plain_one(ranks: Ranks) -> None:
+    assert ranks.run(full_into_plain) == [True, True]
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("one rank failed")
+    torch.distributed.barrier()
+
+
+def test_a_failing_rank_fails_the_test(ranks: Ranks) -> None:
+    """These tests can fail: one rank's error is reported, although the other waits for it."""
+    with pytest.raises(RankFailure, match="one rank failed"):
+        ranks.run(fail)
+    assert [x.shape for x in ranks.run(sizes)] == [(BATCH, N, E)] * 2
+
+
+def sizes(rank: int) -> Tensor:
+    return data(0)[0]

@@ -1,0 +1,33 @@
+"""The snippets of docs/distributed.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from .ranks import Ranks
+from .test_context_parallel import divide_cpu_attention
+
+pytestmark = pytest.mark.distributed
+
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+SNIPPETS = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run(rank: int, code: str, folder: str) -> bool:
+    divide_cpu_attention()  # what context_parallel lacks on a CPU
+    scope = {"device": "cpu", "folder": folder}
+    exec(compile(code, PAGE.name, "exec"), scope)
+    return "model" in scope or torch.is_tensor(scope["out"])
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_run(ranks: Ranks, snippet: str, tmp_path: Path) -> None:
+    assert ranks.run(run, snippet, str(tmp_path)) == [True, True]
+
+
+def test_every_snippet_is_tested() -> None:
+    assert len(SNIPPETS) == PAGE.read_text().count("```python") == 4

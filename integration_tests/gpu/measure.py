@@ -1,0 +1,118 @@
+"""Times, memory and the kernels that ran, on a GPU or on the CPU. Standard library and PyTorch alone."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call, as the median of the rounds, and ratios to the peer of the same round: median, quartiles."""
+
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+
+def seconds(call: Call, device: str, repeats: int = 1) -> float:
+    """Seconds of one call, on the device's own clock."""
+    if not device.startswith("cuda"):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - started) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
+
+
+def in_turns(calls: Mapping[str, Call], device: str, *, rounds: int, slice_seconds: float) -> dict[str, list[float]]:
+    """Seconds of every call in every round. Calls take turns in shuffled order, each for about `slice_seconds`."""
+    repeats = {}
+    for name, call in calls.items():
+        seconds(call, device, 2)  # compile, allocate
+        repeats[name] = max(1, min(1000, int(slice_seconds / max(seconds(call, device), 1e-7))))
+    order = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        turn = list(calls)
+        order.shuffle(turn)
+        for name in turn:
+            found[name].append(seconds(calls[name], device, repeats[name]))
+    return found
+
+
+def against(own: list[float], peer: list[float]) -> Timing:
+    """Round by round."""
+    ratios = [a / b for a, b in zip(own, peer, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return Timing(1e3 * statistics.median(own), middle, low, high, len(own))
+
+
+def peak_bytes(call: Call, device: str) -> int:
+    """The most memory that `call` holds at a time beside what was there before."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    held = peak = 0
+    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+BACK_ENDS = {
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_attention_math": "math",
+}
+
+
+def back_ends(call: Call) -> set[str]:
+    """Which implementations of scaled_dot_product_attention ran in `call`, as the profiler saw them."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    return {BACK_ENDS[event.name] for event in seen.events() if event.name in BACK_ENDS}
+
+
+def versions(device: str) -> dict[str, str]:
+    """The device and the software that the numbers depend on."""
+    import platform
+
+    found = {"device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu ({platform.machine()})"}
+    if device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"compute capability": f"{major}.{minor}", "cuda": str(torch.version.cuda)}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    try:
+        import triton
+
+        found["triton"] = str(triton.__version__)
+    except ImportError:
+        found["triton"] = "none"
+    return {**found, "torch": str(torch.__version__), "python": platform.python_version()}

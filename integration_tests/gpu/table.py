@@ -1,0 +1,337 @@
+"""Writes docs/results/gpu.md: attention against the best back-end of scaled_dot_product_attention, and step times.
+
+  python -m integration_tests.gpu.table --out docs/results/gpu.md
+
+`./dev gpu --table` runs the CUDA tests and then this. It needs PyTorch and nothing else. Step times of frameworks are
+read from --steps, where the tests of each framework (integration_tests/gpu/test_<host>.py) have left theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import quest_core
+from quest_core.errors import QuestError
+
+from .measure import Timing, against, in_turns, seconds, versions
+
+LENGTHS = (25, 64, 197, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+TOKENS = 2**16
+"""Tokens a call, as many sequences as that takes."""
+
+BACK_ENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+MATH_UNTIL = 2048  # tokens; it keeps all weights
+FUSED_UNTIL = 512  # tokens; what the short kernel takes
+DIRECTIONS = ("forward", "forward and backward")
+
+FULL = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "aft-simple", "aft-local", "aft-full")
+SHORT = "quest (QUEST_KERNELS=fused)"
+GROUPED = ("standard+gqa", "quest+gqa")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one length in one direction, against the peer with as many key heads."""
+
+    tokens: int
+    batch: int
+    direction: str
+    contender: str
+    peer: str
+    timing: Timing
+
+
+@contextlib.contextmanager
+def kernels(mode: str) -> Iterator[None]:
+    """QUEST_KERNELS for a while."""
+    before = os.environ.get("QUEST_KERNELS")
+    os.environ["QUEST_KERNELS"] = mode
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["QUEST_KERNELS"]
+        else:
+            os.environ["QUEST_KERNELS"] = before
+
+
+def contender(name: str, tokens: int, heads: int, groups: int, dim: int, device: str, dtype: torch.dtype) -> Callable:
+    """(q, k, v) -> output, through quest_core."""
+    spec = name.removesuffix(" (QUEST_KERNELS=fused)")
+    if spec.endswith("+gqa"):
+        spec += f"(kv_heads={groups})"
+    if spec in ("aft-full", "aft-local"):
+        spec += f"(max_length={tokens})"
+    made = quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
+    if name != SHORT:
+        return made
+
+    def fused(*tensors: Tensor) -> Tensor:
+        with kernels("fused"):
+            return made(*tensors)
+
+    return fused
+
+
+def peers(tokens: int, grouped: bool, device: str) -> dict[str, Callable]:
+    """scaled_dot_product_attention by each of its back-ends."""
+
+    def through(back_end: SDPBackend) -> Callable:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(back_end):
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+        return attend
+
+    names = [n for n in BACK_ENDS if n != "math" or tokens <= MATH_UNTIL]
+    if not device.startswith("cuda"):
+        names = [n for n in names if n in ("flash", "math")]
+    return {f"sdpa {name}": through(BACK_ENDS[name]) for name in names}
+
+
+def call(attend: Callable, tensors: list[Tensor], backward: bool) -> Callable[[], None]:
+    def forward_alone() -> None:
+        with torch.no_grad():
+            attend(*tensors)
+
+    def both() -> None:
+        out = attend(*tensors)
+        out.backward(out.detach())
+        for x in tensors:
+            x.grad = None
+
+    return both if backward else forward_alone
+
+
+def fits(attempt: Callable[[], None], device: str, budget: float, why: dict[str, str], name: str) -> bool:
+    """Whether a call works and takes at most `budget` seconds; if not, `why` says what happened."""
+    try:
+        seconds(attempt, device)
+        took = seconds(attempt, device)
+    except (RuntimeError, QuestError) as error:
+        what = "out of memory" if isinstance(error, torch.cuda.OutOfMemoryError) else "does not take these inputs"
+        why[name] = what
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        return False
+    if took > budget:
+        why[name] = f"{took:.1f} s a call"
+        return False
+    return True
+
+
+def measure(
+    lengths: tuple[int, ...],
+    *,
+    device: str,
+    dtype: torch.dtype,
+    heads: int = 16,
+    groups: int = 4,
+    dim: int = 64,
+    tokens_a_call: int = TOKENS,
+    rounds: int = 21,
+    slice_seconds: float = 0.02,
+    budget: float = 1.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Row], dict[str, dict[str, str]]]:
+    """Every contender at every length; and for those left out, {length and direction: {contender: why}}.
+
+    Args:
+        budget: a contender whose call takes more seconds is left out there and at longer lengths.
+    """
+    rows: list[Row] = []
+    left_out: dict[str, dict[str, str]] = {}
+    slow: set[tuple[str, str]] = set()
+    for tokens in lengths:
+        batch = max(1, tokens_a_call // tokens)
+        for direction in DIRECTIONS:
+            backward = direction != "forward"
+            why = left_out.setdefault(f"N = {tokens}, {direction}", {})
+            for grouped in (False, True):
+                torch.manual_seed(0)
+                # As projections leave them: [B, N, H, D] in memory.
+                tensors = [
+                    torch.randn(batch, tokens, h, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+                    for h in (heads, groups if grouped else heads, groups if grouped else heads)
+                ]
+                calls = {n: call(a, tensors, backward) for n, a in peers(tokens, grouped, device).items()}
+                wanted = GROUPED if grouped else (*FULL, *([SHORT] if tokens <= FUSED_UNTIL else []))
+                for name in wanted:
+                    if (name, direction) in slow:
+                        why[name] = "too slow at a shorter length"
+                        continue
+                    attend = contender(name, tokens, heads, groups if grouped else heads, dim, device, dtype)
+                    calls[name] = call(attend, tensors, backward)
+                labels = {n: f"{n} gqa" if grouped and n.startswith("sdpa ") else n for n in calls}
+                working = {n: c for n, c in calls.items() if fits(c, device, budget, why, labels[n])}
+                slow |= {(n, direction) for n in wanted if why.get(n, "").endswith(" s a call")}
+                times = in_turns(working, device, rounds=rounds, slice_seconds=slice_seconds)
+                names = [n for n in times if n.startswith("sdpa ")]
+                if not names:
+                    raise SystemExit(f"no back-end of scaled_dot_product_attention runs N = {tokens} on {device}")
+                best = min(names, key=lambda n: statistics.median(times[n]))
+                rows += [
+                    Row(tokens, batch, direction, n, f"{best}{' gqa' * grouped}", against(own, times[best]))
+                    for n, own in times.items()
+                    if n == best or not n.startswith("sdpa ")
+                ]
+            say(f"N = {tokens}, {direction}")
+    return rows, {where: found for where, found in left_out.items() if found}
+
+
+def markdown(rows: list[Row], left_out: dict[str, dict[str, str]]) -> str:
+    """A table for each direction and number of key heads; lengths down, contenders across."""
+    lines = []
+    for direction in DIRECTIONS:
+        for grouped in (False, True):
+            own = [r for r in rows if r.direction == direction and r.peer.endswith(" gqa") == grouped]
+            names = [n for n in (*FULL, SHORT, *GROUPED) if any(r.contender == n for r in own)]
+            title = f"{direction}, fewer key heads" if grouped else direction
+            lines += [f"### {title.capitalize()}", "", "| N | B | best back-end | " + " | ".join(names) + " |"]
+            lines.append("|---:|---:|---|" + "---|" * len(names))
+            for tokens in dict.fromkeys(r.tokens for r in own):
+                here = {r.contender: r for r in own if r.tokens == tokens}
+                peer = next(r for r in here.values() if r.contender.startswith("sdpa "))
+                cells = [_cell(here[n].timing) if n in here else "–" for n in names]
+                first = f"{peer.contender.removeprefix('sdpa ')}, {peer.timing.milliseconds:.3g} ms"
+                lines.append(f"| {tokens} | {peer.batch} | {first} | " + " | ".join(cells) + " |")
+            lines.append("")
+    if left_out:
+        lines += ["Left out:", ""]
+        for where, found in left_out.items():
+            lines.append(f"- {where}: " + ", ".join(f"{name} ({why})" for name, why in found.items()))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(timing: Timing) -> str:
+    return f"{timing.ratio:.2f} ({timing.low:.2f}–{timing.high:.2f})"
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """What the frameworks' tests have written, by framework."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def steps_markdown(found: list[dict[str, Any]]) -> str:
+    """A row for each framework, precision and attention."""
+    if not found:
+        return (
+            "Not yet measured: no framework's test has left its times. Each does where its framework is installed "
+            "beside quest-core.\n"
+        )
+    lines = ["| framework | model | precision | attention | ms a step | of stock (middle half of the rounds) |"]
+    lines.append("|---|---|---|---|---:|---|")
+    for host in found:
+        name = f"{host['host']} {host['version']}, torch {host['versions']['torch']}, {host['versions']['device']}"
+        for row in host["rows"]:
+            timing = Timing(**row["timing"])
+            cells = (name, host["model"], row["precision"], row["attention"], f"{timing.milliseconds:.2f}")
+            lines.append("| " + " | ".join((*cells, _cell(timing))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page(
+    rows: list[Row],
+    left_out: dict[str, dict[str, str]],
+    steps: list[dict[str, Any]],
+    *,
+    command: str,
+    where: dict[str, str],
+    shape: str,
+    rounds: int,
+) -> str:
+    return "\n".join(
+        [
+            "# Results on a GPU",
+            "",
+            f"Command: `{command}`",
+            "",
+            f"Machine: {', '.join(f'{key} {value}' for key, value in where.items())}.",
+            "",
+            "## Attention",
+            "",
+            f"{shape}. Each cell is the time as a multiple of the fastest back-end of scaled_dot_product_attention in "
+            f"the same round: the median of {rounds} rounds and, in brackets, the middle half of them. Contenders take "
+            "turns in shuffled order; times are those of CUDA events.",
+            "",
+            markdown(rows, left_out),
+            "## Training steps of the frameworks",
+            "",
+            steps_markdown(steps),
+        ]
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m integration_tests.gpu.table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/results/gpu.md"), help="the page; its data go to .json")
+    parser.add_argument("--steps", type=Path, default=Path("runs/gpu"), help="folder of the frameworks' step times")
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:N; cpu to try the command out")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="comma-separated numbers of tokens")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens a call: as many sequences as that takes")
+    parser.add_argument("--heads", type=int, default=16, help="query heads; a quarter as many key heads for gqa")
+    parser.add_argument("--dim", type=int, default=64, help="features of a head")
+    parser.add_argument("--rounds", type=int, default=21, help="how often each contender takes its turn")
+    parser.add_argument("--slice", type=float, default=0.02, help="seconds that a turn lasts")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds a call; slower contenders are left out")
+    options = parser.parse_args(arguments)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device is {options.device!r}, but this torch ({torch.__version__}) sees no GPU")
+    if options.heads % 4:
+        parser.error(f"--heads is {options.heads}; it must be a multiple of 4, for gqa has a quarter as many key heads")
+    rows, left_out = measure(
+        tuple(int(n) for n in options.lengths.split(",")),
+        device=options.device,
+        dtype=getattr(torch, options.dtype),
+        heads=options.heads,
+        groups=options.heads // 4,
+        dim=options.dim,
+        tokens_a_call=options.tokens,
+        rounds=options.rounds,
+        slice_seconds=options.slice,
+        budget=options.budget,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    command = " ".join(["python -m integration_tests.gpu.table", *arguments])
+    where = versions(options.device)
+    steps = read_steps(options.steps)
+    shape = (
+        f"{options.heads} heads of {options.dim} features, {options.dtype}, B·N = {options.tokens} (one sequence where "
+        f"N is larger), {options.heads // 4} key heads where there are fewer"
+    )
+    text = page(rows, left_out, steps, command=command, where=where, shape=shape, rounds=options.rounds)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(text)
+    data = {"command": command, "machine": where, "rows": [asdict(row) for row in rows], "left out": left_out}
+    options.out.with_suffix(".json").write_text(json.dumps({**data, "steps": steps}, indent=1))
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

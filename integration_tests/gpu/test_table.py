@@ -1,0 +1,110 @@
+"""The command that writes docs/results/gpu.md: right ratios, nothing hidden, mistakes named; at toy sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import quest_core
+
+from . import measure, table
+
+TOY = ["--lengths", "8,20", "--tokens", "20", "--heads", "4", "--dim", "8", "--rounds", "3", "--slice", "0.0005"]
+
+
+def test_the_command_writes_the_page_and_its_data(
+    tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    timing = {"milliseconds": 3.0, "ratio": 1.25, "low": 1.2, "high": 1.3, "rounds": 3}
+    row = {"attention": "quest", "precision": "bf16", "timing": timing}
+    host = {
+        "host": "a framework",
+        "version": "1.0",
+        "model": "tiny",
+        "versions": measure.versions(device),
+        "rows": [row],
+    }
+    (steps / "a.json").write_text(json.dumps(host))
+    out = tmp_path / "gpu.md"
+    assert table.main([*TOY, "--device", device, "--dtype", "float32", "--out", str(out), "--steps", str(steps)]) == 0
+    text = out.read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert text.count("### ") == 4
+    for name in (*table.FULL, table.SHORT, *table.GROUPED):
+        assert f" {name} |" in text
+    assert f"torch {torch.__version__}" in text
+    assert "| quest | 3.00 | 1.25 (1.20–1.30) |" in text
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert {(r["tokens"], r["batch"]) for r in rows} == {(8, 2), (20, 1)}
+    assert all(r["timing"]["milliseconds"] > 0 and r["timing"]["rounds"] == 3 for r in rows)
+    assert all(r["timing"]["ratio"] == 1 for r in rows if r["contender"].startswith("sdpa "))
+    assert len([r for r in rows if r["contender"] == "quest"]) == 4
+    assert "QUEST_KERNELS" not in os.environ
+
+
+def test_contenders_compute_what_their_names_say() -> None:
+    for groups, name, spec in ((4, "quest", "quest"), (2, "quest+gqa", "quest+gqa(kv_heads=2)")):
+        q, k, v = torch.randn(1, 4, 6, 8), *torch.randn(2, 1, groups, 6, 8)
+        made = table.contender(name, 6, 4, groups, 8, "cpu", torch.float32)
+        torch.testing.assert_close(made(q, k, v), quest_core.attention(q, k, v, spec))
+        for attend in table.peers(6, groups == 2, "cpu").values():
+            torch.testing.assert_close(
+                attend(q, k, v), quest_core.attention(q, k, v, spec.replace("quest", "standard")), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine slows down fourfold half-way; a contender that always takes twice the peer's time shows 2."""
+    clock = iter(range(10_000))
+
+    def seconds(call: object, device: str, repeats: int = 1) -> float:
+        return (4.0 if next(clock) > 12 else 1.0) * (1.0 if call == "peer" else 2.0)
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    times = measure.in_turns({"peer": "peer", "own": "own"}, "cpu", rounds=9, slice_seconds=0.1)  # type: ignore[dict-item]
+    assert len(set(times["peer"])) == 2
+    found = measure.against(times["own"], times["peer"])
+    assert found.ratio == pytest.approx(2, rel=0.01)
+
+
+def test_no_back_end_at_all_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="no back-end of scaled_dot_product_attention runs N = 8 on cpu"):
+        table.measure((8,), device="cpu", dtype=torch.float32, heads=4, groups=1, dim=8, rounds=2, budget=0.0)
+
+
+def test_what_fails_or_is_slow_is_left_out_by_name() -> None:
+    why: dict[str, str] = {}
+
+    def broken() -> None:
+        raise RuntimeError("no kernel")
+
+    assert not table.fits(broken, "cpu", 1.0, why, "broken")
+    assert not table.fits(lambda: None, "cpu", 0.0, why, "slow")
+    assert table.fits(lambda: None, "cpu", 1.0, why, "good")
+    assert why["broken"] == "does not take these inputs"
+    assert why["slow"].endswith("s a call")
+    text = table.markdown([], {"N = 8, forward": why})
+    assert "- N = 8, forward: broken (does not take these inputs), slow (0.0 s a call)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--heads", "6", "--device", "cpu"], "--heads is 6"), (["--dtype", "float8"], "choose from")],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the error is about")
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main([])
+    assert "sees no GPU" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""What every framework's training is held to on a GPU: inherit :class:`HostTraining` in ``test_<host>.py``.
+
+On the CPU the same tests run at toy sizes, where the framework's own mixed precision allows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from .measure import against, back_ends, peak_bytes, versions
+
+RESULTS = Path("runs/gpu")
+"""Where step times go, for `python -m integration_tests.gpu.table`; under the folder that pytest runs in."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: the loss of every step, and the seconds that each took on the device."""
+
+    losses: list[float]
+    seconds: list[float]
+
+
+class HostTraining:
+    """Trainings by a framework's own trainer.
+
+    Attributes:
+        host: the framework's name, and `distribution` that of its package.
+        model: the architecture in words, for the table.
+        steps: training steps of a run, on the CPU and on a GPU.
+        rounds: rounds of the step times on a GPU.
+        compiles: whether the framework's model can go through torch.compile.
+        fused: implementations of scaled_dot_product_attention that a mixed-precision step on a GPU may use, and must
+            use one of.
+    """
+
+    host: str
+    distribution: str
+    model: str
+    steps: ClassVar[dict[str, int]] = {"cpu": 8, "cuda": 40}
+    rounds = 9
+    compiles = True
+    fused = frozenset({"flash", "cudnn"})
+
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+        """Train from one seed for `steps` steps of the same data.
+
+        Args:
+            attention: what the framework's config says under `attention`; None leaves the framework as it is.
+            device: "cpu" (small enough for seconds) or "cuda" (large enough that the GPU is the limit).
+            precision: "fp32", or "bf16" or "fp16" by the framework's own mixed precision.
+            compiled: send the model through torch.compile, with the back-end `compiler(device)`.
+        """
+        raise NotImplementedError
+
+    def test_standard_trains_as_the_framework_does(self, device: str) -> None:
+        stock, own = (
+            self.train(attention, device=device, precision="fp32", steps=self.steps[device]).losses
+            for attention in (None, "standard")
+        )
+        assert own == pytest.approx(stock, rel=1e-4 if device == "cpu" else 5e-3)
+
+    @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=2)"])
+    @pytest.mark.parametrize(
+        ("device", "precision"),
+        [("cpu", "fp32"), *(pytest.param("cuda", p, marks=pytest.mark.gpu) for p in ("fp32", "bf16", "fp16"))],
+    )
+    def test_training_converges(self, attention: str, device: str, precision: str) -> None:
+        steps = self.steps[device]
+        losses = self.train(attention, device=device, precision=precision, steps=steps).losses
+        assert len(losses) == steps
+        assert all(map(math.isfinite, losses))
+        quarter = max(1, steps // 4)
+        assert statistics.mean(losses[-quarter:]) < statistics.mean(losses[:quarter])
+
+    @pytest.mark.parametrize(
+        ("device", "precision"), [("cpu", "fp32"), pytest.param("cuda", "bf16", marks=pytest.mark.gpu)]
+    )
+    def test_quest_reaches_a_fused_kernel(self, device: str, precision: str) -> None:
+        used = back_ends(lambda: self.train("quest", device=device, precision=precision, steps=1))
+        assert used
+        assert used <= self.fused
+
+    def test_compiled_training_equals_eager(self, device: str) -> None:
+        if not self.compiles:
+            with pytest.raises(Exception):  # noqa: B017, PT011  # whatever the framework says; if it works, say compiles
+                self.train("quest", device=device, precision="fp32", steps=2, compiled=True)
+            return
+        eager, compiled = (
+            self.train("quest", device=device, precision="fp32", steps=4, compiled=c).losses for c in (False, True)
+        )
+        assert compiled == pytest.approx(eager, rel=1e-3 if device == "cpu" else 1e-2)
+
+    @pytest.mark.gpu
+    def test_peak_memory(self) -> None:
+        """QUEST keeps unit keys beside what standard attention keeps."""
+        peaks = {
+            attention: peak_bytes(lambda a=attention: self.train(a, device="cuda", precision="bf16", steps=2), "cuda")
+            for attention in ("standard", "quest")
+        }
+        assert peaks["quest"] <= 1.15 * peaks["standard"]
+
+    @pytest.mark.parametrize(
+        ("device", "precisions"),
+        [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp16", "fp32"), marks=pytest.mark.gpu)],
+    )
+    def test_step_time(self, device: str, precisions: tuple[str, ...], tmp_path: Path) -> None:
+        """Stock, standard and quest train in turns; on a GPU the times go to the table."""
+        rounds = self.rounds if device == "cuda" else 2
+        rows = []
+        order = random.Random(0)
+        for precision in precisions:
+            times: dict[str, list[float]] = {"stock": [], "standard": [], "quest": []}
+            for _ in range(rounds):
+                names = list(times)
+                order.shuffle(names)
+                for name in names:
+                    run = self.train(
+                        None if name == "stock" else name, device=device, precision=precision, steps=self.steps[device]
+                    )
+                    assert len(run.seconds) == self.steps[device]
+                    warm = run.seconds[len(run.seconds) // 4 :]  # the first steps compile and allocate
+                    times[name].append(statistics.median(warm))
+            for name, own in times.items():
+                row = {"attention": name, "precision": precision, "timing": asdict(against(own, times["stock"]))}
+                rows.append(row)
+        found = {
+            "host": self.host,
+            "version": version(self.distribution),
+            "model": self.model,
+            "versions": versions(device),
+            "rows": rows,
+        }
+        folder = RESULTS if device == "cuda" else tmp_path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.host}.json").write_text(json.dumps(found, indent=1))
+        assert all(row["timing"]["milliseconds"] > 0 for row in rows)
+        assert {row["timing"]["ratio"] for row in rows if row["attention"] == "stock"} == {1.0}
+
+
+def compiler(device: str) -> str:
+    """The torch.compile back-end to use: on the CPU one that needs no C++ compiler."""
+    return "inductor" if device == "cuda" else "aot_eager"
+
+
+def now(device: str) -> float:
+    """Seconds, after all that the device was given is done."""
+    import time
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,223 @@
+"""mmsegmentation's own tools/train.py and tools/test.py, unmodified, on a shrunk Segmenter and generated scenes."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import mmseg
+import numpy as np
+import pytest
+import torch
+from mmengine.logging import MessageHub, MMLogger
+from mmseg.visualization import SegLocalVisualizer
+
+from quest_core.errors import InputError
+from quest_mmseg import scenes
+
+TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
+BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
+ITERATIONS = 4
+
+CONFIG = """
+_base_ = {base!r}
+norm = dict(_delete_=True, type="LN", eps=1e-6, requires_grad=True)
+data_preprocessor = dict(size=(32, 32))
+model = dict(
+    {kind}
+    pretrained=None,
+    data_preprocessor=data_preprocessor,
+    backbone=dict(img_size=(32, 32), patch_size=8, embed_dims=24, num_layers=2, num_heads=2),
+    decode_head=dict(in_channels=24, channels=24, embed_dims=24, num_layers=1, num_heads=2),
+    test_cfg=dict(_delete_=True, mode="slide", crop_size=(32, 32), stride=(24, 24)),
+)
+pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", reduce_zero_label=True),
+    dict(type="RandomCrop", crop_size=(32, 32), cat_max_ratio=0.75),
+    dict(type="RandomFlip", prob=0.5),
+    dict(type="PackSegInputs"),
+]
+test_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", reduce_zero_label=True),
+    dict(type="PackSegInputs"),
+]
+img_ratios = [0.75, 1.0]
+tta_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="TestTimeAug", transforms=[
+        [dict(type="Resize", scale_factor=r, keep_ratio=True) for r in img_ratios],
+        [dict(type="RandomFlip", prob=p, direction="horizontal") for p in (0.0, 1.0)],
+        [dict(type="LoadAnnotations", reduce_zero_label=True)],
+        [dict(type="PackSegInputs")],
+    ]),
+]
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False,
+                        dataset=dict(data_root="scenes", pipeline=pipeline))
+val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(data_root="scenes", pipeline=test_pipeline))
+test_dataloader = val_dataloader
+optim_wrapper = dict(optimizer=dict(lr=0.01))
+custom_hooks = [dict(type="EMAHook", momentum=0.1)]
+train_cfg = dict(max_iters={iterations}, val_interval={iterations})
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=2))
+env_cfg = dict(dist_cfg=dict(backend="gloo"))
+randomness = dict(seed=0)
+log_level = "WARNING"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("mmseg")
+    scenes.write(made / "scenes", train=6, validation=2, size=48)
+    for name, kind in (("stock", ""), ("ours", 'type="quest_mmseg.EncoderDecoder", attention="standard",')):
+        (made / f"{name}.py").write_text(CONFIG.format(base=str(BASE), kind=kind, iterations=ITERATIONS))
+    return made
+
+
+@pytest.fixture(scope="module")
+def tool(folder: Path) -> Callable[..., None]:
+    """tool("train.py", ...) runs the tool as a command would, in this process, from the folder of the scenes."""
+
+    def run(name: str, *arguments: str) -> None:
+        before = sys.argv, os.getcwd()
+        sys.argv = [name, *arguments]
+        os.chdir(folder)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                runpy.run_path(str(TOOLS / name), run_name="__main__")
+        finally:
+            sys.argv = before[0]
+            os.chdir(before[1])
+            for kind in (MMLogger, MessageHub, SegLocalVisualizer):  # kept by name for the life of a process
+                kind._instance_dict.clear()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tool: Callable[..., None]) -> Callable[[str], Path]:
+    """The work folder of a training, which runs once."""
+
+    def train(attention: str) -> Path:
+        name = "".join(letter for letter in attention if letter.isalnum())
+        if not (folder / name).exists():
+            config = "stock.py" if attention == "stock" else "ours.py"
+            chosen = [] if attention == "stock" else [f"model.attention={attention}"]
+            tool("train.py", config, "--work-dir", name, "--cfg-options", f"experiment_name={name}", *chosen)
+        return folder / name
+
+    return train
+
+
+def scalars(work: Path) -> list[dict[str, float]]:
+    """Every line that mmengine logged, of all runs in a work folder."""
+    lines = [line for path in sorted(work.glob("*/vis_data/scalars.json")) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def losses(work: Path) -> list[float]:
+    return [line["loss"] for line in scalars(work) if "loss" in line]
+
+
+def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Path]) -> None:
+    stock, ours = trained("stock"), trained("standard")
+    assert len(losses(stock)) == ITERATIONS
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+    assert losses(trained("quest")) != pytest.approx(losses(stock), rel=1e-5)
+    scores = [[line["mIoU"] for line in scalars(work) if "mIoU" in line] for work in (stock, ours)]
+    assert len(scores[0]) == 1
+    assert scores[1] == pytest.approx(scores[0], abs=0.02)  # mmseg rounds to two digits
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=1)"])
+def test_train_validate_and_test(attention: str, trained: Callable[[str], Path], tool: Callable[..., None]) -> None:
+    work = trained(attention)
+    checkpoint = work / f"iter_{ITERATIONS}.pth"
+    stored = torch.load(checkpoint, weights_only=False)
+    assert "ema_state_dict" in stored
+    rows = {"quest+gqa(kv_heads=1)": 24 + 2 * 12}.get(attention, 3 * 24)
+    assert stored["state_dict"]["backbone.layers.0.attn.attn.in_proj_weight"].shape == (rows, 24)
+    options = ["--cfg-options", f"model.attention={attention}"]
+    tool("test.py", "ours.py", str(checkpoint), "--work-dir", f"{work}-test", *options)
+    (found,) = Path(f"{work}-test").glob("*/*.json")
+    validated = [line["mIoU"] for line in scalars(work) if "mIoU" in line][-1]
+    assert json.loads(found.read_text())["mIoU"] == pytest.approx(validated, abs=0.02)
+
+
+def test_resume_goes_on_and_refuses_another_attention(
+    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
+) -> None:
+    work = trained("quest")
+    resumed = ["train.py", "ours.py", "--work-dir", str(work), "--resume", "--cfg-options", "train_cfg.max_iters=6"]
+    tool(*resumed, "model.attention=quest", "experiment_name=resumed")
+    assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(InputError, match="iter_6.pth cannot be resumed: .*trained with attention 'quest'.*load_from"):
+        tool(*resumed, "model.attention=standard", "experiment_name=refused")
+
+
+def test_test_time_augmentation_and_corruptions(
+    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
+) -> None:
+    checkpoint = str(trained("standard") / f"iter_{ITERATIONS}.pth")
+    tool("test.py", "ours.py", checkpoint, "--tta", "--work-dir", "tta")
+    text = (folder / "ours.py").read_text()
+    for name, step in (("clean", ""), ("foggy", 'dict(type="quest_mmseg.Corrupt", name="fog", severity=5),')):
+        pipeline = f'[dict(type="LoadImageFromFile"), {step} dict(type="LoadAnnotations"), dict(type="PackSegInputs")]'
+        loader = f"test_dataloader = dict(dataset=dict(pipeline={pipeline}))\n"
+        (folder / f"{name}.py").write_text(text.replace("test_dataloader = val_dataloader\n", loader + _ROOT))
+        tool("test.py", f"{name}.py", checkpoint, "--work-dir", name, "--out", f"{name}-out")
+    assert list((folder / "tta").glob("*/*.json"))
+    outputs = [sorted((folder / f"{name}-out").glob("*.png")) for name in ("clean", "foggy")]
+    assert len(outputs[0]) == len(outputs[1]) == 2
+    assert any(a.read_bytes() != b.read_bytes() for a, b in zip(*outputs, strict=True))
+
+
+_ROOT = """
+test_dataloader["num_workers"] = 0
+test_dataloader["persistent_workers"] = False
+test_dataloader["dataset"]["data_root"] = "scenes"
+"""
+
+
+def test_inference_model(folder: Path, trained: Callable[[str], Path]) -> None:
+    from mmseg.apis import inference_model, init_model
+
+    work = trained("quest+gqa(kv_heads=1)")
+    options = {"model.attention": "quest+gqa(kv_heads=1)"}
+    model = init_model(str(folder / "ours.py"), str(work / f"iter_{ITERATIONS}.pth"), device="cpu", cfg_options=options)
+    result = inference_model(model, np.zeros((40, 56, 3), dtype=np.uint8))
+    assert result.pred_sem_seg.data.shape == (1, 40, 56)
+
+
+@pytest.mark.distributed
+def test_two_processes(folder: Path) -> None:
+    """torchrun and --launcher pytorch over gloo; mmengine sets the CUDA device even where there is none.
+
+    On a GPU the wrapper of the last line is mmengine's default, with the rank's own device.
+    """
+    script = folder / "ddp.py"
+    script.write_text(
+        "import runpy, sys, torch\n"
+        "torch.cuda.set_device = lambda device: None\n"
+        f"sys.argv[0] = {str(TOOLS / 'train.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    command += [str(script), "ours.py", "--launcher", "pytorch", "--work-dir", "ddp"]
+    command += ["--cfg-options", "model.attention=quest", "train_cfg.max_iters=3"]
+    command += ["model_wrapper_cfg.type=MMDistributedDataParallel", "model_wrapper_cfg.device_ids=None"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert len(losses(folder / "ddp")) == 3
+    assert (folder / "ddp/iter_2.pth").exists()

@@ -1,0 +1,14 @@
+"""QUEST attention in fairseq: ``--user-dir`` this package, and quest_transformer_lm and quest_transformer exist.
+
+>>> import quest_fairseq  # what --user-dir does
+>>> model = quest_fairseq.QuestTransformerLanguageModel.from_pretrained("checkpoints", "checkpoint_best.pt", "data-bin")
+"""
+
+from __future__ import annotations
+
+from .adapter import FairseqAdapter as FairseqAdapter
+
+FairseqAdapter().install()
+
+from .models import QuestTransformerLanguageModel as QuestTransformerLanguageModel  # noqa: E402
+from .models import QuestTransformerModel as QuestTransformerModel  # noqa: E402

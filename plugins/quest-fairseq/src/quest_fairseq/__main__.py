@@ -1,0 +1,7 @@
+"""``python -m quest_fairseq`` prints the folder that fairseq wants as --user-dir, wherever the package is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+print(Path(__file__).parent)

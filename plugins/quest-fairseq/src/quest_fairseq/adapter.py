@@ -1,0 +1,89 @@
+"""FairseqAdapter: where fairseq's attention is, and what it asks of a mechanism.
+
+Importing this package registers the models of `quest_fairseq.models`, which is what ``--user-dir`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from fairseq.modules.multihead_attention import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+
+from quest_core.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.config import AttentionConfig
+from quest_core.errors import PluginError
+from quest_core.registry import discover
+
+from .attention import Attention
+from .info import INFO
+
+
+class FairseqAdapter(Adapter):
+    """Every MultiheadAttention of fairseq: decoders (causal, with incremental state), encoders, cross-attention."""
+
+    name: ClassVar[str] = "fairseq"
+    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Every attention module in the order of registration, that of the forward pass."""
+        parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+        # A subclass with its own forward is somebody else's attention, which this adapter does not know.
+        found = ((p, m) for p, m in model.named_modules() if type(m) in (MultiheadAttention, Attention))
+        for index, (path, module) in enumerate(found):
+            decodes = isinstance(parents.get(id(module)), TransformerDecoderLayerBase)
+            cross = module.encoder_decoder_attention
+            asked = Capabilities(
+                causal=decodes, cached=decodes and not cross, cross=cross, dropout=module.dropout_module.p > 0
+            )
+            yield Site(path, module, index, module.num_heads, module.head_dim, asked)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """The host's own projections around another mechanism."""
+        return Attention.from_host(site.module, config, fresh=site.fresh)
+
+    @torch.no_grad()
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        """See `Adapter.scale_queries`."""
+        for parameter in module.q_proj.parameters():
+            heads = parameter.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
+            heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Beside what capabilities say: options of fairseq that belong to its own attention."""
+        module, asked = site.module, site.capabilities
+        noisy = [
+            name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks
+        ]
+        for there, option in (
+            (module.use_xformers, "xformers_att_config brings an attention of its own"),
+            (module.bias_k is not None or module.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),
+            (bool(noisy), f"quant_noise hooks {', '.join(noisy)}, whose shapes and blocks belong to fairseq"),
+            (not (module.self_attention or asked.cross), "cross_self_attention joins encoder and decoder tokens"),
+        ):
+            if there:
+                return f"{option}; leave the option out"
+        if asked.causal and asked.cross and any(part.ordered for part in config.specs()):
+            return (
+                f"'{config.name}' counts the positions of queries, and in cross-attention a decoder brings its queries "
+                "one by one"
+            )
+        return refusal(config, asked)
+
+    def install(self) -> None:
+        """Register quest_transformer_lm, quest_transformer and their architectures.
+
+        Raises:
+            PluginError: fairseq is not installed or of a version that this plugin does not support.
+        """
+        for record in discover():
+            if record.name == self.name and record.status == "unsupported":
+                raise PluginError(f"plugin 'fairseq' cannot be used: {record.detail}; fix: {record.fix}")
+        from . import checkpoints, models, released
+
+        checkpoints.install()
+        models.install()
+        released.install()

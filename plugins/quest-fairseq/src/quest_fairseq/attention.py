@@ -1,0 +1,263 @@
+"""fairseq's MultiheadAttention with another mechanism inside.
+
+It keeps fairseq's sub-modules under their names, so a checkpoint loads strictly, both ways, while the mechanism has no
+parameters of its own. With fewer key/value heads (gqa, mqa) the key and value projections are smaller, and a checkpoint
+of the full size is pooled on load. fairseq hands tensors over as [T, B, E], tokens first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from fairseq.modules.multihead_attention import MultiheadAttention
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quest_core import Cache
+from quest_core.config import AttentionConfig
+from quest_core.convert import Pool, keep_heads, pool_heads
+from quest_core.errors import InputError
+from quest_core.mechanisms.mechanism import kv_heads, mechanism
+
+State = dict[str, dict[str, Any]]
+"""fairseq's incremental state: module and name -> what it keeps between two steps of decoding."""
+
+
+class Attention(MultiheadAttention):
+    """Answers fairseq's call with any mechanism; made by `from_host`, never built anew.
+
+    Attributes:
+        config: the mechanism.
+        kv_heads: key/value heads G.
+    """
+
+    config: AttentionConfig
+    kv_heads: int
+
+    @classmethod
+    def from_host(cls, host: MultiheadAttention, config: AttentionConfig, *, fresh: bool) -> Attention:
+        """A module with the attributes and sub-modules of `host`, which stays as it was.
+
+        Raises:
+            InputError: `host` is a replacement whose key/value heads were pooled already.
+        """
+        groups = kv_heads(config, host.num_heads)
+        pooled = isinstance(host, cls) and host.kv_heads != host.num_heads
+        if pooled and host.kv_heads != groups:
+            raise InputError(
+                f"this module has {host.kv_heads} key/value heads already (attention '{host.config}'); build the model "
+                "anew to choose another attention"
+            )
+        made = cls.__new__(cls)
+        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
+        made.config, made.kv_heads = config, groups
+        made.mechanism = mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
+        weight = host.out_proj.weight
+        made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
+        if groups != host.num_heads and not pooled:
+            for name in ("k_proj", "v_proj"):
+                made._modules[name] = made._smaller(getattr(host, name), keep_heads if fresh else pool_heads)
+        return made
+
+    def _smaller(self, full: nn.Linear, pool: Pool) -> nn.Linear:
+        made = nn.Linear(full.in_features, self.kv_heads * self.head_dim, full.bias is not None, device="meta")
+        for name, parameter in full.named_parameters():
+            rows = pool(parameter.detach(), self.num_heads, self.kv_heads)
+            setattr(made, name, nn.Parameter(rows, parameter.requires_grad))
+        return made.train(full.training)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        if self.kv_heads != self.num_heads:
+            for projection in ("k_proj", "v_proj"):
+                for name, own in getattr(self, projection).named_parameters(projection):
+                    given = state_dict.get(prefix + name)
+                    if given is not None and given.shape[0] * self.kv_heads == own.shape[0] * self.num_heads:
+                        state_dict[prefix + name] = pool_heads(given, self.num_heads, self.kv_heads)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: State | None = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Tensor | None = None,
+        before_softmax: bool = False,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over embeddings.
+
+        Args:
+            query: [T, B, E]; key and value [S, B, E or the encoder's], which self-attention does not read.
+            key_padding_mask: [B, S], True = padding.
+            incremental_state: what fairseq keeps while decoding; None otherwise.
+            need_weights: return the weights too, averaged over heads.
+            static_kv: keys are those of an encoder, the same in every step of decoding.
+            attn_mask: [T, S], boolean (True = hidden) or additive.
+            need_head_weights: return the weights of every head.
+
+        Returns:
+            [T, B, E], and the weights [B, T, S] or [H, B, T, S], or None: without `need_weights`, while decoding by
+            self-attention, and for mechanisms that never form them.
+
+        Raises:
+            InputError: for `before_softmax`.
+        """
+        if before_softmax:
+            raise InputError(f"before_softmax asks for raw scores, which attention '{self.config}' does not hand out")
+        dropped = self.training or self.dropout_module.apply_during_inference
+        dropout_p = float(self.dropout_module.p) if dropped else 0.0
+        q = self._split(self.q_proj(query), self.num_heads)  # [B, H, T, D]
+        weights: Tensor | None = None
+        if incremental_state is not None and not self.encoder_decoder_attention:
+            out = self._step(q, query, key_padding_mask, incremental_state, attn_mask, dropout_p)
+        else:
+            k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, incremental_state, static_kv)
+            beams = q.shape[0] // k.shape[0]
+            # The beams of a sentence share its keys: they are further queries of one sample.
+            queries = q if beams == 1 else q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
+            mask, causal = self._visible(attn_mask, key_padding_mask, same_tokens=not self.encoder_decoder_attention)
+            if (need_weights or need_head_weights) and self.mechanism.family is None:
+                out, weights = self._with_weights(queries, k, v, mask, causal, dropout_p)
+            else:
+                out = self.mechanism(queries, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
+            if beams > 1:
+                out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
+                weights = (
+                    weights if weights is None else weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
+                )
+        merged: Tensor = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [T, B, E]
+        if weights is not None:
+            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(1)
+        return merged, weights
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        """[T, B, heads·D] -> [B, heads, T, D], a view."""
+        return x.unflatten(2, (heads, self.head_dim)).permute(1, 2, 0, 3)
+
+    def _keys(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        padding: Tensor | None,
+        state: State | None,
+        static_kv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k and v [B, G, S, D] and their padding [B, S]; an encoder's are projected once and kept."""
+        kept = self._get_input_buffer(state)
+        if static_kv and "prev_key" in kept:
+            return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
+        if self.self_attention:
+            key = value = query
+        elif self.encoder_decoder_attention:
+            value = key
+        if key is None or value is None:
+            raise InputError("key and value are missing, and no earlier step of decoding has kept any")
+        if state is not None and self.beam_size > 1 and query.shape[1] == key.shape[1]:
+            key = value = key[:, :: self.beam_size]  # fairseq repeats a sentence's keys for every beam
+            padding = None if padding is None else padding[:: self.beam_size]
+        k, v = self._split(self.k_proj(key), self.kv_heads), self._split(self.v_proj(value), self.kv_heads)
+        if state is not None:
+            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
+            self._set_input_buffer(state, kept)
+        return k, v, padding
+
+    def _step(
+        self,
+        q: Tensor,
+        query: Tensor,
+        padding: Tensor | None,
+        state: State,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """One step of decoding by self-attention: [B, H, T, D] from the new tokens and what the cache holds."""
+        if attn_mask is not None:
+            raise InputError("a decoding step is causal by itself and takes no attn_mask")
+        kept = self._get_input_buffer(state)
+        if kept and "cache" not in kept:
+            raise InputError("the incremental state holds keys that were not put there by this module; start afresh")
+        cache: Cache = kept["cache"] if kept else Cache()
+        hidden = kept.get("padding")  # [B, tokens so far] or None
+        if padding is not None or hidden is not None:
+            batch, tokens = query.shape[1], query.shape[0]
+            hidden = query.new_zeros(batch, cache.tokens, dtype=torch.bool) if hidden is None else hidden
+            new = query.new_zeros(batch, tokens, dtype=torch.bool) if padding is None else padding.bool()
+            hidden = torch.cat([hidden, new], dim=1)
+        k, v = self._split(self.k_proj(query), self.kv_heads), self._split(self.v_proj(query), self.kv_heads)
+        mask = None if hidden is None else ~hidden[:, None, None]
+        out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
+        self._set_input_buffer(state, {"cache": cache, "padding": hidden})
+        return out
+
+    def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
+        """Keep the samples `new_order` [B'] of what has been decoded, as a beam search chooses them."""
+        if self.encoder_decoder_attention:
+            return super().reorder_incremental_state(incremental_state, new_order)  # type: ignore[no-any-return]
+        kept = self._get_input_buffer(incremental_state)
+        if "cache" in kept:
+            kept["cache"].reorder(new_order)
+            if kept["padding"] is not None:
+                kept["padding"] = kept["padding"].index_select(0, new_order)
+        return incremental_state
+
+    def _visible(
+        self, attn_mask: Tensor | None, padding: Tensor | None, *, same_tokens: bool
+    ) -> tuple[Tensor | None, bool]:
+        """fairseq's two masks -> one of ours, and whether the mask of the future was all that attn_mask said."""
+        causal = attn_mask is not None and hides_the_future(attn_mask)
+        mask = None if causal or attn_mask is None else attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = ~mask
+        if padding is None:
+            return mask, causal
+        seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=same_tokens)  # [B, 1, 1 or S, S]
+        if mask is None:
+            return seen, causal
+        return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf), causal
+
+    def _with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the weights [B, H, T, S] before dropout, which is what fairseq returns."""
+        out, weights, scores = self.mechanism.forward_with_logits(
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
+        )
+        if dropout_p > 0:
+            seen = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
+            weights = self.mechanism.normaliser.weights(scores, mask=seen, is_causal=causal)
+        return out, weights
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, whether it hides the future)
+
+
+def hides_the_future(mask: Tensor) -> bool:
+    """Whether an attn_mask [N, M] hides later keys and nothing else, so that is_causal says the same.
+
+    fairseq's decoders build one mask and hand out leading squares of it; each mask is looked at once.
+    """
+    whole = mask if mask._base is None else mask._base
+    leading = mask.storage_offset() == whole.storage_offset() and mask.stride() == whole.stride()
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or not leading:
+        return _is_future(mask)
+    version, answer = _known.get(whole, (None, False))
+    if version != whole._version:
+        version, answer = whole._version, _is_future(whole)
+        _known[whole] = (version, answer)
+    return answer
+
+
+def _is_future(mask: Tensor) -> bool:
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
+        return False
+    future = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, future)
+    return torch.equal(mask, torch.zeros_like(mask).masked_fill_(future, -math.inf))

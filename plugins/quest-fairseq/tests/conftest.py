@@ -1,0 +1,149 @@
+"""A tiny corpus, fairseq's command-line tools in this process, and models built without a task's files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import random
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+
+import quest_fairseq
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+USER_DIR = str(Path(quest_fairseq.__file__).parent)
+SHAPE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+SHAPE += ["--decoder-attention-heads", "4", "--share-decoder-input-output-embed"]
+
+
+class Tools:
+    """fairseq-train and its relatives by their own command-line functions: what the console scripts call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+        self.monkeypatch, self.caplog, self.capsys = monkeypatch, caplog, capsys
+
+    def __call__(self, tool: str, *arguments: Any) -> str:
+        """Run fairseq_cli.`tool` and return what it logged and printed."""
+        # fairseq keeps the best loss of a process's former training there, and would then not save this one's best.
+        vars(checkpoint_utils.save_checkpoint).pop("best", None)
+        self.monkeypatch.setattr(sys, "argv", [f"fairseq-{tool}", *map(str, arguments)])
+        self.caplog.clear()
+        self.capsys.readouterr()
+        with warnings.catch_warnings(), self.caplog.at_level(logging.INFO):
+            warnings.simplefilter("ignore")  # fairseq's use of hydra, torch and numpy
+            importlib.import_module(f"fairseq_cli.{tool}").cli_main()
+        return self.caplog.text + self.capsys.readouterr().out
+
+    def train(self, data: Path, *arguments: Any, arch: str = "quest_transformer_lm", updates: int = 6) -> str:
+        """A few updates of a language model."""
+        given = [data, "--task", "language_modeling", "--arch", arch, "--cpu", "--user-dir", USER_DIR]
+        given += ["--optimizer", "adam", "--lr", "0.003", "--tokens-per-sample", "24", "--batch-size", "8", "--seed", "3"]
+        given += ["--log-format", "simple", "--log-interval", "1", "--num-workers", "0", "--max-update", updates]
+        given += ["--required-batch-size-multiple", "1"]
+        return self("train", *given, *SHAPE, *arguments)
+
+    def evaluate(self, data: Path, checkpoint: Path, *arguments: Any) -> str:
+        """fairseq-eval-lm with a sliding window."""
+        given = [data, "--path", checkpoint, "--cpu", "--user-dir", USER_DIR, "--tokens-per-sample", "24"]
+        given += ["--context-window", "8", "--sample-break-mode", "none", "--num-workers", "0", "--batch-size", "8"]
+        given += ["--required-batch-size-multiple", "1"]
+        return self("eval_lm", *given, *arguments)
+
+
+@pytest.fixture
+def tools(monkeypatch, caplog, capsys) -> Tools:
+    return Tools(monkeypatch, caplog, capsys)
+
+
+def write_text(folder: Path, suffix: str = "", seed: int = 0) -> None:
+    """Sentences in which each word follows from the one before."""
+    draw = random.Random(seed)
+    for split, sentences in (("train", 60), ("valid", 12), ("test", 12)):
+        lines = []
+        for _ in range(sentences):
+            start, length = draw.randrange(24), draw.randrange(4, 12)
+            lines.append(" ".join(f"w{(start + 5 * i + draw.randrange(2)) % 24}" for i in range(length)))
+        (folder / f"{split}{suffix}").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(scope="session")
+def lm_data(tmp_path_factory) -> Path:
+    """What fairseq-preprocess makes of a tiny text."""
+    folder = tmp_path_factory.mktemp("lm")
+    write_text(folder)
+    preprocess("--only-source", *prefixes(folder), "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def mt_data(tmp_path_factory) -> Path:
+    """The same for translation: the target is the source backwards."""
+    folder = tmp_path_factory.mktemp("mt")
+    write_text(folder, ".aa")
+    for split in ("train", "valid", "test"):
+        lines = (folder / f"{split}.aa").read_text().splitlines()
+        (folder / f"{split}.bb").write_text("".join(" ".join(reversed(line.split())) + "\n" for line in lines))
+    preprocess("-s", "aa", "-t", "bb", "--joined-dictionary", *prefixes(folder), "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+def prefixes(folder: Path) -> list[Any]:
+    return ["--trainpref", folder / "train", "--validpref", folder / "valid", "--testpref", folder / "test"]
+
+
+def preprocess(*arguments: Any) -> None:
+    from fairseq import options
+    from fairseq_cli.preprocess import main
+
+    main(options.get_preprocessing_parser().parse_args([*map(str, arguments), "--workers", "1"]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leave_logging_alone():
+    """fairseq's tools add handlers to the root logger, which would write to streams that pytest has closed."""
+    handlers = logging.root.handlers[:]
+    yield
+    logging.root.handlers[:] = handlers
+
+
+# --- models without data --------------------------------------------------------------------------------------------
+
+
+def dictionary(words: int = 20) -> Dictionary:
+    made = Dictionary()
+    for i in range(words):
+        made.add_symbol(f"w{i}")
+    return made
+
+
+def task(words: int = 20) -> Any:
+    symbols = dictionary(words)
+    return SimpleNamespace(source_dictionary=symbols, target_dictionary=symbols)
+
+
+def options(arch: str, *arguments: str) -> argparse.Namespace:
+    """The options of an architecture as fairseq-train reads them."""
+    from fairseq.options import get_training_parser, parse_args_and_arch
+
+    given = ["data", "--arch", arch, "--user-dir", USER_DIR, *arguments]
+    given += ["--task", "translation" if arch.endswith("transformer") else "language_modeling"]
+    args = parse_args_and_arch(get_training_parser(), input_args=given)
+    args.tokens_per_sample = args.max_target_positions = args.max_source_positions = 32
+    return args
+
+
+def build(arch: str, *arguments: str, words: int = 20) -> Any:
+    """A model of an architecture, with options as on the command line."""
+    from fairseq.models import build_model
+
+    return build_model(options(arch, *arguments), task(words))

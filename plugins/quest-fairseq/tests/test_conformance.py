@@ -1,0 +1,105 @@
+"""fairseq's language model and translation model, through the suite that all adapters inherit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import build
+
+from quest_core.testing import AdapterConformance
+from quest_fairseq import FairseqAdapter
+
+CAUSAL = ("quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "quest+sigmoid")
+LM = ["--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32"]
+LM += ["--decoder-attention-heads", "4", "--dropout", "0.1"]
+MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
+MT += ["--encoder-attention-heads", "4"]
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(4, 20, (batch, length))
+
+
+class LanguageModel(AdapterConformance):
+    """Tokens [B, T] -> logits [B, T, V]."""
+
+    adapter = FairseqAdapter()
+    sites = 2
+    mechanisms = CAUSAL
+
+    def make_inputs(self):
+        return (tokens(3, 9),)
+
+    def make_padded(self):
+        real = tokens(3, 6)
+        one, other = (torch.cat([real, torch.full((3, width), 1)], dim=1) for width in (2, 5))
+        return (one,), (other,), lambda out: out[:, :6]
+
+
+class TestLanguageModel(LanguageModel):
+    """Without attention dropout, so that families, which have no weights to drop, are tried as well."""
+
+    refused = ("sinkhorn", "kdgqa(kv_heads=2)", "pgqa(kv_heads=2)")
+
+    def make_model(self):
+        return build("transformer_lm", *LM)
+
+
+class TestLanguageModelDropout(LanguageModel):
+    """Dropout on the weights: the masks must come from fairseq's own stream."""
+
+    refused = ("linear", "aft-simple", "sinkhorn")
+
+    def make_model(self):
+        return build("transformer_lm", *LM, "--attention-dropout", "0.2")
+
+
+class TestLanguageModelFewHeads(LanguageModel):
+    """Adaptive inputs, learned positions, layers that are computed again for the backward pass."""
+
+    def make_model(self):
+        return build("transformer_lm", *LM, "--decoder-learned-pos", "--checkpoint-activations", "--scale-heads")
+
+    compiles = False  # fairseq's own checkpointed layers cannot be
+    pickles = False
+
+
+class TestTranslation(AdapterConformance):
+    """Encoder, decoder and cross-attention."""
+
+    adapter = FairseqAdapter()
+    sites = 6
+    mechanisms = CAUSAL
+    refused = ("sinkhorn", "aft-full", "aft-local")
+    compiles = False  # the modules are those of the language model, which is compiled above; this would take a minute
+
+    def make_model(self):
+        return build("transformer", *MT, "--attention-dropout", "0.1")
+
+    def make_inputs(self):
+        return tokens(3, 7), torch.full((3,), 7), tokens(3, 5)
+
+    def make_padded(self):
+        source, target = tokens(3, 6), tokens(3, 5)
+        one, other = (torch.cat([torch.full((3, width), 1), source], dim=1) for width in (2, 4))
+        lengths = torch.full((3,), 6)
+        return (one, lengths, target), (other, lengths, target), lambda out: out
+
+
+def test_sites_say_what_they_are() -> None:
+    found = list(FairseqAdapter().sites(build("transformer", *MT)))
+    kinds = {site.path: (site.capabilities.causal, site.capabilities.cross) for site in found}
+    assert kinds["encoder.layers.0.self_attn"] == (False, False)
+    assert kinds["decoder.layers.1.self_attn"] == (True, False)
+    assert kinds["decoder.layers.1.encoder_attn"] == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [(["--quant-noise-pq", "0.1"], "quant_noise"), (["--cross-self-attention", "--no-cross-attention"], "cross_self")],
+)
+def test_options_of_fairseqs_own_attention_are_refused(extra: list[str], reason: str) -> None:
+    from quest_core import UnsupportedError, inject
+
+    with pytest.raises(UnsupportedError, match=f"{reason}.*leave the option out"):
+        inject(build("transformer", *MT, *extra), "quest", adapter=FairseqAdapter())

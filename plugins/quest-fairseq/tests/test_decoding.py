@@ -1,0 +1,230 @@
+"""Decoding step by step equals running all tokens at once, whatever the mechanism, also when beams are reordered."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from conftest import build
+from fairseq.modules.multihead_attention import MultiheadAttention
+from fairseq.sequence_generator import SequenceGenerator
+
+import quest_core
+from quest_core.mechanisms import PARTS
+from quest_core.mechanisms.elliptical import Elliptical
+from quest_fairseq import FairseqAdapter
+from quest_fairseq.attention import Attention, hides_the_future
+
+LM = ["--decoder-layers", "3", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32"]
+LM += ["--decoder-attention-heads", "4", "--dropout", "0"]
+MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
+MT += ["--encoder-attention-heads", "4"]
+
+
+def spec(part) -> str:
+    return f"{part.name}(kv_heads=2)" if any(o.name == "kv_heads" for o in part.options) else part.name
+
+
+CAUSAL = [spec(part) for part in PARTS if part.causal and part.name not in ("softmax", "mha")]
+CAUSAL += ["quest+gqa(kv_heads=2)", "quest+sigmoid+dgqa(kv_heads=2)", "elliptical-quest+gqa(kv_heads=2)"]
+CROSS = [name for name in CAUSAL if name not in ("aft-full", "aft-local")]
+
+
+def trained(arch: str, attention: str, *arguments: str):
+    """A model in evaluation whose parameters have all moved, so that no bias or bound is at a neutral start."""
+    torch.manual_seed(0)
+    model = build(arch, "--attention", attention, *arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval().double()
+
+
+def test_every_causal_mechanism_is_covered() -> None:
+    assert {"standard", "quest", "elliptical", "linear", "cosine", "aft-full", "aft-local", "aft-simple"} <= set(CAUSAL)
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_steps_equal_all_tokens_at_once(attention: str) -> None:
+    model = trained("quest_transformer_lm", attention, *LM)
+    tokens = torch.randint(4, 20, (4, 11))
+    state: dict = {}
+    steps = []
+    with torch.no_grad():
+        for end in range(1, tokens.shape[1] + 1):
+            steps.append(model(tokens[:, :end], incremental_state=state)[0][:, -1])
+            if end in (3, 4, 8):  # the hypotheses that survive, as a beam search chooses them
+                order = torch.tensor([[2, 2, 0, 1], [3, 0, 1, 1], [1, 3, 3, 0]][(3, 4, 8).index(end)])
+                model.decoder.reorder_incremental_state_scripting(state, order)
+                tokens, steps = tokens[order], [step[order] for step in steps]
+        want = model(tokens)[0]
+    torch.testing.assert_close(torch.stack(steps, 1), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_nothing_leaks_from_the_future(attention: str) -> None:
+    model = trained("quest_transformer_lm", attention, *LM)
+    one = torch.randint(4, 20, (3, 12))
+    other = one.clone()
+    other[:, 7:] = torch.randint(4, 20, (3, 5))
+    with torch.no_grad():
+        first, second = model(one)[0], model(other)[0]
+    torch.testing.assert_close(first[:, :7], second[:, :7], rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(first[:, 7:], second[:, 7:])
+
+
+@pytest.mark.parametrize("attention", CROSS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: int) -> None:
+    model = trained("quest_transformer", attention, *MT)
+    source = torch.randint(4, 20, (2, 9))
+    source[0, :3] = 1  # fairseq pads sources on the left
+    tokens = torch.randint(4, 20, (2 * beams, 7))
+    rows = torch.arange(2).repeat_interleave(beams)
+    with torch.no_grad():
+        encoded = model.encoder(source, torch.tensor([6, 9]))
+        repeated = model.encoder.reorder_encoder_out(encoded, rows)
+        want = model.decoder(tokens, repeated)[0]
+        model.decoder.set_beam_size(beams)  # what SequenceGenerator does; keys are then kept once a sentence
+        state: dict = {}
+        got = [model.decoder(tokens[:, : end + 1], repeated, state)[0][:, -1] for end in range(7)]
+    torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
+    kept = [value for name, value in state.items() if "prev_key" in value]
+    assert len(kept) == 3
+    assert all(value["prev_key"].shape[0] == 2 for value in kept)
+
+
+def test_generation_by_beam_search_is_that_of_stock_fairseq() -> None:
+    torch.manual_seed(1)
+    stock = build("transformer", *MT).eval()
+    ours = build("quest_transformer", "--attention", "standard", *MT).eval()
+    ours.load_state_dict(stock.state_dict())
+    source = torch.randint(4, 20, (3, 8))
+    sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 8)}}
+    from conftest import task
+
+    found = []
+    for model in (stock, ours):
+        generator = SequenceGenerator([model], task().target_dictionary, beam_size=4, max_len_b=12)
+        found.append(generator.generate([model], sample))
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one["tokens"], other["tokens"])
+            torch.testing.assert_close(one["positional_scores"], other["positional_scores"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one["attention"], other["attention"], rtol=1e-5, atol=1e-5)
+
+
+def caches(attention: str, tokens: int = 16) -> list:
+    model = trained("quest_transformer_lm", attention, *LM).float()
+    state: dict = {}
+    text = torch.randint(4, 20, (2, tokens))
+    with torch.no_grad():
+        for end in range(1, tokens + 1):
+            model(text[:, :end], incremental_state=state)
+    return [value["cache"] for value in state.values()]
+
+
+def test_the_cache_holds_unit_keys() -> None:
+    for cache in caches("quest"):
+        torch.testing.assert_close(cache["k"].norm(dim=-1), torch.ones(2, 4, 16))
+
+
+def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow() -> None:
+    def size(attention: str, tokens: int = 16) -> int:
+        return sum(cache.nbytes() for cache in caches(attention, tokens))
+
+    assert size("quest") == size("standard") == 3 * 2 * 2 * 16 * 16 * 4  # layers, k and v, batch, tokens, width, bytes
+    assert size("quest+gqa(kv_heads=2)") * 2 == size("quest")
+    assert size("quest+mqa") * 4 == size("quest")
+    for attention in ("linear", "cosine", "aft-simple"):
+        assert size(attention, 8) == size(attention, 16)
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_padded_steps_are_not_attended_to(attention: str) -> None:
+    """Without position embeddings, which fairseq numbers differently while decoding."""
+    model = trained("quest_transformer_lm", attention, *LM, "--no-token-positional-embeddings")
+    tokens = torch.randint(4, 20, (3, 7))
+    tokens[0, 2] = tokens[1, 4:6] = 1
+    state: dict = {}
+    with torch.no_grad():
+        got = [model(tokens[:, : end + 1], incremental_state=state)[0][:, -1] for end in range(7)]
+        want = model(tokens)[0]
+        tokens[0, 2] = 5
+        assert not torch.allclose(model(tokens)[0][0, 3:], want[0, 3:], atol=1e-3)
+    torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
+
+
+def test_elliptical_layers_follow_each_other_within_their_stack() -> None:
+    model = build("quest_transformer", "--attention", "elliptical", *MT)
+    first = [name for name, m in model.named_modules() if isinstance(m, Elliptical) and m._previous == (None,)]
+    stacks = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn")
+    assert sorted(first) == sorted(f"{stack}.mechanism.score" for stack in stacks)
+
+
+# --- the module by itself -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("heads", [True, False])
+def test_weights_are_those_of_stock_fairseq(training: bool, heads: bool) -> None:
+    torch.manual_seed(0)
+    stock = MultiheadAttention(16, 4, kdim=12, vdim=12, dropout=0.3, encoder_decoder_attention=True).train(training)
+    ours = Attention.from_host(stock, quest_core.AttentionConfig.parse("standard"), fresh=False).train(training)
+    query, key = torch.randn(5, 2, 16), torch.randn(7, 2, 12)
+    hidden = torch.zeros(2, 7, dtype=torch.bool)
+    hidden[1, 4:] = True
+    found = []
+    for module in (stock, ours):
+        torch.manual_seed(3)
+        found.append(module(query, key, key, hidden, static_kv=True, need_weights=True, need_head_weights=heads))
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_masks_are_recognised_by_what_they_hide() -> None:
+    future = torch.full((6, 6), -float("inf")).triu(1)
+    assert hides_the_future(future)
+    assert hides_the_future(future[:4, :4])
+    assert hides_the_future(future.isinf())
+    assert not hides_the_future(future[:4, :5])
+    assert not hides_the_future(future[1:, 1:] + 1)
+    assert hides_the_future(future[1:, 1:])  # again a triangle
+    future[5, 0] = -1.0
+    assert not hides_the_future(future)  # the mask was changed since it was last looked at
+
+
+def test_other_masks_are_added_and_families_refuse_them() -> None:
+    torch.manual_seed(0)
+    stock = MultiheadAttention(16, 4, self_attention=True).eval()
+    x, bias = torch.randn(6, 2, 16), torch.randn(6, 6)
+    made = {name: Attention.from_host(stock, quest_core.AttentionConfig.parse(name), fresh=False) for name in CAUSAL}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = stock(x, x, x, attn_mask=bias)[0]
+    torch.testing.assert_close(made["standard"].eval()(x, x, x, attn_mask=bias)[0], want)
+    with pytest.raises(quest_core.UnsupportedError, match="takes masks of keys alone"):
+        made["linear"](x, x, x, attn_mask=bias)
+
+
+def test_raw_scores_and_foreign_states_are_refused() -> None:
+    model = build("quest_transformer_lm", *LM).eval()
+    module = model.decoder.layers[0].self_attn
+    x = torch.randn(1, 2, 16)
+    with pytest.raises(quest_core.InputError, match="before_softmax"):
+        module(x, x, x, before_softmax=True)
+    state: dict = {}
+    module._set_input_buffer(state, {"prev_key": x, "prev_value": x})
+    with pytest.raises(quest_core.InputError, match="start afresh"):
+        module(x, x, x, incremental_state=state)
+
+
+def test_queries_can_be_calibrated() -> None:
+    model = build("quest_transformer_lm", "--attention", "quest", *LM).eval()
+    module = model.decoder.layers[0].self_attn
+    x = torch.randn(5, 2, 16)
+    before = module.q_proj(x).view(5, 2, 4, 4)
+    factor = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+    FairseqAdapter().scale_queries(module, factor)
+    torch.testing.assert_close(module.q_proj(x).view(5, 2, 4, 4), before * factor.float()[:, None])

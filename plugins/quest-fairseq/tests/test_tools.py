@@ -1,0 +1,221 @@
+"""fairseq's own command-line tools, end to end on a tiny text."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import USER_DIR, Tools, build, dictionary, options
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_MODEL_INV_REGISTRY, build_model
+
+import quest_core
+import quest_fairseq
+from quest_fairseq.config import QuestTransformerLanguageModelConfig
+from quest_fairseq.tasks import configuration
+
+ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
+
+
+def losses(log: str) -> list[str]:
+    """What fairseq-train printed of every update and validation."""
+    return re.findall(r"\bloss[= ][\d.]+|\bppl[= ][\d.]+|gnorm=[\d.]+", log)
+
+
+def hypotheses(log: str) -> list[str]:
+    return [line for line in log.splitlines() if re.match(r"[HDP]-\d+\t", line)]
+
+
+def words_and_scores(lines: list[str]) -> tuple[list[str], list[float]]:
+    """The words of hypotheses, and all scores: fairseq prints the sum of a hypothesis with every digit of a float."""
+    fields = [line.split("\t") for line in lines]
+    words = [f"{kind}\t{rest[-1]}" if kind[0] != "P" else kind for kind, *rest in fields]
+    scores = [float(x) for kind, *rest in fields for x in (rest[0].split() if kind[0] == "P" else rest[:1])]
+    return words, scores
+
+
+def assert_same(ours: list[str], stock: list[str]) -> None:
+    assert len(stock) == 36
+    (words, scores), (stock_words, stock_scores) = words_and_scores(ours), words_and_scores(stock)
+    assert words == stock_words
+    assert scores == pytest.approx(stock_scores, abs=1e-4)  # scores of single words are printed with four digits
+
+
+def generate(tools: Tools, data: Path, checkpoint: Path, *arguments: str) -> str:
+    given = ["--path", checkpoint, "--cpu", "--user-dir", USER_DIR, "--batch-size", "6", "--num-workers", "0", "--beam", "3"]
+    given += ["--required-batch-size-multiple", "1"]
+    return tools("generate", data, *given, *arguments)
+
+
+def perplexity(log: str) -> float:
+    found = re.search(r"Perplexity: ([\d.]+)", log)
+    assert found, log[-2000:]
+    return float(found[1])
+
+
+# --- standard is stock ----------------------------------------------------------------------------------------------
+
+
+def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    """50 seeded updates with dropout, to the printed digits; then the same hypotheses with the same scores."""
+    drop = ["--dropout", "0.1", "--attention-dropout", "0.1"]
+    stock = tools.train(lm_data, *drop, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=50)
+    ours = tools.train(lm_data, *drop, "--save-dir", tmp_path / "ours", "--attention", "standard", updates=50)
+    assert len(losses(stock)) > 150
+    assert losses(ours) == losses(stock)
+    task = ["--task", "language_modeling", "--sample-break-mode", "eos", "--prefix-size", "2", "--max-len-b", "12"]
+    found = [
+        (
+            perplexity(tools.evaluate(lm_data, tmp_path / name / "checkpoint_best.pt")),
+            hypotheses(generate(tools, lm_data, tmp_path / name / "checkpoint_best.pt", *task)),
+        )
+        for name in ("stock", "ours")
+    ]
+    assert found[1][0] == found[0][0]
+    assert_same(found[1][1], found[0][1])
+
+
+def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
+    shape = "--encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 "
+    shape += "--encoder-attention-heads 2 --decoder-attention-heads 2 --optimizer adam --lr 0.003 --max-tokens 200 "
+    # Post-norm encoders of fairseq 0.12.2 take a shortcut in evaluation that fails with PyTorch 2.13.
+    shape += "--encoder-normalize-before --decoder-normalize-before "
+    shape += "--share-all-embeddings --dropout 0.1 --attention-dropout 0.1 --num-workers 0 --max-update 12 --seed 2 "
+    shape += "--cpu --log-format simple --log-interval 1 --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
+    logs, outputs = [], []
+    for arch, extra in (("transformer", []), ("quest_transformer", ["--attention", "standard"])):
+        given = [mt_data, "--arch", arch, "--user-dir", USER_DIR, "--save-dir", tmp_path / arch, *extra]
+        logs.append(losses(tools("train", *given, *shape.split())))
+        outputs.append(hypotheses(generate(tools, mt_data, tmp_path / arch / "checkpoint_best.pt")))
+    assert len(logs[0]) > 30
+    assert logs[1] == logs[0]
+    assert_same(outputs[1], outputs[0])
+
+
+# --- every tool with other mechanisms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_train_resume_evaluate_generate(attention: str, tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    given = ["--attention", attention, "--save-dir", tmp_path]
+    first = tools.train(lm_data, *given, updates=4)
+    rest = tools.train(lm_data, *given, updates=8)
+    assert "Loaded checkpoint" in rest
+    assert re.findall(r"num_updates=(\d)", first) + re.findall(r"num_updates=(\d)", rest) == list("12345678")
+    before, after = ([float(x) for x in re.findall(r"loss=([\d.]+)", log)] for log in (first, rest))
+    assert after[0] < before[0] - 0.5  # it went on, and did not begin again
+    assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / "checkpoint_best.pt")) < 40
+    task = ["--task", "language_modeling", "--sample-break-mode", "eos", "--prefix-size", "2", "--max-len-b", "12"]
+    assert len(hypotheses(generate(tools, lm_data, tmp_path / "checkpoint_last.pt", *task))) == 36
+
+
+@pytest.mark.parametrize("attention", [*ATTENTIONS, {"name": "quest", "kv_heads": 2}], ids=str)
+def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A yaml that says `attention` as a name or as a mapping."""
+    from omegaconf import OmegaConf
+
+    yaml = OmegaConf.load(Path(USER_DIR) / "configs" / "pydocs.yaml")
+    yaml.model.attention = attention
+    yaml.model.decoder_layers, yaml.task.data, yaml.common.cpu = 2, str(lm_data), True
+    OmegaConf.save(yaml, tmp_path / f"tiny-{abs(hash(str(attention)))}.yaml")
+    monkeypatch.chdir(tmp_path)
+    name = next(tmp_path.glob("tiny-*.yaml")).stem
+    overrides = ["optimization.max_update=3", "task.tokens_per_sample=24", "common.log_interval=1"]
+    overrides += [f"common.user_dir={USER_DIR}", f"checkpoint.save_dir={tmp_path}/out", "hydra.run.dir=."]
+    tools("hydra_train", "--config-dir", tmp_path, "--config-name", name, *overrides)
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))
+    assert state["optimizer_history"][-1]["num_updates"] == 3
+    assert quest_fairseq.checkpoints.configured(state) == str(quest_core.AttentionConfig.parse(attention))
+    assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / "out" / "checkpoint_last.pt"))
+
+
+def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
+    given = [mt_data, "--arch", "quest_transformer_tiny", "--user-dir", USER_DIR, "--attention", "quest+mqa", "--cpu"]
+    given += ["--save-dir", tmp_path, "--optimizer", "adam", "--max-tokens", "300", "--max-update", "3"]
+    tools("train", *given, "--num-workers", "0", "--share-all-embeddings")
+    output = generate(tools, mt_data, tmp_path / "checkpoint_best.pt")
+    for kind in "HT":
+        lines = sorted(line.split("\t") for line in output.splitlines() if re.match(rf"{kind}-\d+\t", line))
+        (tmp_path / kind).write_text("".join(f"{line[-1]}\n" for line in lines))
+    assert "BLEU" in tools("score", "--sys", tmp_path / "H", "--ref", tmp_path / "T")
+    (tmp_path / "input").write_text("w1 w6 w11 w16\nw3 w8\n")
+    talk = ["--path", tmp_path / "checkpoint_best.pt", "--cpu", "--user-dir", USER_DIR, "--input", tmp_path / "input"]
+    assert len(hypotheses(tools("interactive", mt_data, *talk, "--beam", "2"))) == 6
+    hub = quest_fairseq.QuestTransformerModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(mt_data))
+    assert isinstance(hub.translate("w1 w6 w11", beam=2), str)
+
+
+def test_hub_samples_from_a_language_model(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    tools.train(lm_data, "--save-dir", tmp_path, updates=2)
+    hub = quest_fairseq.QuestTransformerLanguageModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(lm_data))
+    assert hub.sample("w1 w6", beam=2, max_len_b=8).startswith("w1 w6")
+    assert hub.score("w1 w6 w11")["positional_scores"].shape == (3,)
+
+
+def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: Path) -> None:
+    """As a user types it: a new process, --user-dir from `python -m quest_fairseq`, a mapping as the attention."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shown = subprocess.run([sys.executable, "-m", "quest_fairseq"], capture_output=True, text=True, env=environment)
+    assert shown.stdout.strip() == USER_DIR
+    command = [Path(sys.executable).with_name("fairseq-train"), lm_data, "--user-dir", USER_DIR, "--cpu"]
+    command += ["--task", "language_modeling", "--arch", "quest_transformer_lm_gpt2_tiny", "--attention-dropout", "0"]
+    command += ["--attention", '{"name": "aft-local", "window": 3}', "--optimizer", "adam", "--max-update", "2"]
+    command += ["--tokens-per-sample", "24", "--batch-size", "8", "--save-dir", tmp_path, "--num-workers", "0"]
+    command += ["--required-batch-size-multiple", "1"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "quest: attention=aft-local(max_length=24, window=3) in 2 modules" in done.stderr
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_is_mirrored() -> None:
+    for stock in ("transformer_lm", "transformer"):
+        ours = ARCH_MODEL_INV_REGISTRY[f"quest_{stock}"]
+        assert ours == [f"quest_{preset}" for preset in ARCH_MODEL_INV_REGISTRY[stock]]
+    presets = {f"quest_transformer_lm_{name}" for name in ("wiki103", "gbw", "gpt", "big", "gpt2_small", "gpt2_big")}
+    assert presets <= set(ARCH_MODEL_INV_REGISTRY["quest_transformer_lm"])
+    stock, ours = (vars(options(f"{prefix}transformer_lm_wiki103")) for prefix in ("", "quest_"))
+    assert {key for key in ours if ours[key] != stock.get(key)} == {"arch"}
+    assert QuestTransformerLanguageModelConfig().attention == "quest"
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("small", 43_759_616), ("medium", 89_583_616)])
+def test_the_papers_models_have_the_papers_size(size: str, parameters: int) -> None:
+    cfg = configuration(f"wikitext103-{size}")
+    symbols = dictionary(0)
+    symbols.symbols += [f"{i}" for i in range(267_744 - len(symbols))]
+    symbols.count += [1] * (len(symbols.symbols) - len(symbols.count))
+    assert len(symbols) == 267_744
+    cfg.task.data, cfg.model.max_target_positions = ".", cfg.task.tokens_per_sample
+    model = build_model(cfg.model, SimpleNamespace(source_dictionary=symbols, target_dictionary=symbols))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_refusals_say_why() -> None:
+    for attention, why in (
+        ("sinkhorn", "a lower-triangular doubly stochastic matrix is the identity"),
+        ("kdgqa(kv_heads=2)", "cannot be causal"),
+        ("aft-conv", "cannot be causal"),
+    ):
+        with pytest.raises(quest_core.UnsupportedError, match=f"{why}.*Possible here: .*quest"):
+            build("quest_transformer_lm", "--attention", attention)
+    with pytest.raises(quest_core.UnsupportedError, match="attention dropout, which would have to be 0"):
+        build("quest_transformer_lm", "--attention", "linear", "--attention-dropout", "0.1")
+    with pytest.raises(quest_core.UnsupportedError, match="'aft-full' counts the positions of queries"):
+        build("quest_transformer", "--attention", "aft-full")
+    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+        build("quest_transformer_lm", "--attention", "qwest")
+
+
+def test_learned_positions_are_as_many_as_the_model_has() -> None:
+    model = build("quest_transformer_lm", "--attention", "aft-full")
+    assert model.decoder.layers[0].self_attn.config.option("max_length") == 32
+    model = build("quest_transformer_lm", "--attention", "aft-full(max_length=48)")
+    assert model.decoder.layers[0].self_attn.config.option("max_length") == 48

@@ -1,0 +1,100 @@
+"""GraphAttention: the multi-head attention of a graph Transformer layer, without computing on padding where that pays.
+
+PyTorch Geometric and GraphGPS pad the graphs of a batch to the largest one, so one large graph among small ones costs
+its square for each of them. Where the padded area is well above the real one, the nodes are packed instead and go
+through `quest_core.attention_packed`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quest_core import MultiheadAttention, PackingPlan, attention_packed
+from quest_core.config import AttentionConfig
+
+RAGGED = 2.0
+"""Pack where the padded area B·N² is at least this many times the real one, Σ n²; measured in
+benchmarks/ragged_batches.py."""
+
+STANDARD = AttentionConfig.parse("standard")
+
+
+class GraphAttention(MultiheadAttention):
+    """Drop-in for the torch.nn.MultiheadAttention inside a graph Transformer layer.
+
+    With ragged batches the outputs at padded nodes, which the layers drop, are zeros; at real nodes they are the
+    padded result to rounding. With dropout on the weights, packing draws other random numbers than the padded
+    computation, so `standard`, which promises the host's seeded training, packs only where nothing is dropped.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `quest_core.MultiheadAttention.forward`: [B, N, E] and key_padding_mask [B, N] (True = no node)."""
+        if (
+            query is key is value
+            and key_padding_mask is not None
+            and key_padding_mask.dtype == torch.bool
+            and attn_mask is None
+            and not (need_weights or is_causal)
+            and self._may_pack(query)
+        ):
+            real = ~key_padding_mask  # [B, N]
+            plan = ragged_plan(real)
+            if plan is not None:
+                return self._packed(query, real, plan), None
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+    def _may_pack(self, x: Tensor) -> bool:
+        plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None
+        extended = self.bias_k is not None or self.add_zero_attn
+        keeps_stream = self.training and self.dropout > 0 and self.config == STANDARD
+        return plain and not (extended or keeps_stream or torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+    def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
+        """x [B, N, E] -> [B, N, E], computed at the real nodes alone and zero elsewhere."""
+        sizes = [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
+        nodes = F.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in nodes.split(sizes, dim=-1))  # [T, heads, D]
+        dropout_p = self.dropout if self.training else 0.0
+        out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=plan, dropout_p=dropout_p)  # [T, H, D]
+        out = self.out_proj(out.flatten(1))
+        padded: Tensor = out.new_zeros(*real.shape, out.shape[-1])
+        padded[real] = out
+        return padded
+
+
+def ragged_plan(real: Tensor) -> PackingPlan | None:
+    """How to pack the graphs of a batch, or None where padding costs less.
+
+    Args:
+        real: [B, N], True where there is a node; the nodes of a graph come first in its row.
+    """
+    lengths = real.sum(1).tolist()
+    area = sum(n * n for n in lengths)
+    if not area or len(lengths) * real.shape[1] ** 2 < RAGGED * area:
+        return None
+    return _plan(tuple(lengths), real.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(lengths: Sequence[int], device: torch.device) -> PackingPlan:
+    """One plan for all layers that see a batch; batches of the same lengths share it too."""
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    return PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)

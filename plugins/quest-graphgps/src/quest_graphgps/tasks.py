@@ -1,0 +1,340 @@
+"""graph/...: the graph benchmarks of the QUEST paper (tables 8 and 9), trained by GraphGym with PyTorch Lightning.
+
+Each suite takes a shipped yaml (``configs/``), in which every hyper-parameter is that of GraphGPS, and changes in it
+what the options say. The best epoch is chosen on the validation split; its test metric is the result, as in GraphGPS.
+
+What differs from the paper's runs: PATTERN and CLUSTER are drawn from their published generator and are not the
+published files; the network is `quest_graphgps.gps`, whose parameters are GraphGPS's one by one; Lightning trains it in
+place of GraphGPS's own loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import importlib.util
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.errors import ConfigError, PluginError
+
+SMOKE_GRAPHS = (48, 16, 16)
+SMOKE_EPOCHS = 2
+MOLECULE_TYPES = ("C", "N", "O", "S", "F", "Cl", "Br", "I", "P", "H", "B", "Si")
+
+CONFIGS = {
+    "graph/pattern": "pattern",
+    "graph/cluster": "cluster",
+    "graph/zinc": "zinc",
+    "graph/molecules": "zinc",
+    "graph/superpixels": None,  # named like the task
+    "graph/peptides-func": "peptides-func",
+    "graph/peptides-struct": "peptides-struct",
+}
+"""Suite -> the yaml it starts from."""
+
+
+def run_graph(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate one dataset with one attention and one seed.
+
+    Args:
+        cell: `data` is a folder with datasets in PyTorch Geometric's layout (ZINC/, LRGB/, GNNBenchmarkDataset/), or
+            for graph/molecules a csv file of molsets. PATTERN and CLUSTER are generated without one, from `data_seed`.
+        progress: called after each epoch.
+
+    Returns:
+        The suite's metric on the test split at the best validation epoch, its value on the validation split there,
+        ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch.
+
+    Raises:
+        ConfigError: an option that does not fit, or data that is not there.
+        PluginError: what reads the data is not installed.
+    """
+    from pytorch_lightning import Callback, Trainer, seed_everything
+    from torch_geometric.graphgym.config import cfg, set_cfg
+    from torch_geometric.graphgym.model_builder import create_model
+    from torch_geometric.graphgym.train import GraphGymDataModule
+
+    from . import gps
+
+    options = dict(cell.options)
+    set_cfg(cfg)
+    name = CONFIGS[cell.suite] or cell.task.lower()
+    with as_file(files("quest_graphgps") / "configs" / f"{name}.yaml") as path:
+        cfg.merge_from_file(str(path))
+    cfg.accelerator, cfg.num_workers, cfg.seed = "auto", 0, cell.seed
+    cfg.gt.attention = cell.attention
+    cfg.train.batch_size, cfg.optim.base_lr = options["batch_size"], options["lr"]
+    cfg.optim.max_epoch = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
+    cfg.optim.num_warmup_epochs = 0 if cell.smoke else options["warmup_epochs"]
+    cfg.gt.attn_dropout = options["attn_dropout"]
+    if cell.smoke:
+        cfg.gt.layers = min(cfg.gt.layers, 2)
+    cfg.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.dataset.format, cfg.dataset.name = "memory", cell.task
+    gps.MEMORY[cell.task] = splits(cell)
+
+    seed_everything(cell.seed, verbose=False)
+    with _quiet():
+        module = GraphGymDataModule()
+        model = create_model()
+    higher, measure = METRICS[cell.suite]
+    losses: list[float] = []
+    found: list[float] = []
+    best: dict[str, Any] = {"state": None, "epoch": -1}
+
+    class Watch(Callback):
+        """Keeps the losses, measures each epoch on the validation split, and keeps the best epoch's weights."""
+
+        def on_train_epoch_start(self, trainer: Any, lightning: Any) -> None:
+            self.batches: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, lightning: Any, outputs: Any, *rest: Any) -> None:
+            self.batches.append(outputs["loss"].detach())
+
+        def on_validation_epoch_start(self, trainer: Any, lightning: Any) -> None:
+            self.pairs: list[tuple[Tensor, Tensor]] = []
+
+        def on_validation_batch_end(self, trainer: Any, lightning: Any, outputs: Any, *rest: Any) -> None:
+            self.pairs.append((outputs["pred_score"].cpu(), outputs["true"].cpu()))
+
+        on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
+
+        def on_train_epoch_end(self, trainer: Any, lightning: Any) -> None:
+            losses.append(torch.stack(self.batches).mean().item())
+            found.append(measure(self.pairs))
+            sign = 1 if higher else -1
+            if best["state"] is None or sign * found[-1] > sign * found[best["epoch"]]:
+                best["epoch"] = len(found) - 1
+                best["state"] = {key: value.clone() for key, value in lightning.state_dict().items()}
+            progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
+
+    watch = Watch()
+    with _quiet():
+        trainer = Trainer(
+            max_epochs=cfg.optim.max_epoch,
+            accelerator="gpu" if cfg.accelerator == "cuda" else "cpu",
+            devices=1,
+            callbacks=[watch],
+            gradient_clip_val=cfg.optim.clip_grad_norm_value,
+            default_root_dir=cell.workdir,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        started = time.perf_counter()
+        trainer.fit(model, datamodule=module)
+        seconds = time.perf_counter() - started
+        model.load_state_dict(best["state"])
+        trainer.test(model, datamodule=module, verbose=False)
+    metric = measure(watch.pairs)
+    return Result(
+        metrics={
+            METRIC_NAMES[cell.suite]: metric,
+            "validation": found[best["epoch"]],
+            "epochs": float(len(found)),
+            "seconds_per_epoch": seconds / len(found),
+        },
+        series={"train_loss": losses, "validation": found},
+        details={
+            "best_epoch": best["epoch"] + 1,
+            "injected": str(model.model.attention_report),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "graphs": [len(loader.dataset) for loader in module.loaders],
+            "config": cfg.dump(),
+        },
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning and PyTorch Geometric announce devices, deprecations of their own and missing workers."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Predicted scores and truths, batch by batch."""
+
+
+def class_accuracy(pairs: Pairs) -> float:
+    """The mean over classes of the share of their nodes that is found, in % (the benchmark's weighted accuracy)."""
+    pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    chosen = (pred > 0.5).long() if pred.dim() == 1 else pred.argmax(-1)
+    right = torch.bincount(true[chosen == true], minlength=int(true.max()) + 1)
+    count = torch.bincount(true)
+    return 100 * (right / count)[count > 0].mean().item()
+
+
+def absolute_error(pairs: Pairs) -> float:
+    """The mean absolute error over all graphs and targets."""
+    pred, true = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
+    return (pred - true).abs().mean().item()
+
+
+def macro_f1(pairs: Pairs) -> float:
+    """F1, the mean over classes."""
+    from sklearn.metrics import f1_score
+
+    pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return float(f1_score(true.numpy(), pred.argmax(-1).numpy(), average="macro", zero_division=0))
+
+
+def average_precision(pairs: Pairs) -> float:
+    """Average precision, the mean over labels that occur."""
+    from sklearn.metrics import average_precision_score
+
+    pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    labels = [i for i in range(true.shape[1]) if 0 < true[:, i].sum() < len(true)]
+    scores = [average_precision_score(true[:, i].numpy(), pred[:, i].numpy()) for i in labels]
+    return float(sum(scores) / max(1, len(scores)))
+
+
+METRICS: dict[str, tuple[bool, Callable[[Pairs], float]]] = {
+    "graph/pattern": (True, class_accuracy),
+    "graph/cluster": (True, class_accuracy),
+    "graph/zinc": (False, absolute_error),
+    "graph/molecules": (False, absolute_error),
+    "graph/superpixels": (True, macro_f1),
+    "graph/peptides-func": (True, average_precision),
+    "graph/peptides-struct": (False, absolute_error),
+}
+"""Suite -> whether higher is better, and how it is measured."""
+METRIC_NAMES = {
+    "graph/pattern": "accuracy",
+    "graph/cluster": "accuracy",
+    "graph/zinc": "mae",
+    "graph/molecules": "mae",
+    "graph/superpixels": "f1",
+    "graph/peptides-func": "ap",
+    "graph/peptides-struct": "mae",
+}
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def splits(cell: Cell) -> list[list[Any]]:
+    """The graphs of training, validation and test, as many as the cell asks for."""
+    from torch_geometric.datasets import ZINC, GNNBenchmarkDataset, LRGBDataset
+
+    from .data import GENERATORS, SPLITS
+
+    if cell.data is not None and not cell.data.exists():
+        raise ConfigError(f"data is '{cell.data}', and there is no such file or folder")
+    if cell.suite == "graph/molecules":
+        return molecules(cell)
+    if cell.task in GENERATORS and cell.data is None:
+        share = 5 if cell.task == "PATTERN" else 10
+        train = cell.options["graphs"]
+        if train < share:
+            raise ConfigError(f"option graphs is {train}; {cell.task} needs at least {share}")
+        sizes = SMOKE_GRAPHS if cell.smoke else (train, train // share, train // share)
+        return GENERATORS[cell.task](sizes, cell.options["data_seed"])
+    kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "graph/zinc": ("ZINC/raw", lambda split: ZINC(f"{cell.data}/ZINC", subset=True, split=split)),
+    }
+    if cell.task in GENERATORS:
+        kinds[cell.suite] = (
+            f"GNNBenchmarkDataset/{cell.task}/raw",
+            lambda split: GNNBenchmarkDataset(f"{cell.data}/GNNBenchmarkDataset", cell.task, split),
+        )
+    folder, read = kinds.get(
+        cell.suite,
+        (f"LRGB/{cell.task.lower()}/raw", lambda split: LRGBDataset(f"{cell.data}/LRGB", cell.task, split)),
+    )
+    if cell.data is None or not (cell.data / folder).is_dir():
+        raise ConfigError(
+            f"{cell.suite} reads {cell.task} from --data DIR, in which PyTorch Geometric has put {folder}; found none"
+            + (f" in '{cell.data}'" if cell.data else ", and no data was given")
+        )
+    limits = SMOKE_GRAPHS if cell.smoke else _limits(cell.options["graphs"])
+    return [list(read(split)[:limit]) for split, limit in zip(SPLITS, limits, strict=True)]
+
+
+def _limits(graphs: int) -> tuple[int | None, int | None, int | None]:
+    """How many graphs of each split to take: all for 0, else as many of training and a tenth of them of the others."""
+    return (graphs, max(1, graphs // 10), max(1, graphs // 10)) if graphs else (None, None, None)
+
+
+def molecules(cell: Cell) -> list[list[Any]]:
+    """Molecules of molsets with a target computed by RDKit: Crippen's octanol-water partition coefficient logP.
+
+    The target is a sum over atoms and their surroundings. It is no measurement, and no benchmark of the literature.
+    """
+    from torch_geometric.data import Data
+
+    try:
+        from rdkit import Chem, RDLogger
+        from rdkit.Chem import Crippen
+    except ImportError:
+        raise PluginError(
+            "graph/molecules reads SMILES with RDKit, which is not installed; pip install rdkit"
+        ) from None
+    RDLogger.DisableLog("rdApp.*")
+    made: list[list[Any]] = []
+    limits = SMOKE_GRAPHS if cell.smoke else (cell.options["graphs"], *[max(1, cell.options["graphs"] // 10)] * 2)
+    lines = iter(read_smiles(cell.data))
+    for limit in limits:
+        split: list[Any] = []
+        while len(split) < limit:
+            smiles = next(lines, None)
+            if smiles is None:
+                raise ConfigError(
+                    f"graph/molecules has fewer molecules than {sum(limits)}; choose fewer with option graphs"
+                )
+            molecule = Chem.MolFromSmiles(smiles)
+            types = [atom.GetSymbol() for atom in molecule.GetAtoms()]
+            if not set(types) <= set(MOLECULE_TYPES):
+                continue
+            bonds = [
+                (bond.GetBeginAtomIdx(), bond.GetEndAtomIdx(), int(bond.GetBondType())) for bond in molecule.GetBonds()
+            ]
+            both = sorted([(i, j, kind) for i, j, kind in bonds] + [(j, i, kind) for i, j, kind in bonds])
+            table = torch.tensor(both).view(-1, 3)
+            split.append(
+                Data(
+                    x=torch.tensor([[MOLECULE_TYPES.index(kind)] for kind in types]),
+                    edge_index=table[:, :2].T.contiguous(),
+                    edge_attr=table[:, 2].remainder(4),  # single, double, triple, aromatic (12) -> 1, 2, 3, 0
+                    y=torch.tensor([Crippen.MolLogP(molecule)]),
+                )
+            )
+        made.append(split)
+    return made
+
+
+def read_smiles(path: Path | None) -> Iterator[str]:
+    """The SMILES of molsets, the first column of its csv file: the one given, or the one in the installed package."""
+    if path is None:
+        spec = importlib.util.find_spec("moses")
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                "graph/molecules needs the SMILES of molsets; pip install --no-deps molsets, or give a csv as --data"
+            )
+        path = Path(spec.origin).parent / "dataset" / "data" / "train.csv.gz"
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        for row in csv.DictReader(file):
+            yield row["SMILES"]

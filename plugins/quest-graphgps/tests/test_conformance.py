@@ -1,0 +1,69 @@
+"""PyTorch Geometric's GPSConv and the GPS model of GraphGym through the suite that all adapters inherit."""
+
+from __future__ import annotations
+
+from models import RAGGED, SIZES, ConvModel, GymModel, configure, conv_inputs, graph, gym_inputs
+from torch_geometric.data import Batch
+
+from quest_core.testing import AdapterConformance
+from quest_graphgps import GraphGPSAdapter
+
+
+class Graphs(AdapterConformance):
+    adapter = GraphGPSAdapter()
+    sites = 2
+    sizes = SIZES
+    refused = ("linear", "aft-full")
+
+
+class Conv(Graphs):
+    dropout = 0.3
+
+    def make_model(self):
+        return ConvModel(self.dropout)
+
+    def make_inputs(self):
+        return conv_inputs(self.sizes)
+
+    def make_padded(self):
+        """The largest graph, beside others of other sizes: they are its padding, and it is theirs."""
+        n = max(self.sizes)
+        first, others = graph(n), [[graph(m) for m in sizes] for sizes in (self.sizes, (n // 2, 2, 1))]
+        one, other = (Batch.from_data_list([first, *rest]) for rest in others)
+        arguments = [(b.x, b.edge_index, b.batch, b.edge_attr) for b in (one, other)]
+        return arguments[0], arguments[1], lambda out: out[:n]
+
+
+class TestGPSConv(Conv):
+    pass
+
+
+class TestGPSConvRagged(Conv):
+    """Batches that are packed in evaluation, and for all but `standard` in training."""
+
+    sizes = RAGGED
+
+
+class TestGPSConvRaggedWithoutDropout(Conv):
+    """Packed always, and nothing is dropped that linear attention and its kin could not drop."""
+
+    sizes = RAGGED
+    dropout = 0.0
+    refused = ("aft-full", "aft-local")
+
+
+class Gym(Graphs):
+    def make_model(self):
+        configure()
+        return GymModel()
+
+    def make_inputs(self):
+        return gym_inputs(self.sizes)
+
+
+class TestGraphGym(Gym):
+    pass
+
+
+class TestGraphGymRagged(Gym):
+    sizes = RAGGED

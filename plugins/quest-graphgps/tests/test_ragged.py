@@ -1,0 +1,122 @@
+"""Batches of graphs of very different sizes: computed without their padding, with the padded result."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import RAGGED, SIZES, ConvModel, conv_inputs
+
+import quest_core
+from quest_core import packing
+from quest_core.mechanisms.elliptical import Elliptical
+from quest_graphgps import attention
+
+SCORES = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
+NORMALISERS = ("", "+sigmoid", "+sinkhorn")
+GROUPINGS = ("", "+gqa(kv_heads=2)", "+mqa", "+kdgqa(kv_heads=2)", "+dgqa(kv_heads=2)")
+FAMILIES = ("linear", "cosine", "aft-simple")
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The number of times that nodes were packed."""
+    calls = []
+    stock = packing.attention_packed
+
+    def count(*arguments, **options):
+        calls.append(1)
+        return stock(*arguments, **options)
+
+    monkeypatch.setattr(attention, "attention_packed", count)
+    return calls
+
+
+def model(spec: str, dropout: float = 0.0):
+    torch.manual_seed(0)
+    return quest_core.inject(ConvModel(dropout), spec, fresh=True)[0].double()
+
+
+def inputs(sizes):
+    torch.manual_seed(1)
+    return tuple(x.double() if x.is_floating_point() else x for x in conv_inputs(sizes))
+
+
+@pytest.mark.parametrize(
+    "spec", [*(s + n + g for s in SCORES for n in NORMALISERS for g in GROUPINGS), *FAMILIES], ids=str
+)
+def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
+    """Outputs and gradients, for every combination of score, normaliser and grouping that draws nothing at random."""
+    one = model(spec)
+    other = copy.deepcopy(one)
+    if "elliptical" in spec:
+        follow = [m for m in other.modules() if isinstance(m, Elliptical)]
+        follow[0].follow(None)
+        follow[1].follow(follow[0])
+    results = []
+    for layers, limit in ((one, attention.RAGGED), (other, float("inf"))):
+        monkeypatch.setattr(attention, "RAGGED", limit)
+        out = layers(*inputs(RAGGED))
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in layers.parameters() if p.grad is not None)])
+    assert len(packed) == 2  # two layers, the first model alone
+    assert len(results[0]) == len(results[1])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_packing_follows_the_measured_rule(packed) -> None:
+    layers = model("quest", dropout=0.5)
+    layers(*inputs(SIZES))
+    assert not packed
+    layers(*inputs(RAGGED))
+    assert len(packed) == 2
+
+
+def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) -> None:
+    layers = model("standard", dropout=0.5)
+    layers(*inputs(RAGGED))
+    assert not packed
+    layers.eval()(*inputs(RAGGED))
+    assert len(packed) == 2
+
+
+def test_packed_dropout_keeps_the_mean() -> None:
+    layers = model("quest", dropout=0.5)
+    conv, x = layers.convs[0], inputs(RAGGED)[0]
+    conv.attn.train()
+    dense = torch.zeros(len(RAGGED), max(RAGGED), 16, dtype=torch.double)
+    real = torch.arange(max(RAGGED)) < torch.tensor(RAGGED)[:, None]
+    dense[real] = x
+    torch.manual_seed(0)
+    runs = [conv.attn(dense, dense, dense, key_padding_mask=~real, need_weights=False)[0] for _ in range(600)]
+    want = conv.attn.eval()(dense, dense, dense, key_padding_mask=~real, need_weights=False)[0]
+    assert not torch.equal(runs[0], runs[1])
+    assert (torch.stack(runs).mean(0) - want)[real].abs().max() < 0.25 * want[real].abs().max()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("spec", ["standard", "quest", "sinkhorn", "elliptical"])
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (24, 0, 2, 1)], ids=["padded", "packed"])
+def test_empty_graphs_are_finite(spec, sizes, training) -> None:
+    """Where PyTorch gives NaN to a fully hidden row, and its gradient, as soon as weights are asked for."""
+    layers = model(spec).train(training)
+    x = torch.randn(sum(sizes), 16, dtype=torch.double, requires_grad=True)
+    batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    out = layers(x, torch.zeros(2, 0, dtype=torch.long), batch, torch.zeros(0, 16, dtype=torch.double))
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+    for attn in (conv.attn for conv in layers.convs):
+        dense, hidden = torch.randn(2, 5, 16, dtype=torch.double), torch.tensor([[False] * 5, [True] * 5])
+        result, weights = attn.train(training)(dense, dense, dense, key_padding_mask=hidden)
+        assert result.isfinite().all()
+        assert weights.isfinite().all()
+
+
+def test_elliptical_layers_are_chained_in_the_reports_order() -> None:
+    made, report = quest_core.inject(ConvModel(0.0), "elliptical")
+    assert [r.path for r in report.replacements] == ["convs.0.attn", "convs.1.attn"]
+    first, second = (m for m in made.modules() if isinstance(m, Elliptical))
+    assert (first._previous, second._previous) == ((None,), (first,))

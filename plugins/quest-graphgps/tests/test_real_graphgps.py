@@ -1,0 +1,218 @@
+"""GraphGPS itself, unmodified, from the checkout in QUEST_GRAPHGPS_ROOT.
+
+Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the generator, ZINC drawn in its layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quest_graphgps.data import cluster_graphs, pattern_graphs, write_raw
+
+ROOT = Path(os.environ["QUEST_GRAPHGPS_ROOT"]).resolve()
+pytestmark = pytest.mark.slow
+
+QUICK = (
+    "wandb.use False accelerator cpu num_threads 1 optim.num_warmup_epochs 0 optim.max_epoch 1 train.batch_size 8 "
+    "train.ckpt_period 1 train.enable_ckpt True"
+).split()
+PATTERN, ZINC = "configs/GPS/pattern-GPS.yaml", "configs/GPS/zinc-GPS+RWSE.yaml"
+SHALLOW = ("gt.layers", "2")
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory) -> Path:
+    """PATTERN, CLUSTER and ZINC where GraphGPS finds them: small, in the layout of the downloads."""
+    folder = tmp_path_factory.mktemp("datasets")
+    write_raw(folder, "PATTERN", pattern_graphs((16, 8, 8), seed=0))
+    write_raw(folder, "CLUSTER", cluster_graphs((8, 4, 4), seed=0))
+    raw = folder / "ZINC" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for split, graphs in (("train", 24), ("val", 8), ("test", 8)):
+        molecules = []
+        for _ in range(graphs):
+            n = int(torch.randint(10, 30, (1,), generator=generator))
+            bonds = torch.zeros(n, n, dtype=torch.long)
+            for i in range(1, n):  # a random tree
+                j = int(torch.randint(i, (1,), generator=generator))
+                bonds[i, j] = bonds[j, i] = int(torch.randint(1, 4, (1,), generator=generator))
+            types = torch.randint(28, (n,), generator=generator)
+            target = torch.randn(1, generator=generator)
+            molecules.append({"atom_type": types, "bond_type": bonds, "logP_SA_cycle_normalized": target})
+        (raw / f"{split}.pickle").write_bytes(pickle.dumps(molecules))
+        (raw / f"{split}.index").write_text(",".join(map(str, range(graphs))) + "\n")
+    return folder
+
+
+@pytest.fixture
+def gps(datasets, tmp_path):
+    """gps(config, *options) runs main.py through the plugin's launcher and returns the statistics of its splits."""
+
+    def run(config: str, *options: str, launch: tuple[str, ...] = ("-m", "quest_graphgps"), name: str = "run"):
+        out = tmp_path / name
+        command = [sys.executable, *launch, "main.py", "--cfg", config, *QUICK, "dataset.dir", str(datasets)]
+        done = subprocess.run(
+            [*command, "out_dir", str(out), *options],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        found = {
+            path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
+            for path in out.glob("*/0/*/stats.json")
+        }
+        return done.returncode, said, found
+
+    return run
+
+
+def training(found) -> list[tuple[float, float]]:
+    return [(line["loss"], line["accuracy"]) for line in found["train"]]
+
+
+def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
+    _, _, stock = gps(PATTERN, "optim.max_epoch", "2", launch=(), name="stock")
+    status, said, ours = gps(PATTERN, "optim.max_epoch", "2", "gt.attention", "standard", name="standard")
+    assert status == 0, said[-3000:]
+    assert "quest: attention=standard in 6 modules (MultiheadAttention; 99,840 parameters as before)" in said
+    assert training(ours) == training(stock)
+    assert ours["train"][0]["params"] == stock["train"][0]["params"] == 337_201
+    for split in ("val", "test"):
+        assert ours[split][0]["loss"] == pytest.approx(stock[split][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "attention"),
+    [
+        (PATTERN, ("gt.layer_type", "CustomGatedGCN+Quest"), "quest in 2"),
+        (ZINC, ("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2) in 2"),
+        (ZINC, ("gt.attention", "elliptical-quest"), "elliptical-quest in 2"),
+        ("configs/GPS/cluster-GPS.yaml", ("gt.attention", "qknorm-hs+sigmoid"), "qknorm-hs+sigmoid in 2"),
+        ("configs/GPS/zinc-GPSwGraphormer.yaml", ("gt.attention", "quest"), "quest in 2"),
+        (ZINC, ("gt.attention", "linear", "gt.attn_dropout", "0.0"), "linear in 2"),
+    ],
+    ids=["layer_type", "options", "elliptical", "sigmoid", "float masks", "linear"],
+)
+def test_attention_from_the_command_line(gps, config, options, attention) -> None:
+    status, said, found = gps(config, *SHALLOW, *options)
+    assert status == 0, said[-3000:]
+    assert f"quest: attention={attention} modules" in said
+    assert all(line[0]["loss"] == line[0]["loss"] for line in found.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("gt.attention", "qest"), "did you mean 'quest'"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that it could"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that it could replace"),
+        (("gt.attention", "aft-full"), "'aft-simple' is its relative that needs no order"),
+    ],
+    ids=["misspelt", "Performer", "BigBird", "ordered"],
+)
+def test_what_cannot_be_is_refused_by_name(gps, options, said) -> None:
+    status, printed, _ = gps(ZINC, *SHALLOW, *options)
+    assert status == 1
+    assert said in printed
+
+
+def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
+    import quest_graphgps
+
+    shipped = Path(quest_graphgps.__file__).parent / "configs"
+    for name in ("pattern.yaml", "zinc.yaml"):
+        status, said, _ = gps(str(shipped / name), *SHALLOW, name=name)
+        assert status == 0, said[-3000:]
+        assert "quest: attention=quest in 2 modules" in said
+
+
+def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
+    checkout = tmp_path / "GraphGPS"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", "datasets", "results", "*.zip"))
+    (checkout / "graphgps" / "network" / "quest.py").write_text("import quest_graphgps\n")
+    command = [sys.executable, "main.py", "--cfg", ZINC, *QUICK, *SHALLOW, "dataset.dir", str(datasets)]
+    done = subprocess.run(
+        [*command, "gt.layer_type", "GINE+Quest"], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "quest: attention=quest in 2 modules" in done.stdout + done.stderr
+
+
+def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
+    """A stock run is continued with quest (strict loading), and a quest run is a start for fine-tuning."""
+    shallow = (*SHALLOW, "train.auto_resume", "True")
+    status, said, _ = gps(ZINC, *shallow, "gt.attention", "quest")
+    assert status == 0, said[-3000:]
+    status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "standard")
+    assert status == 0, said[-3000:]
+    assert "trained with attention 'quest' and is being loaded into 'standard'" in said
+    assert [line["epoch"] for line in found["train"]][-1] == 1
+
+    trained = tmp_path / "run" / "zinc-GPS+RWSE"
+    status, said, _ = gps(ZINC, *SHALLOW, "pretrained.dir", str(trained), "gt.attention", "quest", name="tuned")
+    assert status == 0, said[-3000:]
+    assert "quest: fine-tuning with attention 'quest' a model that was pretrained with 'standard'" in said
+    assert "quest: attention=quest in 2 modules" in said
+
+
+def test_attention_weights_are_logged(gps, tmp_path) -> None:
+    status, said, _ = gps(ZINC, *SHALLOW, "gt.attention", "quest", "train.mode", "log-attn-weights")
+    assert status == 0, said[-3000:]
+    (saved,) = (tmp_path / "run").glob("*/0/graph_attn_stats.pt")
+    graphs = torch.load(saved, weights_only=False)
+    for graph in graphs:
+        for weights in graph["attn_weights"]:  # [H, N, N], padded to the largest graph of the batch
+            n = graph["num_nodes"]
+            assert weights.shape[0] == 4
+            torch.testing.assert_close(weights[:, :n, :n].sum(-1), torch.ones(4, n))
+            assert weights[:, :, n:].abs().sum() == 0
+
+
+def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
+    """Names, shapes and results: what trains in `quest_graphgps.gps` is GraphGPS's model."""
+    state = (
+        "import sys, torch\n"
+        "sys.argv = ['main.py']\n"
+        "{imports}\n"
+        "from torch_geometric.graphgym.config import cfg, set_cfg\n"
+        "from torch_geometric.graphgym.model_builder import create_model\n"
+        "from torch_geometric.data import Batch\n"
+        "from quest_graphgps.data import add_eigenvectors, pattern_graphs\n"
+        "set_cfg(cfg)\n"
+        f"cfg.merge_from_file({PATTERN!r})\n"
+        "cfg.accelerator = 'cpu'; cfg.share.dim_in, cfg.share.dim_out = 3, 2\n"
+        "model = create_model()\n"
+        "for name, p in sorted(model.named_parameters()):\n"
+        "    torch.manual_seed(len(name)); p.data.uniform_(-0.1, 0.1)\n"
+        "batch = Batch.from_data_list([add_eigenvectors(d, 16) for d in pattern_graphs((3, 0, 0), 0)[0]])\n"
+        "out = model.eval()(batch)[0]\n"
+        "torch.save([out.detach(), {name: p.shape for name, p in model.named_parameters()}], sys.stdout.buffer)\n"
+    )
+    results = []
+    for imports in ("import graphgps, quest_graphgps", "import quest_graphgps.gps"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", state.format(imports=imports)],
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-3000:]
+        import io
+
+        results.append(torch.load(io.BytesIO(done.stdout), weights_only=False))
+    (theirs, shapes), (ours, own) = results
+    assert own == shapes
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

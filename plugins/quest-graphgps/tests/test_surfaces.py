@@ -1,0 +1,229 @@
+"""What users touch: GPSConv's arguments, GraphGym's configs from yaml and command line, plain inject, the launcher."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from models import ConvModel, configure, conv_inputs, graph
+from torch import nn
+from torch_geometric.graphgym import register
+from torch_geometric.graphgym.config import cfg, set_cfg
+from torch_geometric.graphgym.model_builder import create_model
+from torch_geometric.nn import GPSConv
+
+import quest_core
+from quest_core import registry
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_graphgps import GraphGPSAdapter
+from quest_graphgps.attention import GraphAttention
+from quest_graphgps.info import INFO
+
+CONFIGS = sorted(path.name for path in files("quest_graphgps").joinpath("configs").iterdir())
+HERE = Path(__file__).parent
+
+
+def test_the_installed_plugin_is_found_and_ok() -> None:
+    assert isinstance(registry.adapter("graphgps"), GraphGPSAdapter)
+    assert registry.load_info("quest_graphgps.info:INFO") == INFO
+
+
+# --- GPSConv --------------------------------------------------------------------------------------------------------
+
+
+def test_gps_conv_takes_attention_beside_the_arguments_of_its_attention() -> None:
+    conv = GPSConv(16, None, heads=4, attn_type="multihead", attn_kwargs={"attention": "quest", "dropout": 0.5})
+    assert isinstance(conv.attn, GraphAttention)
+    assert (str(conv.attn.config), conv.attn.dropout) == ("quest", 0.5)
+    assert str(conv.attention_report) == "attention=quest in 1 module (MultiheadAttention; 1,088 parameters as before)"
+    positional = GPSConv(16, None, 4, 0.0, "relu", None, "batch_norm", None, "multihead", {"attention": "qnorm"})
+    assert str(positional.attn.config) == "qnorm"
+    conv.reset_parameters()
+
+
+def test_gps_conv_without_attention_is_untouched() -> None:
+    assert type(GPSConv(16, None, heads=4, attn_kwargs={"dropout": 0.1}).attn) is nn.MultiheadAttention
+
+
+def test_gps_conv_draws_the_same_initial_weights() -> None:
+    states = []
+    for options in ({}, {"attention": "qknorm"}):
+        torch.manual_seed(0)
+        states.append(GPSConv(16, None, heads=4, attn_kwargs=options).state_dict())
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "attention", "error", "said"),
+    [
+        ("multihead", "qest", ConfigError, "did you mean 'quest'"),
+        ("performer", "quest", UnsupportedError, "attn_type is 'performer'; leave out one of the two"),
+        ("multihead", "aft-local", UnsupportedError, "'aft-simple' is its relative that needs no order"),
+        ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
+    ],
+)
+def test_gps_conv_refuses_by_name(attn_type, attention, error, said) -> None:
+    with pytest.raises(error, match=said):
+        GPSConv(16, None, heads=4, attn_type=attn_type, attn_kwargs={"attention": attention})
+
+
+def test_plain_inject_finds_the_hosts_and_other_attention() -> None:
+    model = nn.ModuleDict({"gps": ConvModel(0.0), "pool": nn.MultiheadAttention(16, 4)})
+    _, report = quest_core.inject(model, "quest")
+    assert [(r.path, r.adapter) for r in report.replacements] == [
+        ("gps.convs.0.attn", "graphgps"),
+        ("gps.convs.1.attn", "graphgps"),
+        ("pool", "torch"),
+    ]
+
+
+def test_calibration_knows_the_hosts() -> None:
+    model = ConvModel(0.0)
+    inputs = conv_inputs()
+    calibrated, report = quest_core.calibrate(
+        model, [inputs], "quest", adapter=GraphGPSAdapter(), forward=lambda m, b: m(*b)
+    )
+    assert calibrated(*inputs).isfinite().all()
+    assert report is not None
+
+
+# --- GraphGym -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _clean_config():
+    yield
+    set_cfg(cfg)
+
+
+def build(*opts: str):
+    configure()
+    cfg.merge_from_list(list(opts))
+    torch.manual_seed(0)
+    return create_model(dim_in=3, dim_out=2).model
+
+
+@pytest.mark.parametrize(
+    ("opts", "attention"),
+    [
+        (("gt.attention", "quest"), "quest"),
+        (("gt.layer_type", "GINE+Quest"), "quest"),
+        (("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2)"),
+        (("gt.layer_type", "GINE+Quest", "gt.attention", "quest+sigmoid"), "quest+sigmoid"),
+        (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
+        (("gt.attention", "elliptical", "gt.attn_dropout", "0.0"), "elliptical"),
+        (("gt.attention", "aft-simple", "gt.attn_dropout", "0.0"), "aft-simple"),
+        (("gnn.attention", "sinkhorn", "gnn.quest.iterations", "5"), "sinkhorn(iterations=5)"),
+    ],
+)
+def test_configs_choose_attention(opts, attention, capsys) -> None:
+    model = build(*opts)
+    assert model.attention_report.attention == attention
+    assert [r.path for r in model.attention_report.replacements] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert capsys.readouterr().err == f"quest: {model.attention_report}\n"
+
+
+@pytest.mark.parametrize(
+    ("opts", "error", "said"),
+    [
+        (("gt.attention", "qest"), ConfigError, "gt.attention: .*did you mean 'quest'"),
+        (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
+        (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
+        (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
+        (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
+        (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), UnsupportedError, "BigBird has no attention"),
+        (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
+        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
+        (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "cannot be used in model.type 'gnn'"),
+    ],
+)
+def test_configs_refuse_by_name(opts, error, said) -> None:
+    with pytest.raises(error, match=said):
+        build(*opts)
+
+
+def test_without_attention_the_host_is_untouched() -> None:
+    assert {type(layer.self_attn) for layer in build().layers} == {nn.MultiheadAttention}
+
+
+def test_a_network_of_ones_own_takes_gnn_attention() -> None:
+    """PyTorch Geometric's GraphGym alone: a registered network of GPSConv layers."""
+
+    class Own(nn.Module):
+        def __init__(self, dim_in, dim_out):
+            super().__init__()
+            self.convs = nn.ModuleList(GPSConv(dim_in, None, heads=1) for _ in range(2))
+
+    register.register_network("own", Own)
+    try:
+        model = build("model.type", "own", "gnn.attention", "quest")
+    finally:
+        del register.network_dict["own"]
+    assert [r.path for r in model.attention_report.replacements] == ["convs.0.attn", "convs.1.attn"]
+
+
+CHIRALITY = 80
+"""ogb 1.3.6 tells one more kind of chirality than the paper's did: one more row of 96 - 16 numbers."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configs_build_the_papers_models(name) -> None:
+    """Parameters as the paper counts them (tables A10 and A11)."""
+    set_cfg(cfg)
+    cfg.merge_from_file(str(files("quest_graphgps") / "configs" / name))
+    cfg.accelerator = "cpu"
+    sizes = {
+        "pattern.yaml": (3, 2, 337_201),
+        "cluster.yaml": (7, 6, 502_054),
+        "zinc.yaml": (1, 1, 423_717),
+        "pascalvoc-sp.yaml": (14, 21, 510_453),
+        "coco-sp.yaml": (14, 81, 516_273),
+        "peptides-func.yaml": (9, 10, 504_362 + CHIRALITY),
+        "peptides-struct.yaml": (9, 11, 504_459 + CHIRALITY),
+    }
+    dim_in, dim_out, parameters = sizes[name]
+    cfg.share.dim_in, cfg.share.dim_out = dim_in, dim_out
+    model = create_model()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model.model.attention_report.attention == "quest"
+
+
+def test_checkpoints_of_graphgym_load_both_ways() -> None:
+    ours, stock = build("gt.attention", "quest"), build()
+    stock.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+MAIN = HERE.parents[2] / "examples" / "graphgps" / "main.py"
+
+
+def losses(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("train:", "val:", "test:"))]
+
+
+def test_standard_trains_like_stock_in_graphgym_to_the_printed_digits() -> None:
+    """Seeded, with the paper's dropout, on batches of PATTERN-like graphs."""
+    from torch_geometric.data import Batch
+    from torch_geometric.graphgym.loss import compute_loss
+
+    runs = []
+    for opts in ((), ("gt.attention", "standard")):
+        model = build("gt.attn_dropout", "0.5", *opts)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        run = []
+        for _ in range(8):
+            batch = Batch.from_data_list([graph(n, None) for n in (21, 34, 27)])
+            loss, _ = compute_loss(*model(batch))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.append(loss.item())
+        runs.append(run)
+    assert runs[0] == runs[1]

@@ -1,0 +1,187 @@
+"""The benchmark suites: their data, their metrics, and one short cell of each that needs no download."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quest_core.benchmarks import Cell
+from quest_core.config import Option
+from quest_core.errors import ConfigError
+from quest_graphgps import gated, tasks
+from quest_graphgps.data import (
+    add_eigenvectors,
+    add_random_walks,
+    adjacency,
+    cluster_graphs,
+    pattern_graphs,
+    write_raw,
+)
+from quest_graphgps.info import INFO
+
+SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
+
+
+def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options) -> Cell:
+    defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
+    task = SUITES[suite]["tasks"][0]
+    return Cell(suite, task, attention, seed, smoke, data, {**defaults, **options}, tmp_path)
+
+
+# --- cells ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_of_molecules_is_reproducible_and_says_what_it_did(tmp_path) -> None:
+    told: list[float] = []
+    one = tasks.run_graph(cell(tmp_path, "graph/molecules"), lambda done, _: told.append(done))
+    assert told == [0.5, 1.0]
+    again = tasks.run_graph(cell(tmp_path, "graph/molecules"), lambda *_: None)
+    assert again.series == one.series
+    assert again.metrics["mae"] == one.metrics["mae"]
+    assert math.isfinite(one.metrics["mae"])
+    assert one.details["injected"].startswith("attention=quest in 2 modules")
+    assert one.details["graphs"] == [48, 16, 16]
+    assert tasks.run_graph(cell(tmp_path, "graph/molecules", "standard"), lambda *_: None).series != one.series
+
+
+@pytest.mark.parametrize("suite", ["graph/pattern", "graph/cluster"])
+def test_a_cell_of_generated_graphs(tmp_path, suite, monkeypatch) -> None:
+    monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (4, 2, 2))
+    result = tasks.run_graph(cell(tmp_path, suite, "elliptical-quest"), lambda *_: None)
+    assert 0 <= result.metrics["accuracy"] <= 100
+    assert len(result.series["validation"]) == 2
+
+
+def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
+    write_raw(tmp_path, "PATTERN", pattern_graphs((4, 2, 2), seed=3))
+    monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (3, 2, 2))
+    result = tasks.run_graph(cell(tmp_path, "graph/pattern", data=tmp_path), lambda *_: None)
+    assert result.details["graphs"] == [3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("suite", "data", "said"),
+    [
+        ("graph/zinc", None, "reads ZINC from --data DIR, .* ZINC/raw; found none, and no data was given"),
+        ("graph/superpixels", ".", "LRGB/pascalvoc-sp/raw; found none in "),
+        ("graph/pattern", "lost", "data is '.*lost', and there is no such file or folder"),
+    ],
+)
+def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tasks.splits(cell(tmp_path, suite, data=tmp_path / data if data else None))
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_declare_options_that_are_valid(suite) -> None:
+    kinds = {"int": int, "float": float, "str": str}
+    for option in SUITES[suite]["options"]:
+        rule = Option(option["name"], kinds[option["kind"]], option["default"], option["doc"], option.get("minimum"))
+        assert rule.check(option["default"], suite) == option["default"]
+    assert suite in tasks.CONFIGS
+    assert tasks.METRIC_NAMES[suite] == SUITES[suite]["metric"]
+    assert tasks.METRICS[suite][0] == SUITES[suite].get("higher_is_better", True)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics() -> None:
+    scores, true = torch.tensor([0.9, 0.8, 0.2, 0.7]), torch.tensor([1, 0, 0, 1])
+    halves = [(scores[:2], true[:2]), (scores[2:], true[2:])]
+    assert tasks.class_accuracy(halves) == pytest.approx(75)  # both of class 1, one of two of class 0
+    logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
+    assert tasks.class_accuracy([(logits, torch.tensor([0, 1]))]) == pytest.approx(50)
+    assert tasks.macro_f1([(logits, torch.tensor([0, 2]))]) == 1
+    assert tasks.absolute_error([(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))]) == pytest.approx(0.5)
+    labels = torch.tensor([[1, 0], [0, 0], [1, 0]])
+    assert tasks.average_precision([(torch.tensor([[0.9, 0.1], [0.2, 0.1], [0.8, 0.1]]), labels)]) == 1
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_pattern_follows_its_published_parameters() -> None:
+    train, val, test = pattern_graphs((300, 100, 100), seed=0)
+    assert [len(split) for split in (train, val, test)] == [300, 100, 100]
+    nodes = sum(d.num_nodes for d in train) / 300
+    assert nodes == pytest.approx(117, rel=0.05)  # 6 blocks of 5 to 34; published: 118.9
+    assert sum(d.num_edges for d in train) / 300 == pytest.approx(6099, rel=0.1)
+    inside = across = hidden = hidden_links = pairs_inside = pairs_across = 0.0
+    for data in train[:100]:
+        links, label = adjacency(data), data.y
+        assert torch.equal(links, links.T)
+        assert not links.diagonal().any()
+        hidden += label.sum().item()
+        p = int(label.sum())
+        rest = data.num_nodes - p
+        hidden_links += links[label == 1][:, label == 0].sum().item() / (p * rest)
+        inside += links[label == 1][:, label == 1].sum().item()
+        pairs_inside += p * (p - 1)
+        across += links[label == 0][:, label == 0].sum().item()
+        pairs_across += rest * (rest - 1)
+    assert hidden_links / 100 == pytest.approx(0.5, abs=0.01)
+    assert inside / pairs_inside == pytest.approx(0.5, abs=0.02)
+    assert 0.35 < across / pairs_across < 0.42
+    assert train[0].x.sum(1).eq(1).all()
+    # Graph 0 and graph 100 hide the same pattern: features and links among its nodes, in another order.
+    first, second = (d.x[d.y == 1].sum(0) for d in (train[0], train[100]))
+    assert torch.equal(first, second)
+
+
+def test_cluster_follows_its_published_parameters() -> None:
+    (train, _, _) = cluster_graphs((200, 1, 1), seed=0)
+    assert sum(d.num_edges for d in train) / 200 == pytest.approx(4304, rel=0.1)
+    for data in train[:20]:
+        kinds = data.x.argmax(1)
+        marked = kinds > 0
+        assert marked.sum() == 6
+        assert torch.equal(kinds[marked] - 1, data.y[marked])  # the marked node tells its community's number
+        assert data.y.bincount().min() >= 5
+        assert data.y.bincount().max() <= 34
+
+
+def test_data_is_a_function_of_its_seed() -> None:
+    one, two, other = (pattern_graphs((3, 1, 1), seed)[0] for seed in (0, 0, 1))
+    assert all(torch.equal(a.edge_index, b.edge_index) for a, b in zip(one, two, strict=True))
+    assert one[0].num_nodes != other[0].num_nodes or not torch.equal(one[0].edge_index, other[0].edge_index)
+    with pytest.raises(ConfigError, match="150 graphs is no multiple"):
+        pattern_graphs((150, 1, 1), seed=0)
+
+
+def test_encodings_of_position() -> None:
+    (data,) = cluster_graphs((1, 0, 0), seed=0)[0]
+    add_random_walks(add_eigenvectors(data, 5), [1, 2, 3])
+    links = adjacency(data)
+    laplacian = torch.diag(links.sum(1)) - links
+    vectors, values = data.EigVecs.double(), data.EigVals[0, :, 0].double()
+    torch.testing.assert_close(laplacian @ vectors, vectors * values, atol=1e-4, rtol=1e-4)
+    assert values[0] == pytest.approx(0, abs=1e-5)
+    assert data.pestat_RWSE[:, 0].eq(0).all()  # nobody is back after one step
+    torch.testing.assert_close(
+        data.pestat_RWSE[:, 1].double(),
+        (links / links.sum(1) @ (links / links.sum(1)).T).diag() * 0
+        + ((links / links.sum(1, keepdim=True)) @ (links / links.sum(1, keepdim=True))).diag(),
+        atol=1e-6,
+        rtol=1e-5,
+    )
+    small = cluster_graphs((1, 0, 0), seed=0)[0][0]
+    missing = add_eigenvectors(small, small.num_nodes + 2)
+    assert missing.EigVecs[:, -2:].isnan().all()
+
+
+def test_gated_sum_equals_the_formula(monkeypatch) -> None:
+    monkeypatch.setattr(gated, "BLOCK", 4)
+    torch.manual_seed(0)
+    source, target = torch.randint(5, (2, 11))
+    tensors = [torch.randn(n, 3, dtype=torch.double, requires_grad=True) for n in (11, 5, 5, 5)]
+    edges, to, fro, values = tensors
+    scores, total, weight = gated.gated_sum(*tensors, source, target)
+    want = edges + to[target] + fro[source]
+    torch.testing.assert_close(scores, want)
+    empty = torch.zeros(5, 3, dtype=torch.double)
+    torch.testing.assert_close(total, empty.index_add(0, target, want.sigmoid() * values[source]))
+    torch.testing.assert_close(weight, empty.index_add(0, target, want.sigmoid()))
+    assert torch.autograd.gradcheck(lambda *t: gated.gated_sum(*t, source, target), tensors)

@@ -1,0 +1,129 @@
+"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CORRUPTIONS = (
+    "motion_blur",
+    "defocus_blur",
+    "glass_blur",
+    "gaussian_blur",
+    "gaussian_noise",
+    "impulse_noise",
+    "shot_noise",
+    "speckle_noise",
+    "brightness",
+    "contrast",
+    "saturate",
+    "jpeg_compression",
+    "snow",
+    "spatter",
+    "fog",
+    "frost",
+)
+"""The 16 corruptions of the segmentation protocol; see quest_mmseg.corruptions."""
+
+# mIoU in % (arXiv 2604.00199, table 5): (clean, corrupted).
+_PAPER = {
+    "vit-t": {"standard": (37.34, 32.19), "quest": (38.87, 33.55)},
+    "vit-s": {"standard": (43.43, 38.45), "quest": (44.13, 39.19)},
+}
+_SOURCE = "QUEST (arXiv 2604.00199), table 5; the paper starts from DeiT weights of the same attention"
+
+_ADE20K: dict[str, Any] = {
+    "tasks": ["vit-t", "vit-s"],
+    "unit": "%",
+    "higher_is_better": True,
+    "paper_source": _SOURCE,
+    "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
+    "data_required": True,
+    "options": [
+        {"name": "iterations", "kind": "int", "default": 160000, "doc": "training iterations", "minimum": 1},
+        {"name": "batch_size", "kind": "int", "default": 8, "doc": "images an iteration", "minimum": 1},
+        {"name": "workers", "kind": "int", "default": 4, "doc": "processes that load images", "minimum": 0},
+        {
+            "name": "pretrained",
+            "kind": "str",
+            "default": None,
+            "nullable": True,
+            "doc": "ViT weights under mmseg's names (tools/model_converters/vit2mmseg.py); null: from nothing",
+        },
+        {
+            "name": "checkpoint",
+            "kind": "str",
+            "default": None,
+            "nullable": True,
+            "doc": "a trained Segmenter to evaluate, in place of training one",
+        },
+    ],
+}
+
+INFO: dict[str, Any] = {
+    "name": "mmseg",
+    "host": "mmsegmentation",
+    "module": "mmseg",
+    "api": (1, 0),
+    "summary": "Segmenter and other Transformers of mmsegmentation",
+    "capabilities": {"ordered": True, "narrows_keys": True},
+    # Classes of mmseg whose attention is replaced, each registered as quest_mmseg.<name>.
+    "models": {
+        "segmentors": ["EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator"],
+        "backbones": ["VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"],
+        "heads": ["SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"],
+    },
+    # Modules of mmseg with something called attention that has no queries, keys and values to exchange, or hides them.
+    "refused": {
+        "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term of each "
+        "query's own to the softmax",
+        "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
+        "MSCAAttention": "SegNeXt's attention is a convolution",
+        "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
+        "ObjectAttentionBlock": "its keys are object regions from convolutions (OCRNet)",
+        "PAM": "its queries and keys are feature maps from convolutions (DANet)",
+        "NLHead": "a non-local block has queries and keys from convolutions",
+        "DNLHead": "a disentangled non-local block has queries and keys from convolutions",
+        "CCHead": "criss-cross attention is a compiled op over rows and columns",
+        "PSAHead": "point-wise spatial attention is a compiled op",
+        "EMAHead": "its attention is expectation maximisation over bases",
+        "VPD": "its attention is inside a diffusion model of another library",
+    },
+    "suites": [
+        {
+            "suite": "seg/shapes",
+            "summary": "a small Segmenter on generated scenes in the layout of ADE20K, clean and under 16 corruptions",
+            "tasks": ["scenes"],
+            "metric": "mIoU",
+            "also": [{"metric": "mIoU corrupted"}],
+            "unit": "%",
+            "higher_is_better": True,
+            "options": [
+                {"name": "iterations", "kind": "int", "default": 1000, "doc": "training iterations", "minimum": 1},
+                {"name": "batch_size", "kind": "int", "default": 16, "doc": "images an iteration", "minimum": 1},
+                {
+                    "name": "lr",
+                    "kind": "float",
+                    "default": 0.001,
+                    "doc": "largest learning rate of AdamW",
+                    "minimum": 0,
+                },
+                {"name": "train_images", "kind": "int", "default": 512, "doc": "scenes to train on", "minimum": 1},
+                {"name": "validation_images", "kind": "int", "default": 64, "doc": "scenes to test on", "minimum": 1},
+            ],
+        },
+        {
+            **_ADE20K,
+            "suite": "seg/ade20k",
+            "summary": "Segmenter on ADE20K with the paper's schedule",
+            "metric": "mIoU",
+            "paper": {task: {name: pair[0] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+        },
+        {
+            **_ADE20K,
+            "suite": "seg/ade20k-c",
+            "summary": "Segmenter on ADE20K with the paper's schedule, under 16 corruptions",
+            "metric": "mIoU corrupted",
+            "paper": {task: {name: pair[1] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+        },
+    ],
+}

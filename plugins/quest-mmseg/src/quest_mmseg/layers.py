@@ -1,0 +1,242 @@
+"""mmseg's attention modules with another mechanism inside.
+
+Each class is a subclass of the host's, answers its call and holds its sub-modules under their own names, so a state
+dict of the host loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value
+heads (gqa, mqa) the key and value projections are smaller, and a host checkpoint is pooled on load.
+
+mmcv asks torch.nn.MultiheadAttention for weights that nobody reads; here none are formed, so `standard` reaches the
+fused kernel too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
+from mmengine.utils import deprecated_api_warning
+from mmseg.models.backbones.beit import BEiTAttention as HostBEiTAttention
+from mmseg.models.backbones.mae import MAEAttention as HostMAEAttention
+from mmseg.models.backbones.mit import EfficientMultiheadAttention as HostEfficientMultiheadAttention
+from mmseg.models.backbones.swin import WindowMSA as HostWindowMSA
+from mmseg.models.utils import nchw_to_nlc, nlc_to_nchw
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig
+from quest_core.convert import Pool, keep_heads, pool_heads
+from quest_core.errors import InputError
+from quest_core.mechanisms.aft_conv import AttentionFreeConv
+from quest_core.mechanisms.mechanism import Mechanism, kv_heads, mechanism
+from quest_core.torch_mha import MultiheadAttention as TorchMultiheadAttention
+
+
+def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
+    """The mechanisms in `module` that want to know the grid of patches: those of aft-conv."""
+    for part in module.modules():
+        if isinstance(part, AttentionFreeConv):
+            yield part
+
+
+class Replacement:
+    """What all replacements share: being made of a host's module."""
+
+    config: AttentionConfig
+
+    @classmethod
+    def from_host(cls, host: nn.Module, config: AttentionConfig, *, fresh: bool) -> Replacement:
+        """A module with the host's attributes, sub-modules and parameters; `host` itself stays as it was."""
+        made = cls.__new__(cls)
+        made.__dict__ = {
+            key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
+        }
+        made._build(host, config, fresh=fresh)
+        made.config = config
+        return made
+
+    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
+        raise NotImplementedError
+
+
+class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[misc]
+    """For mmcv's MultiheadAttention, of which ViT, Segmenter's head, K-Net and mmdetection's decoders are made.
+
+    Attributes:
+        class_tokens: tokens off the grid at the end of the sequence, as Segmenter's head has them; for aft-conv.
+    """
+
+    class_tokens: int = 0
+
+    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
+        self.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
+        self.attn.batch_first = host.batch_first
+
+    @deprecated_api_warning({"residual": "identity"}, cls_name="MultiheadAttention")
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        **_: Any,  # mmcv's transformer layers hand every attention all that any of them may want
+    ) -> Tensor:
+        """identity + attention(query + query_pos, key + key_pos, value); defaults, masks and shapes are mmcv's.
+
+        Args:
+            query: [B, N, E], or [N, B, E] without `batch_first`.
+            key, value: [B, M, E] or [M, B, E]; the query and the key by default.
+            attn_mask: [N, M] or [B·H, N, M], True = may not attend, or additive.
+            key_padding_mask: [B, M], True = padding.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        identity = query if identity is None else identity
+        if key_pos is None and query_pos is not None:
+            if query_pos.shape == key.shape:
+                key_pos = query_pos
+            else:
+                warnings.warn("position encoding of key is missing in MultiheadAttention.", stacklevel=2)
+        together = key is query and key_pos is query_pos
+        query = query if query_pos is None else query + query_pos
+        if together:
+            key = query
+        elif key_pos is not None:
+            key = key + key_pos
+        if self.class_tokens:  # aft-conv wants the tokens off the grid first
+            out = self._attend(self._rolled(query, 1), attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+            out = self._rolled(out, -1)
+        else:
+            out = self._attend(query, key, value, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+        return identity + self.dropout_layer(self.proj_drop(out))
+
+    def _attend(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **masks: Any) -> Tensor:
+        key = query if key is None else key
+        out: Tensor = self.attn(query, key, key if value is None else value, need_weights=False, **masks)[0]
+        return out
+
+    def _rolled(self, x: Tensor, sign: int) -> Tensor:
+        return x.roll(sign * self.class_tokens, 1 if self.batch_first else 0)
+
+
+class EfficientMultiheadAttention(Replacement, HostEfficientMultiheadAttention):  # type: ignore[misc]
+    """For the attention of SegFormer's MiT and of PCPVT, whose keys may come from a reduced image."""
+
+    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
+        self.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
+        self.attn.batch_first = host.batch_first
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        """[B, N, E] with N = height · width -> [B, N, E]."""
+        source = x
+        if self.sr_ratio > 1:
+            source = self.norm(nchw_to_nlc(self.sr(nlc_to_nchw(x, hw_shape))))  # [B, N / sr_ratio², E]
+        for family in grids(self):
+            family.grid = tuple(hw_shape)
+        out = self.attn(x, source, source, need_weights=False)[0]
+        return (x if identity is None else identity) + self.dropout_layer(self.proj_drop(out))
+
+
+class PackedAttention(Replacement, nn.Module):
+    """What BEiT's, MAE's and Swin's attentions share: one `qkv` projection and a learned bias by relative position."""
+
+    pooled: ClassVar[tuple[str, ...]] = ("qkv.weight", "qkv.bias", "v_bias")
+    """Parameters with rows of key and value heads; the first two hold query, key and value one after the other."""
+
+    qkv: nn.Linear
+    mechanism: Mechanism
+
+    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
+        groups = kv_heads(config, host.num_heads)
+        pooled = getattr(host, "kv_heads", host.num_heads)
+        if pooled not in (groups, host.num_heads):
+            raise InputError(
+                f"this module has {pooled} key/value heads already (attention '{host.config}'); build the model anew "
+                "to choose another attention"
+            )
+        self.kv_heads = groups
+        head_dim = host.embed_dims // host.num_heads
+        made = mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
+        self.mechanism = made.to(device=host.qkv.weight.device, dtype=host.qkv.weight.dtype)
+        self.mechanism.train(host.training)
+        if pooled != groups:
+            self._shrink(keep_heads if fresh else pool_heads)
+
+    @torch.no_grad()
+    def _shrink(self, pool: Pool) -> None:
+        old = self.qkv
+        weight = self._reduce("qkv.weight", old.weight, pool)
+        self.qkv = nn.Linear(old.in_features, len(weight), old.bias is not None, old.weight.device, old.weight.dtype)
+        self.qkv.weight = nn.Parameter(weight, old.weight.requires_grad)
+        if old.bias is not None:
+            self.qkv.bias = nn.Parameter(self._reduce("qkv.bias", old.bias, pool), old.bias.requires_grad)
+        if "v_bias" in self._parameters:
+            bias = self._parameters["v_bias"]
+            assert bias is not None
+            self.v_bias = nn.Parameter(self._reduce("v_bias", bias, pool), bias.requires_grad)
+
+    def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
+        if name == "v_bias":
+            return pool(full, self.num_heads, self.kv_heads)
+        q, k, v = full.chunk(3)
+        return torch.cat([q, *(pool(x, self.num_heads, self.kv_heads) for x in (k, v))])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        if self.kv_heads != self.num_heads:
+            for name in self.pooled:
+                given = state_dict.get(prefix + name)
+                rows = self.embed_dims * (1 if name == "v_bias" else 3)
+                if given is not None and len(given) == rows:
+                    state_dict[prefix + name] = self._reduce(name, given, pool_heads)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _attend(self, x: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
+        """x [B, N, E], bias of the projection, additive mask [1 or B, H, N, N] -> [B, N, E]."""
+        heads, groups, dim = self.num_heads, self.kv_heads, self.embed_dims // self.num_heads
+        packed = nn.functional.linear(x, self.qkv.weight, bias)  # [B, N, (H + 2·G)·D]
+        q, k, v = packed.unflatten(2, (heads + 2 * groups, dim)).transpose(1, 2).split([heads, groups, groups], dim=1)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        if dropout_p > 0:
+            # Drawn on weights that are formed, so that a seeded run of the host sees the same masks.
+            out = self.mechanism.forward_with_weights(q, k, v, attn_mask=mask, dropout_p=dropout_p)[0]
+        else:
+            out = self.mechanism(q, k, v, attn_mask=mask)
+        out = self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+        return out  # type: ignore[no-any-return]
+
+    def _position_bias(self, tokens: int) -> Tensor:
+        """[1, H, N, N]."""
+        table = self.relative_position_bias_table[self.relative_position_index.flatten()]  # type: ignore[index]
+        return table.view(tokens, tokens, -1).permute(2, 0, 1).contiguous().unsqueeze(0)  # type: ignore[no-any-return]
+
+
+class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
+    """For BEiT's attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1 + height · width, E] -> the same."""
+        bias = self.qkv.bias
+        if self.bias == "qv_bias":
+            keys = self.v_bias.new_zeros(len(self.v_bias))
+            bias = torch.cat([self.q_bias, keys, self.v_bias])
+        tokens = self.window_size[0] * self.window_size[1] + 1
+        return self._attend(x, bias, self._position_bias(tokens))
+
+
+class MAEAttention(BEiTAttention, HostMAEAttention):
+    """For MAE's, which differs in its initialisation alone."""
+
+
+class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
+    """For Swin's attention inside windows."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Windows [B·W, N, E] and an additive mask [W, N, N] -> [B·W, N, E]."""
+        added = self._position_bias(x.shape[1])  # [1, H, N, N]
+        if mask is not None:
+            added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
+        return self._attend(x, self.qkv.bias, added)

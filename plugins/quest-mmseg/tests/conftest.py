@@ -1,0 +1,82 @@
+"""The tests need what `environment/` gives: mmseg on mmcv-lite."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENVIRONMENT = Path(__file__).parents[1] / "environment"
+try:
+    import quest_mmseg_environment  # there already where ./dev made the environment
+except ModuleNotFoundError:
+    sys.path.append(str(ENVIRONMENT))
+    import quest_mmseg_environment  # noqa: F401
+
+import torch  # noqa: E402
+from mmengine.config import ConfigDict  # noqa: E402
+from mmengine.registry import init_default_scope  # noqa: E402
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+init_default_scope("mmseg")
+logging.getLogger("mmengine").setLevel(logging.WARNING)
+
+NORM = {"type": "LN", "eps": 1e-6, "requires_grad": True}
+CLASSES = 5
+
+
+def segmenter(**options: Any) -> ConfigDict:
+    """A config of Segmenter with dropout, for images of about 32x48 in patches of 8."""
+    config = {
+        "type": "EncoderDecoder",
+        "data_preprocessor": {"type": "SegDataPreProcessor", "mean": [127.5] * 3, "std": [127.5] * 3, "size": (32, 48)},
+        "backbone": {
+            "type": "VisionTransformer",
+            "img_size": (32, 48),
+            "patch_size": 8,
+            "embed_dims": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "final_norm": True,
+            "norm_cfg": NORM,
+        },
+        "decode_head": {
+            "type": "SegmenterMaskTransformerHead",
+            "in_channels": 16,
+            "channels": 16,
+            "num_classes": CLASSES,
+            "num_layers": 2,
+            "num_heads": 4,
+            "embed_dims": 16,
+            "dropout_ratio": 0.0,
+            "drop_path_rate": 0.0,
+            "loss_decode": {"type": "CrossEntropyLoss", "avg_non_ignore": True},
+        },
+        "test_cfg": {"mode": "whole"},
+    }
+    return ConfigDict({**config, **options})
+
+
+@pytest.fixture
+def fresh_python():
+    """Run a script in a new interpreter and return what it printed; its failure is the test's."""
+
+    def run(arguments: list[str], cwd: Path, **variables: str) -> str:
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ENVIRONMENT)]))
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        return done.stdout + done.stderr
+
+    return run

@@ -1,0 +1,131 @@
+"""The conformance suite for each kind of attention in mmseg."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import NORM, segmenter
+from mmseg.registry import MODELS
+from torch import Tensor, nn
+
+from quest_core.adapter import Adapter
+from quest_core.testing import AdapterConformance
+from quest_mmseg.adapter import MmsegAdapter
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Tables of position biases start at zero, and would hide a mistake."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("relative_position_bias_table", "cls_token", "pos_embed")):
+            nn.init.normal_(parameter)
+    return model
+
+
+class TestSegmenter(AdapterConformance):
+    adapter: ClassVar[Adapter] = MmsegAdapter()
+    sites = 4
+    refused = ("linear", "aft-conv(dims=1)", "aft-conv(prefix=1)")
+    drops: ClassVar[dict[str, float]] = {"attn_drop_rate": 0.1, "drop_rate": 0.1}
+
+    def make_model(self) -> nn.Module:
+        config = segmenter()
+        config.backbone.update(self.drops)
+        config.decode_head.update(self.drops)
+        return randomised(MODELS.build(config))
+
+    def make_inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 3, 32, 48),)
+
+
+class TestSegmenterWithoutDropout(TestSegmenter):
+    """As the paper trains it: families are possible."""
+
+    refused = ("aft-conv(dims=1)", "aft-conv(prefix=1)")
+    drops: ClassVar[dict[str, float]] = {}
+    test_compiles = None  # the same layers as above; a compilation takes ten seconds
+
+
+class Whole(nn.Module):
+    """mmseg's backbones return None from `train`, so they are not called with `model.eval()(x)`."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([out.flatten(1) for out in self.backbone(x)], dim=1)
+
+
+class Backbone(AdapterConformance):
+    test_compiles = None  # see TestSegmenter
+    adapter: ClassVar[Adapter] = MmsegAdapter()
+    config: ClassVar[dict[str, Any]]
+
+    def make_model(self) -> nn.Module:
+        return randomised(Whole(MODELS.build(dict(self.config))))
+
+    def make_inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 3, 32, 32),)
+
+
+_BEIT = {
+    "img_size": 32, "patch_size": 8, "embed_dims": 16, "num_layers": 2, "num_heads": 4, "out_indices": (0, 1),
+    "norm_cfg": NORM, "attn_drop_rate": 0.1,
+}  # fmt: skip
+
+
+class TestBEiT(Backbone):
+    sites = 2
+    refused = ("linear", "aft-simple")
+    config: ClassVar[dict[str, Any]] = {"type": "BEiT", "qv_bias": True, **_BEIT}
+
+
+class TestMAE(Backbone):
+    sites = 2
+    refused = ("cosine", "aft-full")
+    config: ClassVar[dict[str, Any]] = {"type": "MAE", "init_values": 1.0, **_BEIT}
+
+
+class TestSwin(Backbone):
+    """Windows with and without the mask of shifted ones."""
+
+    sites = 4
+    refused = ("linear",)
+    config: ClassVar[dict[str, Any]] = {
+        "type": "SwinTransformer", "embed_dims": 16, "patch_size": 2, "window_size": 4, "depths": (2, 2),
+        "num_heads": (4, 4), "strides": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
+    }  # fmt: skip
+
+
+class TestSegFormer(Backbone):
+    """Keys from a reduced image in the first stage, from the image itself in the second."""
+
+    sites = 2
+    refused = ("linear", "aft-conv")
+    config: ClassVar[dict[str, Any]] = {
+        "type": "MixVisionTransformer", "embed_dims": 16, "num_stages": 2, "num_layers": (1, 1), "num_heads": (2, 4),
+        "patch_sizes": (7, 3), "strides": (4, 2), "sr_ratios": (2, 1), "out_indices": (0, 1), "attn_drop_rate": 0.1,
+    }  # fmt: skip
+
+
+class TestPCPVT(Backbone):
+    """Twins with global attention alone."""
+
+    sites = 2
+    refused = ("linear",)
+    config: ClassVar[dict[str, Any]] = {
+        "type": "PCPVT", "embed_dims": [16, 32], "patch_sizes": [4, 2], "strides": [4, 2], "num_heads": [2, 4],
+        "mlp_ratios": [2, 2], "out_indices": (0, 1), "depths": [1, 1], "sr_ratios": [2, 1], "attn_drop_rate": 0.1,
+        "norm_after_stage": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest"])
+def test_stages_of_one_layer_each_have_no_layer_before(attention: str) -> None:
+    """MiT's stages differ in width and reduction: the adapter must not chain across them."""
+    model = MODELS.build({**TestSegFormer.config, "type": "quest_mmseg.MixVisionTransformer", "attention": attention,
+                          "num_layers": (2, 2)})  # fmt: skip
+    for out in model(torch.randn(2, 3, 32, 32)):
+        assert out.isfinite().all()

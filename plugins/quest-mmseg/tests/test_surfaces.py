@@ -1,0 +1,463 @@
+"""What a user of mmseg writes and gets: configs, parts, checkpoints, crops, refusals."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import mmseg
+import pytest
+import torch
+from conftest import CLASSES, segmenter
+from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.model import ExponentialMovingAverage
+from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, load_state_dict
+from mmengine.structures import PixelData
+from mmseg.models import backbones, decode_heads
+from mmseg.registry import MODELS
+from mmseg.structures import SegDataSample
+from torch import nn
+
+import quest_core
+import quest_mmseg
+from quest_core import Mechanism
+from quest_core.errors import ConfigError, InputError, UnsupportedError
+from quest_core.mechanisms.mechanism import AttentionMismatchWarning
+from quest_core.registry import load_info
+from quest_mmseg.info import INFO
+
+MIM = Path(mmseg.__file__).parent / ".mim"
+CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
+
+
+def build(seed: int = 0, **options: Any) -> nn.Module:
+    """Segmenter through the plugin, initialised as the Runner does."""
+    torch.manual_seed(seed)
+    config = segmenter(type="quest_mmseg.EncoderDecoder", **options)
+    model = MODELS.build(copy.deepcopy(config))
+    model.init_weights()
+    return model
+
+
+def images(height: int = 32, width: int = 48) -> torch.Tensor:
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def samples(height: int = 32, width: int = 48) -> list[SegDataSample]:
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for _ in range(2):
+        labels = torch.randint(CLASSES, (1, height, width), generator=generator)
+        made.append(SegDataSample(gt_sem_seg=PixelData(data=labels)))
+    return made
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(3)
+    return model.loss(images(), samples())["decode.loss_ce"]
+
+
+def attentions(model: nn.Module) -> dict[str, str]:
+    return {name: str(m.config) for name, m in model.named_modules() if isinstance(m, Mechanism)}
+
+
+# --- configs --------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_model(capsys):
+    model = build(attention="quest")
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
+    assert told == [f"quest: {model.attention_report}"]
+    assert list(attentions(model).values()) == ["quest"] * 4
+    assert str(model.attention_report).startswith("attention=quest in 4 modules (MultiheadAttention; ")
+
+
+def test_parts_with_mechanisms_of_their_own():
+    config = segmenter()
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="elliptical-quest")
+    config.decode_head.update(
+        type="quest_mmseg.SegmenterMaskTransformerHead", attention={"name": "quest", "kv_heads": 1}
+    )
+    model = MODELS.build(config)
+    assert list(attentions(model).values()) == ["elliptical-quest"] * 2 + ["quest+gqa(kv_heads=1)"] * 2
+    model.loss(images(), samples())["decode.loss_ce"].backward()
+
+
+def test_naming_it_twice_is_refused():
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="linear")
+    with pytest.raises(ConfigError, match="named twice: 'quest' for EncoderDecoder and 'linear' for its backbone"):
+        MODELS.build(config)
+
+
+def test_without_the_key_it_is_the_host_and_the_host_refuses_the_key():
+    assert attentions(MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder"))) == {}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention'"):
+        MODELS.build(segmenter(attention="quest"))
+    with pytest.raises(TypeError, match="'atention'"):
+        MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", atention="quest"))
+
+
+def test_misspelling_is_told_before_anything_is_built():
+    with pytest.raises(ConfigError, match="did you mean 'quest'"):
+        MODELS.build(
+            {"type": "quest_mmseg.EncoderDecoder", "attention": "quset", "backbone": None, "decode_head": None}
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["model.attention=standard"], "standard"),
+        (["model.attention=quest+gqa(kv_heads=2)"], "quest+gqa(kv_heads=2)"),
+        # mmengine cannot read a comma inside of brackets, so two options are two keys; _delete_ because the config has a name.
+        (
+            ["model.attention._delete_=true", "model.attention.name=aft-conv", "model.attention.window=3",
+             "model.attention.query=false"],
+            "aft-conv(query=false, window=3)",
+        ),
+    ],
+)  # fmt: skip
+def test_command_line(given, expected):
+    """What tools/train.py does with --cfg-options."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+    config = Config({"model": segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")})
+    config.merge_from_dict(parser.parse_args(["--cfg-options", *given]).cfg_options)
+    assert set(attentions(MODELS.build(config.model)).values()) == {expected}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_shipped_configs_build(path, tmp_path):
+    config = Config.fromfile(path)
+    model = MODELS.build(config.model)
+    sites = {"laptop": 6}.get(path.stem.split("_")[1], 14)
+    assert len(attentions(model)) == sites
+    if sites == 14:
+        assert config.train_cfg.max_iters == 160000
+        assert config.train_dataloader.batch_size == 8
+        assert config.optim_wrapper.optimizer == {"type": "SGD", "lr": 0.001, "momentum": 0.9, "weight_decay": 0.0}
+        assert config.param_scheduler[0].type == "PolyLR"
+        assert config.model.data_preprocessor.mean == [123.675, 116.28, 103.53]
+        assert config.model.data_preprocessor.size == (512, 512)
+
+
+# --- standard is stock ----------------------------------------------------------------------------------------------
+
+
+def test_standard_initialises_and_trains_as_stock():
+    torch.manual_seed(0)
+    stock = MODELS.build(segmenter())
+    stock.init_weights()
+    ours = build(attention="standard")
+    theirs = stock.state_dict()
+    assert list(ours.state_dict()) == list(theirs)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())
+    runs = []
+    for model in (stock, ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = []
+        for _ in range(5):
+            value = loss(model)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            run.append(value.item())
+        runs.append(run)
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert runs[0][-1] < runs[0][0]
+    assert build(attention="quest").state_dict().keys() == theirs.keys()
+
+
+def test_the_fused_kernel_is_reached_and_stock_never_does(monkeypatch):
+    calls = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*arguments, **options):
+        calls.append(1)
+        return fused(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    stock, ours = MODELS.build(segmenter()).train(), build(attention="standard").train()
+    large = torch.randn(2, 3, 128, 128)
+    stock(large)
+    assert not calls
+    ours(large)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "elliptical", "aft-conv(window=3)"])
+def test_with_cp_gives_the_same_gradients(attention):
+    grads = []
+    for with_cp in (False, True):
+        config = segmenter(type="quest_mmseg.EncoderDecoder", attention=attention)
+        config.backbone.with_cp = with_cp
+        torch.manual_seed(0)
+        model = MODELS.build(config)
+        loss(model).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+def test_mmengine_activation_checkpointing():
+    from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+
+    plain, cheap = build(attention="quest"), build(attention="quest")
+    turn_on_activation_checkpointing(cheap, ["backbone.layers.0", "decode_head.layers.1"])
+    for model in (plain, cheap):
+        loss(model).backward()
+    want = dict(plain.named_parameters())
+    for name, parameter in cheap.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name].grad)
+
+
+# --- mechanisms on the grid -----------------------------------------------------------------------------------------
+
+
+EVERY = [
+    "standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest",
+    "quest+sigmoid", "sinkhorn", "quest+gqa(kv_heads=2)", "quest+mqa", "quest+kdgqa(kv_heads=2)",
+    "quest+dgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)", "linear", "cosine", "aft-simple", "aft-full", "aft-local",
+    "aft-conv(window=3)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", EVERY)
+def test_every_mechanism_trains_and_predicts_at_any_size(attention):
+    model = build(attention=attention)
+    loss(model).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), attention
+    model.eval()
+    with torch.no_grad():
+        for height, width in ((32, 48), (48, 32), (64, 40)):
+            assert model(images(height, width)).isfinite().all()
+
+
+def test_aft_conv_knows_the_grid_and_the_class_tokens():
+    """A patch far outside the window reaches a query through the global sum alone; its neighbours have a bias."""
+    model = build(attention="aft-conv(window=3)").eval()
+    families = [m.family for m in model.modules() if isinstance(m, Mechanism)]
+    assert [family.prefix for family in families] == [1, 1, CLASSES, CLASSES]
+    for height, width in ((32, 48), (64, 40)):
+        model(images(height, width))
+        assert {tuple(family.grid) for family in families} == {(height // 8, width // 8)}
+    head = model.decode_head.layers[0].attn
+    x = torch.randn(2, 24 + CLASSES, 16)  # class tokens last, as the head has them
+    for family in families:
+        family.grid = (4, 6)
+        nn.init.normal_(family.gain)
+    swapped = x.clone()
+    swapped[:, -1], swapped[:, -2] = x[:, -2], x[:, -1]
+    # Class tokens have no bias, so their order does not matter to the patches; that of patches does.
+    torch.testing.assert_close(head(swapped)[:, :24], head(x)[:, :24])
+    moved = x.clone()
+    moved[:, 0], moved[:, 1] = x[:, 1], x[:, 0]
+    assert not torch.allclose(head(moved)[:, 2:24], head(x)[:, 2:24], atol=1e-6)
+
+
+def test_copies_of_aft_conv_have_grids_of_their_own():
+    model = build(attention="aft-conv(window=3)").eval()
+    twin = copy.deepcopy(model)
+    model(images(32, 48))
+    twin(images(64, 40))
+    for m, grid in ((model, (4, 6)), (twin, (8, 5))):
+        assert {tuple(p.family.grid) for p in m.modules() if isinstance(p, Mechanism)} == {grid}
+    torch.testing.assert_close(twin(images()), model(images()))
+    model, _ = quest_core.inject(build(attention="aft-simple"), "quest", adapter="mmseg")
+    assert "forward" not in vars(model.decode_head)
+
+
+def test_beyond_the_configured_maximum():
+    model = build(attention="aft-full(max_length=29)")  # 24 patches and 5 classes
+    model(images())
+    with pytest.raises(InputError, match="45 tokens are more than max_length=29"):
+        model.decode_head([torch.randn(1, 16, 5, 8)])
+
+
+def test_elliptical_is_chained_through_each_part():
+    model = build(attention="elliptical")
+    scores = [m.score for m in model.modules() if isinstance(m, Mechanism)]
+    assert [score._previous[0] for score in scores] == [None, scores[0], None, scores[2]]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def timm_weights(layers: int = 2, width: int = 16, grid: int = 3) -> dict[str, torch.Tensor]:
+    """A ViT under timm's and DeiT's names, with a square grid of another size."""
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    state = {"cls_token": draw(1, 1, width), "pos_embed": draw(1, grid * grid + 1, width)}
+    state |= {"patch_embed.proj.weight": draw(width, 3, 8, 8), "patch_embed.proj.bias": draw(width)}
+    for i in range(layers):
+        block = {
+            "norm1": (width,), "norm2": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width),
+            "mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width),
+        }  # fmt: skip
+        for name, shape in block.items():
+            state |= {f"blocks.{i}.{name}.weight": draw(*shape), f"blocks.{i}.{name}.bias": draw(shape[0])}
+    return state | {"norm.weight": draw(width), "norm.bias": draw(width), "head.weight": draw(1000, width)}
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=2)", "aft-conv(window=3)"])
+def test_deit_weights_through_the_shipped_converter(attention, tmp_path, monkeypatch, capfd):
+    torch.save({"model": timm_weights()}, tmp_path / "deit.pth")
+    monkeypatch.setattr(sys, "argv", ["vit2mmseg.py", str(tmp_path / "deit.pth"), str(tmp_path / "converted.pth")])
+    runpy.run_path(str(MIM / "tools/model_converters/vit2mmseg.py"), run_name="__main__")
+    state = torch.load(tmp_path / "converted.pth", weights_only=True)
+    model = build(attention=attention, pretrained=str(tmp_path / "converted.pth"))
+    loaded = model.backbone.state_dict()
+    assert loaded["pos_embed"].shape == (1, 25, 16)
+    assert torch.equal(loaded["pos_embed"][:, 0], state["pos_embed"][:, 0])
+    stock = build(pretrained=str(tmp_path / "converted.pth")).backbone.state_dict()
+    assert torch.equal(loaded["pos_embed"], stock["pos_embed"])
+    for name in stock:
+        if "in_proj" not in name:
+            assert torch.equal(loaded[name], stock[name]), name
+            continue
+        q, k, v = stock[name].chunk(3)
+        if "gqa" in attention:  # 4 heads of 4 features, in 2 groups
+            k, v = (x.unflatten(0, (2, 2, 4)).mean(1).flatten(0, 1) for x in (k, v))
+        elif "aft" in attention:
+            k = k.unflatten(0, (4, 4)).mean(1)
+        assert torch.equal(loaded[name], torch.cat([q, k, v])), name
+    assert "size mismatch" not in capfd.readouterr().out
+
+
+def test_load_from_takes_stock_checkpoints_strictly(tmp_path):
+    stock = build()
+    torch.save({"state_dict": stock.state_dict()}, tmp_path / "stock.pth")
+    for attention in ("standard", "quest", "quest+gqa(kv_heads=1)"):
+        model = build(seed=5, attention=attention)
+        load_checkpoint(model, str(tmp_path / "stock.pth"), strict=True)
+        converted, _ = quest_core.inject(copy.deepcopy(stock), attention, adapter="mmseg")
+        torch.testing.assert_close(model.eval()(images()), converted.eval()(images()))
+    back = build(seed=6)
+    load_state_dict(back, build(attention="quest").state_dict(), strict=True)
+
+
+def test_mmengine_checkpoints_remember_the_attention(tmp_path):
+    torch.save({"state_dict": get_state_dict(build(attention="quest"))}, tmp_path / "quest.pth")
+    with pytest.warns(AttentionMismatchWarning, match="trained with attention 'quest'"):
+        load_checkpoint(build(attention="standard"), str(tmp_path / "quest.pth"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        load_checkpoint(build(attention="quest"), str(tmp_path / "quest.pth"), strict=True)
+
+
+def test_ema_copies_follow():
+    model = build(attention="elliptical-quest")
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    average.update_parameters(model)
+    assert attentions(average.module) == attentions(model)
+    assert average.module.eval()(images()).isfinite().all()
+
+
+def test_frozen_backbones_stay_frozen():
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest+gqa(kv_heads=2)")
+    config.backbone.frozen_exclude = ["attn"]
+    model = MODELS.build(config)
+    for name, parameter in model.backbone.named_parameters():
+        assert parameter.requires_grad == ("attn" in name), name
+
+
+def test_torch_export_of_a_trained_model():
+    model = build(attention="quest").eval()
+    exported = torch.export.export(model, (images(),))
+    torch.testing.assert_close(exported.module()(images()), model(images()), rtol=1e-4, atol=1e-4)
+
+
+def test_autocast():
+    model = build(attention="quest")
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(model)
+    value.backward()
+    assert abs(value.item() - loss(model).item()) < 0.05
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+HEADS = {
+    "DAHead": {"in_channels": 16, "channels": 8, "pam_channels": 4, "num_classes": CLASSES},
+    "ISAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "isa_channels": 4},
+    "ANNHead": {"in_channels": [16, 16], "in_index": [0, 1], "channels": 8, "num_classes": CLASSES, "project_channels": 4,
+                "query_scales": (1,), "key_pool_scales": (1,)},
+    "NLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
+    "DNLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
+    "EMAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "ema_channels": 8, "num_bases": 4,
+                "num_stages": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_with_another_kind_of_attention_are_refused_by_name(head):
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    config.backbone.out_indices = (0, 1)
+    config.decode_head = ConfigDict(type=head, **HEADS[head])
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be used in a model with \w+ \(at 'decode_head.*VisionTransformer'"
+    ):
+        MODELS.build(copy.deepcopy(config))
+    # What the message says to do works.
+    config.type = "EncoderDecoder"
+    del config["attention"]
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="quest")
+    assert len(attentions(MODELS.build(config))) == 2
+
+
+@pytest.mark.parametrize(
+    ("backbone", "named"),
+    [
+        ({"type": "MSCAN", "embed_dims": [8, 8], "num_stages": 2, "depths": [1, 1], "mlp_ratios": [2, 2]}, "SegNeXt"),
+        ({"type": "SVT", "embed_dims": [8, 8], "num_heads": [2, 2], "depths": [2, 2], "windiow_sizes": [4, 4],
+          "strides": [2, 2], "mlp_ratios": [2, 2], "sr_ratios": [2, 1], "patch_sizes": [4, 2]}, "Twins-SVT"),
+    ],
+)  # fmt: skip
+def test_backbones_with_another_kind_are_refused_by_name(backbone, named):
+    with pytest.raises(UnsupportedError, match=named):
+        quest_core.inject(MODELS.build(backbone), "quest", adapter="mmseg")
+
+
+def test_convolutional_models_have_nothing_to_replace():
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    config.backbone = ConfigDict(type="ResNet", depth=18)
+    config.decode_head = ConfigDict(type="FCNHead", in_channels=512, channels=8, num_classes=CLASSES)
+    with pytest.raises(quest_core.InjectionError, match="EncoderDecoder has no attention"):
+        MODELS.build(config)
+
+
+def test_every_file_with_attention_is_in_a_table():
+    """A backbone or head of mmseg that speaks of attention is honoured or refused by name, or its gates are listed."""
+    names = {*INFO["models"]["backbones"], *INFO["models"]["heads"], *INFO["refused"]}
+    elsewhere = {"ann_head", "isa_head", "ocr_head"}  # their blocks are refused under the name that they share
+    gates = {"bisenetv1", "pidnet", "resnest", "resnet", "stdc", "ham_head"}  # no queries and keys: weights of channels
+    for home in (backbones, decode_heads):
+        for path in Path(home.__file__).parent.glob("*.py"):
+            source = path.read_text()
+            if re.search(r"attention|softmax\(|multihead", source, re.IGNORECASE):
+                defined = set(re.findall(r"^    ?class (\w+)|^class (\w+)", source, re.MULTILINE))
+                found = {name for pair in defined for name in pair if name}
+                assert found & names or path.stem in gates | elsewhere, (
+                    f"{path.name}: honour it, refuse it or say why not"
+                )
+
+
+def test_info_is_read_alone():
+    assert load_info("quest_mmseg.info:INFO") == INFO
+    for kind in ("segmentors", "backbones"):
+        for name in INFO["models"][kind]:
+            assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name

@@ -1,0 +1,160 @@
+"""quest run: start any training command with the plugins installed in every Python process it starts.
+
+The command itself is not changed and not imported: `quest run` puts one folder on PYTHONPATH, whose
+``sitecustomize.py`` Python imports at start, and replaces itself by the command. Once a process imports a host (tsai,
+torch_geometric, ...), that host's adapter is installed, before anything of the host can be built. So the script is
+`__main__` with its own sys.argv and sys.path, and torchrun, shell scripts and the trainers that start their own
+processes are served alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import PluginError, QuestError, one_of
+from .registry import Record, discover
+
+FOLDER = Path(__file__).resolve().parent / "launched"
+PAIRS = "QUEST_RUN"
+"""The environment variable that tells the processes below which plugins to install: plugin=module, ..."""
+
+DESCRIPTION = """\
+Start a training command with QUEST's plugins installed, so that its configs understand `attention`,
+without a line changed in it:
+
+  quest run -- python main.py --cfg pattern.yaml gt.attention quest
+
+In the command, and in every Python process that it starts (torchrun, shell scripts, data loaders), a plugin is
+installed at the moment its framework is imported. A plain `python` is the one that runs quest.
+"""
+
+EPILOG = """\
+examples:
+  quest run train.py --epochs 10                      a script; the same as: quest run -- python train.py --epochs 10
+  quest run --host graphgps -- python -m torch.distributed.run --nproc-per-node 2 main.py --cfg pattern.yaml
+  quest run -- torchrun --nproc-per-node 2 main.py    any program
+  quest run -- bash scripts/train.sh                  unless the script overwrites PYTHONPATH
+
+Not served: Python started with -I or -E, which ignores the environment.
+`quest list` shows what `attention` can be, `quest doctor` which plugins work here.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `quest run` command; returns the exit status only if the command could not be started."""
+    parser = argparse.ArgumentParser(
+        prog="quest run",
+        usage="quest run [--host NAME ...] [--] COMMAND ...",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--host",
+        action="append",
+        metavar="NAME",
+        help="install this plugin alone, and fail now if it cannot be; may be given again (default: all that work)",
+    )
+    options, command = split(argv)
+    given = parser.parse_args(options)
+    if not command:
+        parser.error("nothing to run; write for example: quest run -- python train.py")
+    run(command, given.host)
+    return 0  # not reached: the process is the command now
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the command: what stands behind '--' or begins with the first word that is no option."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        if word == "--":
+            return words[:i], words[i + 1 :]
+        value = i > 0 and words[i - 1] == "--host"
+        if word == "-m" or not (value or word.startswith("-")):
+            return words[:i], words[i:]
+    return words, []
+
+
+def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
+    """Replace this process by a command in whose Python processes the plugins are installed.
+
+    Args:
+        command: a program and its arguments; a first word that ends in .py, or is -m, runs with this Python.
+        hosts: the plugins to install; None means all that work here.
+
+    Raises:
+        PluginError: a plugin does not exist or cannot be used here; or none can.
+        QuestError: there is no such program or script.
+    """
+    variables = environment(wanted(hosts))
+    words = complete(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(words[0], words, variables)
+
+
+def wanted(hosts: Sequence[str] | None) -> list[Record]:
+    """The plugins of these names, or all that work; raises PluginError."""
+    records = {record.name: record for record in discover() if "module" in record.info or record.status != "ok"}
+    if hosts is None:
+        able = [record for record in records.values() if record.status == "ok"]
+        if not able:
+            found = "; ".join(f"{r.name} is {r.status} ({r.detail}; fix: {r.fix})" for r in records.values())
+            raise PluginError(f"no plugin can be used here: {found or 'none is installed; pip install quest-<host>'}")
+        return able
+    for name in hosts:
+        if name not in records:
+            raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; pip install quest-{name}")
+        record = records[name]
+        if record.status != "ok":
+            raise PluginError(f"plugin '{name}' is {record.status}: {record.detail}; fix: {record.fix}")
+    return [records[name] for name in dict.fromkeys(hosts)]
+
+
+def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The process environment in which the plugins of `records` are installed."""
+    others = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
+    return {
+        **base,
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]),
+        PAIRS: ",".join(f"{record.name}={record.info['module']}" for record in records),
+    }
+
+
+def complete(command: Sequence[str]) -> list[str]:
+    """The command with the path of its program first; raises QuestError if program or script do not exist."""
+    words = list(command)
+    if words[0].endswith(".py") or words[0] == "-m":
+        words.insert(0, sys.executable)
+    elif words[0] in ("python", "python3"):
+        words[0] = sys.executable
+    program = shutil.which(words[0])
+    if program is None:
+        hint = f"; '{words[0]}' is a file that cannot be executed" if Path(words[0]).exists() else ""
+        raise QuestError(f"quest run: no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
+    words[0] = program
+    if Path(program).name.startswith("python"):
+        script = _script(words[1:])
+        if script is not None and not Path(script).exists():
+            raise QuestError(f"quest run: no script '{script}' in {Path.cwd()}")
+    return words
+
+
+def _script(arguments: Sequence[str]) -> str | None:
+    """The script among Python's arguments; None where there is none (-m, -c, standard input)."""
+    rest = iter(arguments)
+    for word in rest:
+        if word in ("-W", "-X"):
+            next(rest, None)
+        elif word == "-" or word.startswith(("-m", "-c")):
+            return None
+        elif not word.startswith("-"):
+            return word
+    return None

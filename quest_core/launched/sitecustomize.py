@@ -1,0 +1,52 @@
+"""Python imports this at start in every process below `quest run`: once a host is imported, its plugin is installed.
+
+Standard library only, until a host is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def install(name: str) -> None:
+    """Install the adapter of one plugin, in a process that has just imported its host."""
+    try:
+        from quest_core.registry import adapter
+    except ImportError as error:
+        raise ImportError(
+            f"quest run: {sys.executable} has no quest-core, so the plugin '{name}' cannot be installed in it; "
+            f"run the command with the Python that has, or: {sys.executable} -m pip install 'quest-{name}[host]'"
+        ) from error
+    adapter(name).install()
+
+
+def watch() -> None:
+    """Wait for the hosts that QUEST_RUN names, as plugin=module pairs."""
+    spec: Any = importlib.util.spec_from_file_location("quest_import_hook", HERE.parent / "import_hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    for pair in filter(None, os.environ.get("QUEST_RUN", "").split(",")):
+        name, _, module = pair.partition("=")
+        hook.when_imported(module, partial(install, name))
+
+
+def give_way() -> None:
+    """Leave sys.path, and run the sitecustomize that this file hides, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+watch()
+give_way()

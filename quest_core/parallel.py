@@ -1,0 +1,166 @@
+"""Several devices: heads divided among them (tensor parallelism), and a mechanism's name in distributed checkpoints.
+
+Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here; see docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from .attention import Attention
+from .config import AttentionConfig
+from .errors import ConfigError, InputError, UnsupportedError
+from .mechanisms.base import Dims
+from .mechanisms.mechanism import Mechanism, warn_of_mismatch
+
+
+class HeadParallel(ParallelStyle):
+    """Tensor parallelism for :class:`quest_core.Attention`: every rank of the mesh has its share of the heads.
+
+    Keys are normalised, grouped and attended to within a head, so ranks communicate where any attention's do and
+    nowhere else: one all-reduce after the output projection and, in the backward pass, one for the gradient of the
+    input.
+
+    >>> mesh = init_device_mesh("cuda", (4,))
+    >>> parallelize_module(model, mesh, {"layers.*.attention": HeadParallel()})
+
+    The parameters become DTensors; a mechanism's own (the scales of qknorm) are divided with the heads they belong to.
+    Dropout on the weights draws from each rank's own generator: seed the ranks differently around it, or leave it out.
+
+    Args:
+        input_layout: how the input [B, N, E] lies on the mesh: Replicate(), or Shard(1) for sequence parallelism.
+        output_layout: how the output shall lie: Replicate() or Shard(1).
+
+    Raises:
+        UnsupportedError: by `parallelize_module`, for another module, or a mechanism that looks at all heads at once.
+        ConfigError: by `parallelize_module`, for heads that the mesh does not divide.
+    """
+
+    def __init__(self, *, input_layout: Placement | None = None, output_layout: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layout = input_layout or Replicate()
+        self.output_layout = output_layout or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = device_mesh.size()
+        if not isinstance(module, Attention):
+            raise UnsupportedError(
+                f"HeadParallel divides quest_core.Attention, and here is {type(module).__name__}; a projection that "
+                "packs queries, keys and values in one weight cannot be divided by heads"
+            )
+        config, own = module.config, module.mechanism
+        if own.head_share != (0, 1):
+            raise InputError("the heads of this Attention are divided already")
+        if config.family is None and config["grouping"] in ("kdgqa", "dgqa"):
+            raise UnsupportedError(
+                f"attention '{config}': '{config['grouping']}' compares the norms of all key heads, which tensor "
+                "parallelism divides among ranks; choose gqa or mha, or divide the data"
+            )
+        for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
+            if heads % ranks:
+                raise ConfigError(
+                    f"attention '{config}': {name} is {heads}, which {ranks} ranks do not divide; choose a mesh whose "
+                    f"size divides {module.kv_heads}"
+                )
+        source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}  # from torch 2.7 on
+        shape = Dims(module.num_heads, module.kv_heads, module.head_dim)
+        for name, axis in head_axes(config, shape).items():
+            owner, _, leaf = name.rpartition(".")
+            parameter = own.get_parameter(name)
+            placement = Replicate() if axis is None else Shard(axis)
+            divided = distribute_tensor(parameter, device_mesh, [placement], **source)
+            own.get_submodule(owner).register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
+        own.head_share = (device_mesh.get_local_rank(), ranks)
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        plan["out_proj"] = RowwiseParallel(output_layouts=self.output_layout)
+        parallelize_module(module, device_mesh, plan, **source)
+
+        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+            # Once for all three projections, so that their gradients are summed before they are communicated.
+            placed = tuple(self._place(x, device_mesh) for x in arguments)
+            names = [name for name in ("x", "context") if name in named]
+            return placed, {**named, **{name: self._place(named[name], device_mesh) for name in names}}
+
+        module.register_forward_pre_hook(place, with_kwargs=True)
+        return module
+
+    def _place(self, x: Tensor | None, mesh: DeviceMesh) -> Tensor | None:
+        """A local [B, N, E] -> the whole of it on every rank, as a DTensor."""
+        if x is None or isinstance(x, DTensor):
+            return x
+        whole: Tensor = DTensor.from_local(x, mesh, [self.input_layout], run_check=False).redistribute(
+            placements=[Replicate()]
+        )
+        return whole
+
+
+def head_axes(config: AttentionConfig, dims: Dims) -> dict[str, int | None]:
+    """The axis of each of a mechanism's parameters that counts heads; None where all heads share the parameter.
+
+    It is the axis that doubles when the heads do.
+    """
+    with torch.device("meta"):
+        once = Mechanism(config, dims)
+        twice = Mechanism(config, Dims(2 * dims.num_heads, 2 * dims.kv_heads, dims.head_dim))
+    wide = dict(twice.named_parameters())
+    return {
+        name: next((i for i, (a, b) in enumerate(zip(p.shape, wide[name].shape, strict=True)) if a != b), None)
+        for name, p in once.named_parameters()
+    }
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What this rank uses of a parameter that `HeadParallel` has placed; others are returned as they are."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if all(isinstance(placement, Replicate) for placement in parameter.placements):
+        # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
+        shared = parameter.redistribute(placements=parameter.placements)
+        whole: Tensor = shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
+        return whole
+    part: Tensor = parameter.to_local()
+    return part
+
+
+class AttentionRecord:
+    """Which mechanism each layer was trained with, for checkpoints that lose the metadata of a state dict.
+
+    ``torch.save(model.state_dict())`` keeps it, also under DistributedDataParallel and fully_shard;
+    ``torch.distributed.checkpoint`` and its ``get_model_state_dict`` do not. Save this beside the model, and loading
+    it warns by name where the mechanism differs (`quest_core.AttentionMismatchWarning`).
+
+    >>> dcp.save({"model": get_model_state_dict(model), "attention": AttentionRecord(model)}, checkpoint_id=folder)
+
+    Args:
+        model: a model with quest_core attention in it, wrapped or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs = {_plain(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
+
+    def state_dict(self) -> dict[str, str]:
+        """{path of the mechanism: its attention as text}."""
+        return {path: str(config) for path, config in self._configs.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
+        """Compare with what a checkpoint says; nothing is changed."""
+        for path, config in self._configs.items():
+            if path in state_dict:
+                warn_of_mismatch(state_dict[path], config)
+
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def _plain(path: str) -> str:
+    """A module's path without the names that wrappers add."""
+    first, *rest = path.split(".")
+    kept = [] if first in _WRAPPERS else [first]
+    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])

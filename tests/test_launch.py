@@ -1,0 +1,248 @@
+"""quest run: any command, with the plugins installed in every Python process below it and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quest_core import cli, launch
+from quest_core.import_hook import when_imported
+from quest_core.registry import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+ADAPTER = """
+import toyhost
+from quest_core import Adapter, Capabilities
+
+class HostAdapter(Adapter):
+    name = "toy"
+    capabilities = Capabilities()
+    def sites(self, model): return []
+    def replace(self, site, config): raise AssertionError
+    def install(self): toyhost.accepts.append("attention")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """run(*arguments) is `quest run ...` in a folder with the framework toyhost and an installed plugin for it."""
+    site, work = tmp_path / "site", tmp_path / "work"
+    package, meta = site / "quest_toy", site / "quest_toy-1.0.dist-info"
+    for folder in (package, meta, work):
+        folder.mkdir(parents=True)
+    (site / "toyhost.py").write_text("accepts = []\n")
+    (package / "__init__.py").write_text("")
+    (package / "info.py").write_text("INFO = {'name': 'toy', 'host': 'toyhost', 'module': 'toyhost', 'api': (1, 0)}")
+    (package / "adapter.py").write_text(ADAPTER)
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-toy\nVersion: 1.0\n")
+    (meta / "entry_points.txt").write_text(
+        "[quest.adapter_info]\ntoy = quest_toy.info:INFO\n[quest.adapters]\ntoy = quest_toy.adapter:HostAdapter\n"
+    )
+
+    def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(ROOT), str(site)])
+        return subprocess.run(
+            [sys.executable, "-c", "import sys; from quest_core.cli import main; sys.exit(main())", "run", *arguments],
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return start
+
+
+def script(tmp_path: Path, text: str, name: str = "work/train.py") -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+
+
+REPORT = """
+    import json, os, sys
+    import toyhost
+    print(json.dumps([__name__, sys.argv, os.path.basename(sys.path[0]), toyhost.accepts, __spec__ is None]))
+"""
+
+
+def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, REPORT, "work/jobs/train.py")
+    done = run("--host", "toy", "--", "python", "-u", "jobs/train.py", "--help", "--epochs", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [
+        "__main__",
+        ["jobs/train.py", "--help", "--epochs", "3"],
+        "jobs",
+        ["attention"],
+        True,
+    ]
+
+
+def test_a_module_runs_too(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, "import sys, toyhost; print(sys.argv[1:], toyhost.accepts)", "work/pkg/__main__.py")
+    assert run("-m", "pkg", "one").stdout == "['one'] ['attention']\n"
+
+
+def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import multiprocessing, subprocess, sys
+
+        def work(queue):
+            import toyhost
+            queue.put(toyhost.accepts)
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            queue = context.SimpleQueue()
+            child = context.Process(target=work, args=(queue,))
+            child.start(); print(queue.get()); child.join()
+            subprocess.run([sys.executable, "-c", "import toyhost; print(toyhost.accepts)"], check=True)
+        """,
+    )
+    (tmp_path / "work" / "train.sh").write_text(f"{sys.executable} train.py\n")
+    done = run("--", "sh", "train.sh")
+    assert done.stdout == "['attention']\n" * 2, done.stderr
+
+
+def test_the_exit_status_is_the_commands(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, "raise SystemExit(7)")
+    assert run("train.py").returncode == 7
+
+
+def test_nothing_is_imported_before_the_script_asks(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, "import sys; print({'torch', 'quest_core', 'quest_toy', 'toyhost'} & set(sys.modules))")
+    assert run("train.py").stdout == "set()\n"
+
+
+def test_a_sitecustomize_of_the_users_runs_too(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, "print('hello')", "site/sitecustomize.py")
+    script(tmp_path, "import sys; print(any('launched' in entry for entry in sys.path))")
+    assert run("train.py").stdout.endswith("hello\nFalse\n")
+
+
+def test_a_plugin_that_fails_stops_the_script(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, ADAPTER.replace('toyhost.accepts.append("attention")', "1 / 0"), "site/quest_toy/adapter.py")
+    script(tmp_path, REPORT)
+    done = run("train.py")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "hosts", "words"),
+    [
+        ("train.py --host x", [], [sys.executable, "train.py", "--host", "x"]),
+        ("-- python train.py -m x", [], [sys.executable, "train.py", "-m", "x"]),
+        ("--host a --host b -m pkg -h", ["--host", "a", "--host", "b"], [sys.executable, "-m", "pkg", "-h"]),
+        ("--host=a sh train.sh", ["--host=a"], [shutil.which("sh"), "train.sh"]),
+    ],
+)
+def test_the_command_begins_where_our_options_end(
+    argv: str, hosts: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    options, command = launch.split(argv.split())
+    assert options == hosts
+    assert launch.complete(command) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("trian.py", "no script 'trian.py' in "),
+        ("-- python -W error lost.py", "no script 'lost.py' in "),
+        ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),
+        ("--host toys -- x.py", "no plugin for 'toys' is installed; choose from: lost, toy"),
+        ("--host lost x.py", "plugin 'lost' is unsupported: lost is not installed; fix: pip install lost"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = Record("toy", "quest-toy", "1.0", "ok", info={"module": "toyhost"})
+    lost = Record("lost", "quest-lost", "1.0", "unsupported", "lost is not installed", "pip install lost")
+    monkeypatch.setattr(launch, "discover", lambda: [toy, lost])
+    assert cli.main(["run", *arguments.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_plugin_that_works_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = Record("lost", "quest-lost", "1.0", "unsupported", "lost is not installed", "pip install lost")
+    monkeypatch.setattr(launch, "discover", lambda: [lost])
+    assert cli.main(["run", "train.py"]) == 2
+    assert "lost is unsupported (lost is not installed; fix: pip install lost)" in capsys.readouterr().err
+    monkeypatch.setattr(launch, "discover", list)
+    assert cli.main(["run", "train.py"]) == 2
+    assert "none is installed; pip install quest-<host>" in capsys.readouterr().err
+
+
+def test_without_a_command_help_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run"])
+    assert "nothing to run; write for example: quest run -- python train.py" in capsys.readouterr().err
+
+
+def test_another_python_without_quest_is_told(run: Run, tmp_path: Path) -> None:
+    script(tmp_path, "import sys; sys.modules['quest_core'] = None\nimport toyhost")
+    done = run("train.py")
+    assert done.returncode == 1
+    assert "has no quest-core, so the plugin 'toy' cannot be installed in it" in done.stderr
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    shown = capsys.readouterr().out
+    assert "gt.attention quest" in shown
+    assert "torchrun" in shown
+
+
+def test_environments_do_not_pile_up() -> None:
+    once = launch.environment([], {"PYTHONPATH": "/somewhere"})
+    assert launch.environment([], once) == once
+    assert once["PYTHONPATH"].split(os.pathsep)[1:] == ["/somewhere"]
+
+
+# --- when_imported --------------------------------------------------------------------------------------------------
+
+
+def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_bird.py").write_text("song = 'tweet'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "late_bird", raising=False)
+    heard: list[str] = []
+    when_imported("late_bird", lambda: heard.append(sys.modules["late_bird"].song))
+    when_imported("late_bird", lambda: heard.append("again"))
+    assert heard == []
+    import late_bird  # type: ignore[import-not-found]
+
+    assert heard == ["tweet", "again"]
+    assert type(late_bird.__spec__.loader).__name__ == "SourceFileLoader"
+    assert late_bird.__loader__.get_source("late_bird") == "song = 'tweet'\n"
+    when_imported("late_bird", lambda: heard.append("at once"))
+    assert heard[-1] == "at once"
+
+
+def test_when_imported_waits_for_what_does_not_exist() -> None:
+    when_imported("no_such_module_at_all", lambda: pytest.fail("it exists"))
+    with pytest.raises(ImportError):
+        import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401
