@@ -125,6 +125,7 @@ def test_one_of_several_hosts_is_enough(install: Install) -> None:
         "two", requires=('no-such-host>=2; extra == "host"', 'torch>=2; extra == "host-fork"', 'x; extra == "test"')
     )
     assert record("two").status == "ok"
+    assert record("two").host_name == "torch"
 
 
 def test_a_host_outside_the_package_index_is_found_by_its_module(install: Install) -> None:

@@ -1,4 +1,4 @@
-"""Serialized attention where the host would call flash-attn: patches of different lengths, in the host's half on a GPU."""
+"""Serialized attention where the host would call flash-attn: patches of several lengths, in half on a GPU."""
 
 from __future__ import annotations
 

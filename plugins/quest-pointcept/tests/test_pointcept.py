@@ -16,7 +16,7 @@ from conftest import NOT_RUN, ROOT
 from spawned import pointcept_model
 
 if not ROOT:
-    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, but {NOT_RUN}", pytrace=False)
+    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and there is no checkout to run {NOT_RUN}", pytrace=False)
 
 import real_pointcept
 from pointcept.models.builder import MODELS
