@@ -68,7 +68,8 @@ class Record:
         detail: what was found, in words; empty when ok.
         fix: the command that fixes it; empty when ok.
         info: the plugin's INFO mapping.
-        host_version: the installed host's version, if it is installed.
+        host_name: the distribution that is the host here; of several, the first that fits.
+        host_version: its version, if it is installed.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Record:
     info: Mapping[str, Any] = field(default_factory=dict)
     host_version: str | None = None
     supported: str = ""
+    host_name: str = ""
 
 
 def discover() -> list[Record]:
@@ -133,7 +135,7 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
     wanted = host_requirements(entry.dist, str(info.get("host", name)))
     supported = " or ".join(f"{r.name}{r.specifier}" for r in wanted)
     installed = [(r, _installed(r.name)) for r in wanted]
-    fitting = [v for r, v in installed if v is not None and r.accepts(v)]
+    fitting = [(r.name, v) for r, v in installed if v is not None and r.accepts(v)]
     present = [f"{r.name} {v}" for r, v in installed if v is not None]
     module = info.get("module")
     host_version = next((v for _, v in installed if v is not None), None)
@@ -163,7 +165,8 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             str(info.get("install", f"put {module} on PYTHONPATH")),
             info,
         )
-    return Record(name, distribution, version, "ok", "", "", info, fitting[0] if fitting else None, supported)
+    host_name, host_version = fitting[0] if fitting else ("", None)
+    return Record(name, distribution, version, "ok", "", "", info, host_version, supported, host_name)
 
 
 def load_info(value: str) -> Mapping[str, Any]:
