@@ -111,7 +111,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     @property
     def _smaller(self) -> bool:
         """Whether keys or values are projected to less than in torch.nn.MultiheadAttention."""
-        return bool(self.kv_heads != self.num_heads or self.key_dim != self.head_dim)
+        return (self.kv_heads, self.key_dim) != (self.num_heads, self.head_dim)
 
     def _shrink(self, pool: Pool) -> None:
         """Reduce the key and value rows of every projection to `kv_heads` heads, and keys to `key_dim` features."""

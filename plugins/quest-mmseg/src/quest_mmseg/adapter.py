@@ -95,9 +95,10 @@ class MmsegAdapter(Adapter):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: position biases belong to scores, and the grid of aft-conv to the model."""
-        if isinstance(site.module, PackedAttention) or hasattr(site.module, "relative_position_bias_table"):
-            if config.family:
-                return f"its learned bias by relative position is added to the scores, and '{config}' has none"
+        if config.family and hasattr(site.module, "relative_position_bias_table"):
+            return f"its learned bias by relative position is added to the scores, and '{config}' has none"
+        if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
+            return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
         if config.family == "aft-conv":
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:
