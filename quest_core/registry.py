@@ -132,7 +132,7 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             f"pip install --upgrade quest-core {distribution}",
             info,
         )
-    wanted = host_requirements(entry.dist)
+    wanted = host_requirements(entry.dist, str(info.get("host", name)))
     supported = " or ".join(f"{r.name}{r.specifier}" for r in wanted)
     installed = [(r, _installed(r.name)) for r in wanted]
     fitting = [(r.name, v) for r, v in installed if v is not None and r.accepts(v)]
@@ -252,18 +252,26 @@ class Requirement:
         return all(_compare(version, clause) for clause in filter(None, self.specifier.split(",")))
 
 
-def host_requirements(dist: importlib.metadata.Distribution | None) -> list[Requirement]:
+def host_requirements(dist: importlib.metadata.Distribution | None, host: str) -> list[Requirement]:
     """What a plugin's extras named `host` or `host-...` require: the one place that says which versions it supports.
 
-    The first requirement of each extra is the host itself; what follows are its companions.
+    Of each extra, the requirement named like the host or after it (a fork, "ve-fairseq") is the host itself; what
+    stands beside it are companions. Where none is, it is the first, and build tools may have sorted them.
     """
-    first: dict[str, Requirement] = {}
+    chosen: dict[str, Requirement] = {}
     for text in (dist.requires if dist else None) or []:
         extra = re.search(r"extra\s*==\s*['\"](host[\w-]*)['\"]", text)
         head = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)", text)
-        if extra and head and extra[1] not in first:
-            first[extra[1]] = Requirement(head[1], head[2].replace(" ", ""))
-    return list(first.values())
+        if extra and head:
+            requirement = Requirement(head[1], head[2].replace(" ", ""))
+            named = _normal(host) in _normal(requirement.name)
+            if extra[1] not in chosen or (named and _normal(host) not in _normal(chosen[extra[1]].name)):
+                chosen[extra[1]] = requirement
+    return list(chosen.values())
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -263,3 +263,11 @@ def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.Capt
     assert capsys.readouterr().out == "a --flag\n"
     assert cli.main(["moan"]) == 2
     assert "the command 'moan' of quest-shout fails to import" in capsys.readouterr().err
+
+
+def test_the_host_is_found_among_its_companions(install: Install) -> None:
+    """Build tools sort the requirements of an extra, so the host is the one that is called like it."""
+    info = "INFO = {'name': 'kept', 'host': 'PyTest', 'module': 'json', 'api': (1, 0)}"
+    install("kept", info=info, requires=('a-companion>=9; extra == "host"', 'pytest>=1; extra == "host"'))
+    found = record("kept")
+    assert (found.status, found.supported, found.host_version) == ("ok", "pytest>=1", pytest.__version__)

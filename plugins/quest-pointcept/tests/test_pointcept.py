@@ -245,7 +245,7 @@ def test_the_trainer(model, dataset, tmp_path):
     configs = [real_pointcept.config(root, model, a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")]
     stock, standard, quest = real_pointcept.train(root, *configs)
     assert len(stock.losses) == 16
-    assert standard.losses == pytest.approx(stock.losses, abs=2e-3)
+    assert standard.losses == pytest.approx(stock.losses, abs=1.5e-4)  # they are printed with four decimals
     assert standard.mious == pytest.approx(stock.mious, abs=2e-3)
     assert standard.report.startswith("quest: attention=standard in 8 modules")
     assert quest.report.startswith("quest: attention=quest in 8 modules")
