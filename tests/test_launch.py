@@ -242,6 +242,28 @@ def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(
     assert heard[-1] == "at once"
 
 
+def test_an_action_that_fails_fails_the_import_and_is_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shy_bird.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    tried: list[int] = []
+
+    def act() -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise RuntimeError("not yet")
+
+    when_imported("shy_bird", act)
+    with pytest.raises(RuntimeError, match="not yet"):
+        import shy_bird  # type: ignore[import-not-found]
+    assert "shy_bird" not in sys.modules
+    import shy_bird  # noqa: F811
+
+    assert len(tried) == 2
+    monkeypatch.delitem(sys.modules, "shy_bird")
+
+
 def test_when_imported_waits_for_what_does_not_exist() -> None:
     when_imported("no_such_module_at_all", lambda: pytest.fail("it exists"))
     with pytest.raises(ImportError):
