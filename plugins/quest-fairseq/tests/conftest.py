@@ -47,9 +47,9 @@ class Tools:
     def train(self, data: Path, *arguments: Any, arch: str = "quest_transformer_lm", updates: int = 6) -> str:
         """A few updates of a language model."""
         given = [data, "--task", "language_modeling", "--arch", arch, "--cpu", "--user-dir", USER_DIR]
-        given += ["--optimizer", "adam", "--lr", "0.003", "--tokens-per-sample", "24", "--batch-size", "8", "--seed", "3"]
+        given += ["--optimizer", "adam", "--lr", "0.003", "--tokens-per-sample", "24", "--seed", "3"]
         given += ["--log-format", "simple", "--log-interval", "1", "--num-workers", "0", "--max-update", updates]
-        given += ["--required-batch-size-multiple", "1"]
+        given += ["--batch-size", "8", "--required-batch-size-multiple", "1"]
         return self("train", *given, *SHAPE, *arguments)
 
     def evaluate(self, data: Path, checkpoint: Path, *arguments: Any) -> str:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import Tools, build
 from fairseq import checkpoint_utils
+from test_tools import perplexity
 
 import quest_core
 from quest_fairseq.checkpoints import trained_with
-from test_tools import perplexity
 
 REFUSED = "trained with attention 'standard', and the model has 'quest"
 

@@ -47,8 +47,8 @@ def assert_same(ours: list[str], stock: list[str]) -> None:
 
 
 def generate(tools: Tools, data: Path, checkpoint: Path, *arguments: str) -> str:
-    given = ["--path", checkpoint, "--cpu", "--user-dir", USER_DIR, "--batch-size", "6", "--num-workers", "0", "--beam", "3"]
-    given += ["--required-batch-size-multiple", "1"]
+    given = ["--path", checkpoint, "--cpu", "--user-dir", USER_DIR, "--batch-size", "6", "--num-workers", "0"]
+    given += ["--required-batch-size-multiple", "1", "--beam", "3"]
     return tools("generate", data, *given, *arguments)
 
 
@@ -131,7 +131,7 @@ def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, mon
     state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))
     assert state["optimizer_history"][-1]["num_updates"] == 3
     assert quest_fairseq.checkpoints.configured(state) == str(quest_core.AttentionConfig.parse(attention))
-    assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / "out" / "checkpoint_last.pt"))
+    assert perplexity(tools.evaluate(lm_data, tmp_path / "out" / "checkpoint_last.pt")) > 1
 
 
 def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) -> None:

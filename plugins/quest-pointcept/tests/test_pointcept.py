@@ -16,7 +16,7 @@ from conftest import NOT_RUN, ROOT
 from spawned import pointcept_model
 
 if not ROOT:
-    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, but {NOT_RUN}", pytrace=False)
+    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and there is no checkout to run {NOT_RUN}", pytrace=False)
 
 import real_pointcept
 from pointcept.models.builder import MODELS
@@ -198,6 +198,18 @@ def test_patches_of_two_sizes():
     model = build("PT-v3m1", dec_patch_size=(8,), attention="standard").eval()
     point = model(data(70, 45))
     assert {"quest_patches_16", "quest_patches_8"} <= set(point)
+
+
+def test_what_is_kept_with_the_points_survives_a_copy():
+    """A Point rebuilds the mappings and lists in it whenever it is copied through its constructor."""
+    from pointcept.models.utils.structure import Point
+
+    torch.manual_seed(0)
+    point = build("PT-v3m1", enable_rpe=True, attention="quest").eval()(data(70, 45))
+    kept = {key: value for key, value in point.items() if key.startswith("quest_")}
+    assert {"quest_counts", "quest_patches_16", "quest_relative_16_0"} <= kept.keys()
+    again = Point(point)
+    assert all(again[key] is value for key, value in kept.items())
 
 
 # --- child processes --------------------------------------------------------------------------------------------------

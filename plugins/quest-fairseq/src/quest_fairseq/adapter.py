@@ -20,6 +20,13 @@ from quest_core.registry import discover
 
 from .attention import Attention
 from .info import INFO
+from .transformer_xl import RelativeAttention
+
+RELATIVE = "RelPartialLearnableMultiHeadAttn"
+"""The attention of transformers' TransfoXL, by name: it moved between modules, and is not always installed."""
+
+TRANSFORMER_XL = Capabilities(causal=True, weights=True, regroups=False)
+"""It adds relative logits to the scores; one projection makes queries, keys and values."""
 
 
 class FairseqAdapter(Adapter):
@@ -32,8 +39,12 @@ class FairseqAdapter(Adapter):
         """Every attention module in the order of registration, that of the forward pass."""
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         # A subclass with its own forward is somebody else's attention, which this adapter does not know.
-        found = ((p, m) for p, m in model.named_modules() if type(m) in (MultiheadAttention, Attention))
+        known = (MultiheadAttention, Attention, RelativeAttention)
+        found = ((p, m) for p, m in model.named_modules() if type(m) in known or type(m).__name__ == RELATIVE)
         for index, (path, module) in enumerate(found):
+            if not isinstance(module, MultiheadAttention):
+                yield Site(path, module, index, module.n_head, module.d_head, TRANSFORMER_XL)
+                continue
             decodes = isinstance(parents.get(id(module)), TransformerDecoderLayerBase)
             cross = module.encoder_decoder_attention
             asked = Capabilities(
@@ -43,18 +54,26 @@ class FairseqAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """The host's own projections around another mechanism."""
+        if site.capabilities == TRANSFORMER_XL:
+            return RelativeAttention.from_host(site.module, config)
         return Attention.from_host(site.module, config, fresh=site.fresh)
 
     @torch.no_grad()
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """See `Adapter.scale_queries`."""
-        for parameter in module.q_proj.parameters():
+        """See `Adapter.scale_queries`; Transformer-XL's queries have biases beside their projection."""
+        if isinstance(module, RelativeAttention):
+            super().scale_queries(module, factor)
+        for parameter in module.get_submodule("q_proj").parameters():
             heads = parameter.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
             heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: options of fairseq that belong to its own attention."""
         module, asked = site.module, site.capabilities
+        if asked == TRANSFORMER_XL:
+            if any(part.chained for part in config.specs()):
+                return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
+            return refusal(config, asked)
         noisy = [
             name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks
         ]
@@ -74,7 +93,7 @@ class FairseqAdapter(Adapter):
         return refusal(config, asked)
 
     def install(self) -> None:
-        """Register quest_transformer_lm, quest_transformer and their architectures.
+        """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their architectures.
 
         Raises:
             PluginError: fairseq is not installed or of a version that this plugin does not support.
@@ -82,8 +101,9 @@ class FairseqAdapter(Adapter):
         for record in discover():
             if record.name == self.name and record.status == "unsupported":
                 raise PluginError(f"plugin 'fairseq' cannot be used: {record.detail}; fix: {record.fix}")
-        from . import checkpoints, models, released
+        from . import checkpoints, models, released, transformer_xl
 
         checkpoints.install()
         models.install()
         released.install()
+        transformer_xl.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter, defaultdict
@@ -63,7 +64,7 @@ class BytePairs:
         pairs: Counter[tuple[str, str]] = Counter()
         places: dict[tuple[str, str], set[int]] = defaultdict(set)
         for place, (word, weight) in enumerate(zip(words, weights, strict=True)):
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += weight
                 places[pair].add(place)
         self.merges: list[tuple[str, str]] = []
@@ -74,10 +75,10 @@ class BytePairs:
             self.merges.append(best)
             for place in places.pop(best):
                 word, weight = words[place], weights[place]
-                for pair in zip(word, word[1:], strict=False):
+                for pair in itertools.pairwise(word):
                     pairs[pair] -= weight
                 words[place] = word = _join(word, best)
-                for pair in zip(word, word[1:], strict=False):
+                for pair in itertools.pairwise(word):
                     pairs[pair] += weight
                     places[pair].add(place)
             del pairs[best]
@@ -91,7 +92,7 @@ class BytePairs:
     def _split(self, word: str) -> str:
         pieces = list(word)
         while len(pieces) > 1:
-            best = min(zip(pieces, pieces[1:], strict=False), key=lambda pair: self._rank.get(pair, len(self._rank)))
+            best = min(itertools.pairwise(pieces), key=lambda pair: self._rank.get(pair, len(self._rank)))
             if best not in self._rank:
                 break
             pieces = _join(pieces, best)

@@ -19,9 +19,9 @@ from fairseq.models import (
 )
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from torch import nn
 
 from quest_core import inject
+from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError
 
 from .adapter import FairseqAdapter
@@ -37,7 +37,7 @@ class QuestTransformerLanguageModel(Remembers, TransformerLanguageModel):
         """See fairseq's; raises ConfigError or UnsupportedError for an attention that cannot be had."""
         positions = args.max_target_positions or args.tokens_per_sample
         config = sized(args.attention, positions)
-        return with_attention(super().build_model(args, task), config, args.attention_from, positions)  # type: ignore[no-any-return]
+        return with_attention(super().build_model(args, task), config, args.attention_from, positions)
 
 
 class QuestTransformerModel(Remembers, TransformerModel):
@@ -56,10 +56,10 @@ class QuestTransformerModel(Remembers, TransformerModel):
         lengths = [getattr(args, f"max_{side}_positions", None) or 1024 for side in ("source", "target")]
         config = sized(args.attention, max(lengths))
         model = super().build_model(args, task)
-        return with_attention(model, config, args.attention_from, max(lengths))  # type: ignore[no-any-return]
+        return with_attention(model, config, args.attention_from, max(lengths))
 
 
-def with_attention(model: nn.Module, config: Any, attention_from: str | None, positions: int) -> nn.Module:
+def with_attention(model: Any, config: AttentionConfig, attention_from: str | None, positions: int) -> Any:
     """`model`, freshly built, with another attention inside; the report is printed and kept."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InjectionError(
@@ -68,7 +68,7 @@ def with_attention(model: nn.Module, config: Any, attention_from: str | None, po
         )
     model, report = inject(model, config, adapter=FairseqAdapter(), fresh=True)
     report.announce()
-    model.attention_from, model.positions = attention_from, positions  # type: ignore[assignment]
+    model.attention_from, model.positions = attention_from, positions
     return model
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from .attention import Attention
 
-_PACKED = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias")
-_PACKED += ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+_PACKED = [f"{module}_{kind}" for module in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
 
 
 def _get(layer: Any) -> bool:

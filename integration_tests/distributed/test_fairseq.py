@@ -1,0 +1,70 @@
+"""fairseq-train on two processes: the same losses as one process that accumulates the same batches."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import quest_fairseq
+
+pytestmark = pytest.mark.distributed
+
+USER_DIR = str(Path(quest_fairseq.__file__).parent)
+TOOLS = Path(sys.executable).parent
+RUN = "--task language_modeling --arch quest_transformer_lm --cpu --optimizer adam --lr 0.003 --dropout 0 --seed 3 "
+RUN += "--tokens-per-sample 24 --batch-size 4 --required-batch-size-multiple 1 --num-workers 0 --max-update 6 "
+RUN += "--log-format simple --log-interval 1 --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 "
+RUN += "--decoder-attention-heads 4 --ddp-backend legacy_ddp --clip-norm 1"
+TWO = ["--distributed-backend", "gloo", "--distributed-world-size", "2"]
+
+
+def run(*commands: list[object]) -> str:
+    """Run processes side by side; the output of the first, which is rank 0."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    started = [subprocess.Popen(list(map(str, command)), **pipes) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return outputs[0]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    for split, sentences in (("train", 90), ("valid", 12)):
+        lines = (" ".join(f"w{draw.randrange(20)}" for _ in range(7)) for _ in range(sentences))
+        (folder / split).write_text("".join(f"{line}\n" for line in lines))
+    texts = ["--trainpref", folder / "train", "--validpref", folder / "valid"]
+    run([TOOLS / "fairseq-preprocess", "--only-source", *texts, "--destdir", folder / "bin", "--workers", "1"])
+    return folder / "bin"
+
+
+def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
+    given: list[object] = [data, "--user-dir", USER_DIR, "--attention", "qknorm-hs+gqa(kv_heads=2)", *RUN.split()]
+    train = [TOOLS / "fairseq-train", *given]
+    one = run([*train, "--update-freq", "2", "--save-dir", tmp_path / "one"])
+    # fairseq starts one process a GPU; without GPUs each is started by hand.
+    meet = ["--distributed-init-method", f"file://{tmp_path}/meeting", "--distributed-no-spawn", *TWO]
+    two = run(*([*train, *meet, "--distributed-rank", rank, "--save-dir", tmp_path / "two"] for rank in (0, 1)))
+    assert "training on 2 devices" in two
+    losses = [re.findall(r"num_updates=\d+|loss=[\d.]+", log) for log in (one, two)]
+    assert losses[1] == losses[0]
+    assert len(losses[0]) >= 12
+    states = [
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"] for name in ("one", "two")
+    ]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)

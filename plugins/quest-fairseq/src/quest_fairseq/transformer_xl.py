@@ -1,0 +1,120 @@
+"""quest_transformer_xl: fairseq's Transformer-XL (examples/truncated_bptt) with another score.
+
+Transformer-XL's logit of query i and key j is (q_i + u)·k_j + (q_i + w)·r_{i−j}: the relative term has a key of its
+own, the projected position r. Here both terms go through the same score, for both are keys: `standard` gives the
+host's logits, `quest` normalises k and r and has no other factor. So ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of
+row i, and neither a token nor a position can draw attention from every query by the length of its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field, make_dataclass
+from typing import Any, Optional
+
+import torch
+from fairseq.models import MODEL_REGISTRY, register_model
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig
+from quest_core.mechanisms.mechanism import mechanism
+
+from .checkpoints import Remembers, sized
+from .config import ATTENTION, ATTENTION_FROM
+
+
+class RelativeAttention(nn.Module):
+    """Answers the call of RelPartialLearnableMultiHeadAttn (transformers); made by `from_host`, never built anew."""
+
+    config: AttentionConfig
+
+    @classmethod
+    def from_host(cls, host: nn.Module, config: AttentionConfig) -> RelativeAttention:
+        """A module with the attributes, parameters and sub-modules of `host`, which stays as it was."""
+        made = cls.__new__(cls)
+        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
+        made.config = config
+        made.mechanism = mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
+        weight = made.o_net.weight
+        made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
+        return made
+
+    def __getattr__(self, name: str) -> Any:  # what the host's modules hold, they hold without types
+        return super().__getattr__(name)
+
+    def forward(
+        self,
+        w: Tensor,
+        r: Tensor,
+        attn_mask: Tensor | None = None,
+        mems: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> list[Tensor]:
+        """Attention over new tokens and memory, with the residual and the norm around it.
+
+        Args:
+            w: [N, B, E] the new tokens; mems: [M − N, B, E] hidden states of earlier ones.
+            r: [M, E] or [M, 1, E] embeddings of the distances M − 1 … 0.
+            attn_mask: [N, M] or [N, M, B or 1], nonzero = hidden.
+            head_mask: multiplies the weights [N, M, B, H].
+
+        Returns:
+            [N, B, E], and with `output_attentions` the weights [N, M, B, H].
+        """
+        tokens = w if mems is None else torch.cat([mems, w], dim=0)
+        heads = self.qkv_net(self.layer_norm(tokens) if self.pre_lnorm else tokens).chunk(3, dim=-1)
+        q, k, v = (x.unflatten(2, (self.n_head, self.d_head)).permute(1, 2, 0, 3) for x in heads)  # [B, H, M, D]
+        q = q[:, :, -w.shape[0] :]  # [B, H, N, D]
+        positions = self.r_net(r).view(len(r), self.n_head, self.d_head).transpose(0, 1)  # [H, M, D]
+
+        relative = self.mechanism.logits(q + self.r_r_bias[:, None], positions.expand(len(q), -1, -1, -1))
+        seen = None
+        if attn_mask is not None:
+            seen = (attn_mask if attn_mask.dim() == 3 else attn_mask[..., None]).permute(2, 0, 1)[:, None] == 0
+        _, weights, _ = self.mechanism.forward_with_logits(
+            q + self.r_w_bias[:, None], k, v, residual=shift(relative), attn_mask=seen
+        )
+        # Dropout draws its random numbers in the order of memory, and the host's weights lie like this.
+        weights = self.dropatt(weights.permute(2, 3, 0, 1).contiguous())  # [N, M, B, H]
+        weights = weights if head_mask is None else weights * head_mask
+        out = torch.einsum("nmbh,bhmd->nbhd", weights, v).flatten(2)
+        out = w + self.drop(self.o_net(out))
+        out = out if self.pre_lnorm else self.layer_norm(out)
+        return [out, weights] if output_attentions else [out]
+
+
+def shift(logits: Tensor) -> Tensor:
+    """From distances to keys: column c of row i, distance M − 1 − c, moves to key c − (N − 1 − i).
+
+    [B, H, N, M] -> the same shape; what comes from no distance stands in the future, which is masked.
+    """
+    b, h, n, m = logits.shape
+    padded = nn.functional.pad(logits, (1, 0))  # [B, H, N, 1 + M]
+    return padded.reshape(b, h, m + 1, n)[:, :, 1:].reshape(b, h, n, m)
+
+
+def install() -> None:
+    """Register quest_transformer_xl and the task truncated_bptt_lm. Idempotent; fairseq brings both as an example."""
+    if "quest_transformer_xl" in MODEL_REGISTRY:
+        return
+    from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig, TransformerXLLanguageModel
+
+    # fairseq reads types as objects, which the annotations of this file are not.
+    options = [
+        ("attention", Any, field(default="quest", metadata={"help": ATTENTION})),
+        ("attention_from", Optional[str], field(default=None, metadata={"help": ATTENTION_FROM})),  # noqa: UP045
+    ]
+    dataclass = make_dataclass("QuestTransformerXLConfig", options, bases=(TransformerXLConfig,))
+
+    class QuestTransformerXLLanguageModel(Remembers, TransformerXLLanguageModel):  # type: ignore[misc, valid-type]
+        """See fairseq's examples/truncated_bptt."""
+
+        @classmethod
+        def build_model(cls, cfg: Any, task: Any) -> Any:
+            """See fairseq's; raises ConfigError or UnsupportedError for an attention that cannot be had."""
+            from .models import with_attention
+
+            config = sized(cfg.attention, cfg.max_target_positions)
+            return with_attention(super().build_model(cfg, task), config, cfg.attention_from, cfg.max_target_positions)
+
+    register_model("quest_transformer_xl", dataclass=dataclass)(QuestTransformerXLLanguageModel)

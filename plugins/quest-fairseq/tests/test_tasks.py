@@ -1,0 +1,106 @@
+"""The language-modelling suites: text, byte pairs, the attack, and a shortened cell of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quest_core.benchmarks import Cell
+from quest_core.errors import ConfigError
+from quest_fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
+from quest_fairseq.info import INFO
+from quest_fairseq.tasks import RATES, run_pydocs, run_wikitext103
+
+SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
+
+
+def cell(suite: str, task: str, workdir: Path, data: Path | None = None, attention: str = "quest") -> Cell:
+    options = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
+    return Cell(suite, task, attention, 3, True, data, options, workdir)
+
+
+def test_documentation_is_split_without_overlap() -> None:
+    train, valid, test = pydocs()
+    assert not set(train) & set(valid)
+    assert not set(train) & set(test)
+    assert len(" ".join(train)) > 200_000
+    assert min(len(valid), len(test)) > 100
+
+
+def test_the_attack_swaps_a_share_of_the_words() -> None:
+    lines = [f"word{i} , other{i} . 7" for i in range(200)]
+    for rate in (0.015, 0.05):
+        attacked = swap_words(lines, rate)
+        assert attacked == swap_words(lines, rate)
+        assert attacked != swap_words(lines, rate, seed=1)
+        changed = [
+            (old, new)
+            for before, after in zip(lines, attacked, strict=True)
+            for old, new in zip(before.split(), after.split(), strict=True)
+            if old != new
+        ]
+        assert len(changed) == round(rate * 600)  # three words a line; marks are none
+        assert {new for _, new in changed} == {SWAPPED}
+        assert not {old for old, _ in changed} & {",", "."}
+
+
+def test_byte_pairs_are_learned_by_frequency_and_lose_nothing() -> None:
+    assert "@@" not in BytePairs(["low low low lower"], 6).encode("low")
+    train, _, test = pydocs()
+    pairs = BytePairs(train[:300], 100)
+    encoded = [pairs.encode(line) for line in test]
+    assert [line.replace("@@ ", "") for line in encoded] == test
+    assert pairs.merges == BytePairs(train[:300], 100).merges
+
+
+def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
+    """Sennrich's definition, counting all pairs anew each time."""
+    words = [list(word) for line in lines for word in line.split()]
+    made = []
+    while len(made) < merges:
+        counts = Counter(pair for word in words for pair in itertools.pairwise(word))
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        made.append(best)
+        for word in words:
+            i = 0
+            while i < len(word) - 1:
+                if (word[i], word[i + 1]) == best:
+                    word[i : i + 2] = ["".join(best)]
+                i += 1
+    return made
+
+
+def test_byte_pairs_are_those_of_the_definition() -> None:
+    lines = [*pydocs()[0][:40], "aaaa aaa ababab"]
+    assert BytePairs(lines, 60).merges == slow_merges(lines, 60)
+
+
+def test_a_cell_of_the_documentation(tmp_path: Path) -> None:
+    heard: list[float] = []
+    result = run_pydocs(cell("lm/pydocs", "topics", tmp_path), lambda fraction, text: heard.append(fraction))
+    metrics = {entry["metric"] for entry in SUITES["lm/pydocs"]["also"]} | {SUITES["lm/pydocs"]["metric"]}
+    assert metrics <= result.metrics.keys()
+    assert set(RATES) < metrics
+    assert all(value > 1 for name, value in result.metrics.items() if "perplexity" in name)
+    assert len(result.series["train_loss"]) == 4
+    assert result.details["updates"] == 4
+    assert heard == sorted(heard)
+
+
+def test_a_cell_of_wikitext(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        lines = pydocs()[0][:60] if split == "train" else pydocs()[1][:8]
+        (tmp_path / f"wiki.{split}.tokens").write_text("".join(f" {line} \n" for line in lines))
+    work = tmp_path / "work"
+    work.mkdir()
+    given = cell("lm/wikitext103", "small", work, tmp_path, "gqa(kv_heads=2)")
+    result = run_wikitext103(given, lambda fraction, text: None)
+    assert result.details["window"] == {"tokens": 256, "context": 255}
+    assert result.metrics["perplexity"] > 1
+    with pytest.raises(ConfigError, match="give the folder with wiki.train.tokens"):
+        run_wikitext103(cell("lm/wikitext103", "small", work), lambda fraction, text: None)
+    with pytest.raises(ConfigError, match=r"has no wiki.train.tokens, .*unpack"):
+        run_wikitext103(cell("lm/wikitext103", "small", work, work), lambda fraction, text: None)
