@@ -87,6 +87,8 @@ def tool(folder: Path) -> Callable[..., None]:
     """tool("train.py", ...) runs the tool as a command would, in this process, from the folder of the scenes."""
 
     def run(name: str, *arguments: str) -> None:
+        for kind in (MMLogger, MessageHub, SegLocalVisualizer):  # kept by name for the life of a process
+            kind._instance_dict.clear()
         before = sys.argv, os.getcwd()
         sys.argv = [name, *arguments]
         os.chdir(folder)
@@ -97,8 +99,6 @@ def tool(folder: Path) -> Callable[..., None]:
         finally:
             sys.argv = before[0]
             os.chdir(before[1])
-            for kind in (MMLogger, MessageHub, SegLocalVisualizer):  # kept by name for the life of a process
-                kind._instance_dict.clear()
 
     return run
 

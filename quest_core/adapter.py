@@ -7,10 +7,11 @@ replacement, the report, checkpoints) lives in :mod:`quest_core.inject`, so an a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .config import DEFAULTS, AttentionConfig
@@ -77,6 +78,10 @@ class Adapter(ABC):
     """The host's name, as in ``quest-<name>``."""
     capabilities: ClassVar[Capabilities]
     """What the host's easiest site offers and asks; single sites may offer less and ask more."""
+    query_projections: ClassVar[Mapping[str, int]] = {}
+    """The linear layers that make queries, head by head, by their name in what `replace` returns; the first that a
+    module has counts. With it, how many equal parts the layer's outputs are, the queries first: 1 for `q_proj`, 3 for
+    `qkv`. It lets `quest_core.calibrate` work, and the conformance suite test it."""
 
     @abstractmethod
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -106,21 +111,43 @@ class Adapter(ABC):
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
 
+        Override it for queries that `query_projections` cannot describe.
+
         Args:
             module: as `replace` made it.
             factor: [H], float64 on the CPU.
 
         Raises:
-            UnsupportedError: this adapter does not say how, or the module's queries are not linear in its projection.
+            UnsupportedError: the module has none of `query_projections`, or its weight is made from others.
         """
-        raise UnsupportedError(
-            f"the adapter '{self.name}' does not implement scale_queries, so {type(module).__name__} cannot be "
-            "calibrated; use quest_core.inject and fine-tune without calibration"
-        )
+        layers: dict[str, Any] = {name: getattr(module, name, None) for name in self.query_projections}
+        name = next((name for name, layer in layers.items() if isinstance(layer, nn.Linear)), None)
+        if name is None:
+            raise UnsupportedError(
+                f"the adapter '{self.name}' does not say which layer of {type(module).__name__} makes the queries "
+                "(query_projections), so it cannot be calibrated; use quest_core.inject and fine-tune without "
+                "calibration"
+            )
+        layer = layers[name]
+        if nn.utils.parametrize.is_parametrized(layer):
+            raise UnsupportedError(
+                f"the weights of '{name}' are parametrised (weight_norm, pruning, ...), so the queries cannot be "
+                "scaled; calibrate first, or remove the parametrisation"
+            )
+        for parameter in (layer.weight, layer.bias):
+            if parameter is not None:
+                scale_heads(parameter[: len(parameter) // self.query_projections[name]], factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Why this host cannot honour `config` at `site`, or None. Override for what capabilities cannot say."""
         return refusal(config, site.capabilities)
+
+
+@torch.no_grad()
+def scale_heads(rows: Tensor, factor: Tensor) -> None:
+    """Multiply the rows of each head in place: rows [H·D, ...], head by head, factor [H]."""
+    heads = rows.unflatten(0, (len(factor), -1)).movedim(0, -1)  # [D, ..., H]
+    heads.copy_(heads * factor.to(rows.device, torch.promote_types(rows.dtype, torch.float32)))
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:

@@ -137,7 +137,7 @@ def _doctor(_: argparse.Namespace) -> int:
     well = True
     for record in records:
         status, detail, fix = _diagnose(record)
-        host = f" with {record.info['host']} {record.host_version}" if record.host_version and status == "ok" else ""
+        host = f" with {record.host_name} {record.host_version}" if record.host_version and status == "ok" else ""
         print(
             f"  {record.name:<12} {record.distribution} {record.version}: {status}{host}"
             + (f" - {detail}" if detail else "")

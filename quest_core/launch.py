@@ -124,7 +124,12 @@ def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ)
     return {
         **base,
         "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]),
-        PAIRS: ",".join(f"{record.name}={record.info['module']}" for record in records),
+        PAIRS: ",".join(
+            f"{record.name}={record.info[key]}"
+            for record in records
+            for key in ("module", "checkout")
+            if key in record.info
+        ),
     }
 
 

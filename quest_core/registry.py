@@ -68,7 +68,8 @@ class Record:
         detail: what was found, in words; empty when ok.
         fix: the command that fixes it; empty when ok.
         info: the plugin's INFO mapping.
-        host_version: the installed host's version, if it is installed.
+        host_name: the distribution that is the host here; of several, the first that fits.
+        host_version: its version, if it is installed.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Record:
     info: Mapping[str, Any] = field(default_factory=dict)
     host_version: str | None = None
     supported: str = ""
+    host_name: str = ""
 
 
 def discover() -> list[Record]:
@@ -130,10 +132,10 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             f"pip install --upgrade quest-core {distribution}",
             info,
         )
-    wanted = host_requirements(entry.dist)
+    wanted = host_requirements(entry.dist, str(info.get("host", name)))
     supported = " or ".join(f"{r.name}{r.specifier}" for r in wanted)
     installed = [(r, _installed(r.name)) for r in wanted]
-    fitting = [v for r, v in installed if v is not None and r.accepts(v)]
+    fitting = [(r.name, v) for r, v in installed if v is not None and r.accepts(v)]
     present = [f"{r.name} {v}" for r, v in installed if v is not None]
     module = info.get("module")
     host_version = next((v for _, v in installed if v is not None), None)
@@ -163,7 +165,8 @@ def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
             str(info.get("install", f"put {module} on PYTHONPATH")),
             info,
         )
-    return Record(name, distribution, version, "ok", "", "", info, fitting[0] if fitting else None, supported)
+    host_name, host_version = fitting[0] if fitting else ("", None)
+    return Record(name, distribution, version, "ok", "", "", info, host_version, supported, host_name)
 
 
 def load_info(value: str) -> Mapping[str, Any]:
@@ -249,18 +252,26 @@ class Requirement:
         return all(_compare(version, clause) for clause in filter(None, self.specifier.split(",")))
 
 
-def host_requirements(dist: importlib.metadata.Distribution | None) -> list[Requirement]:
+def host_requirements(dist: importlib.metadata.Distribution | None, host: str) -> list[Requirement]:
     """What a plugin's extras named `host` or `host-...` require: the one place that says which versions it supports.
 
-    The first requirement of each extra is the host itself; what follows are its companions.
+    Of each extra, the requirement named like the host or after it (a fork, "ve-fairseq") is the host itself; what
+    stands beside it are companions. Where none is, it is the first, and build tools may have sorted them.
     """
-    first: dict[str, Requirement] = {}
+    chosen: dict[str, Requirement] = {}
     for text in (dist.requires if dist else None) or []:
         extra = re.search(r"extra\s*==\s*['\"](host[\w-]*)['\"]", text)
         head = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)", text)
-        if extra and head and extra[1] not in first:
-            first[extra[1]] = Requirement(head[1], head[2].replace(" ", ""))
-    return list(first.values())
+        if extra and head:
+            requirement = Requirement(head[1], head[2].replace(" ", ""))
+            named = _normal(host) in _normal(requirement.name)
+            if extra[1] not in chosen or (named and _normal(host) not in _normal(chosen[extra[1]].name)):
+                chosen[extra[1]] = requirement
+    return list(chosen.values())
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .adapter import Adapter, Capabilities, Site
+from .adapter import Adapter, Capabilities, Site, scale_heads
 from .config import AttentionConfig, AttentionSpec
 from .convert import Pool, keep_heads, pool_heads
 from .errors import InputError
@@ -111,7 +111,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     @property
     def _smaller(self) -> bool:
         """Whether keys or values are projected to less than in torch.nn.MultiheadAttention."""
-        return self.kv_heads != self.num_heads or self.key_dim != self.head_dim
+        return (self.kv_heads, self.key_dim) != (self.num_heads, self.head_dim)
 
     def _shrink(self, pool: Pool) -> None:
         """Reduce the key and value rows of every projection to `kv_heads` heads, and keys to `key_dim` features."""
@@ -366,15 +366,12 @@ class TorchAdapter(Adapter):
         assert isinstance(site.module, nn.MultiheadAttention)
         return MultiheadAttention.from_torch(site.module, config, fresh=site.fresh)
 
-    @torch.no_grad()
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         packed = module.in_proj_weight is not None
         for parameter in (module.in_proj_weight if packed else module.q_proj_weight, module.in_proj_bias):
             if parameter is not None:
-                rows = parameter[: module.embed_dim]  # the queries' come first: [H·D, E] or [H·D]
-                heads = rows.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
-                heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
+                scale_heads(parameter[: module.embed_dim], factor)  # the queries' rows come first
 
     def install(self) -> None:
         """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_batches_are_run_as_told_and_outputs_may_be_nested() -> None:
 
 
 class Deaf(TorchAdapter):
-    """An adapter from before scale_queries."""
+    """An adapter that does not say where its queries come from."""
 
     name = "deaf"
     scale_queries = quest_core.Adapter.scale_queries
@@ -186,7 +186,12 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "an unused layer": (Unused, {}, InputError, "'unused.layers.0.self_attn' saw no key"),
     "nan": (model, {"batches": [X[0] + math.nan]}, InputError, "none with a finite norm"),
     "shared weights": (shared, {}, UnsupportedError, "'layers.0.self_attn' and 'layers.1.self_attn' share"),
-    "an adapter that cannot": (model, {"adapter": Deaf()}, UnsupportedError, "'deaf' does not implement scale_queries"),
+    "an adapter that cannot": (
+        model,
+        {"adapter": Deaf()},
+        UnsupportedError,
+        "'deaf' does not say which layer of MultiheadAttention makes the queries",
+    ),
     "a model that fails": (model, {"batches": [torch.zeros(2, 5, E + 1)]}, Exception, "."),
 }
 
@@ -211,3 +216,41 @@ def test_half_precision_projections_are_scaled_in_full() -> None:
     wanted = (before[:E].float().unflatten(0, (H, D)) * factor.float()[:, None, None]).flatten(0, 1).bfloat16()
     assert torch.equal(module.in_proj_weight[:E], wanted)
     assert torch.equal(module.in_proj_weight[E:], before[E:])
+
+
+class _Projected(nn.Module):
+    """The projections of two hosts: one layer of queries, or one of all three."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+
+class _Declares(TorchAdapter):
+    name = "declares"
+    query_projections: ClassVar[dict[str, int]] = {"to_q": 1, "qkv": 3}
+    scale_queries = quest_core.Adapter.scale_queries
+
+
+@pytest.mark.parametrize("name", ["to_q", "qkv"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_adapter_says_where_the_queries_are_and_core_scales_them(name: str, bias: bool) -> None:
+    parts = _Declares.query_projections[name]
+    layer = nn.Linear(E, parts * E, bias)
+    before = copy.deepcopy(layer)
+    factor = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+    _Declares().scale_queries(_Projected(**{name: layer, "other": nn.Linear(E, E)}), factor)
+    x = torch.randn(4, E)
+    want = before(x).unflatten(1, (parts, H, D))
+    want[:, 0] *= factor.float()[:, None]
+    torch.testing.assert_close(layer(x), want.flatten(1))
+
+
+def test_queries_that_cannot_be_scaled_are_named() -> None:
+    factor = torch.ones(H, dtype=torch.float64)
+    with pytest.raises(UnsupportedError, match="does not say which layer of _Projected makes the queries"):
+        _Declares().scale_queries(_Projected(query=nn.Linear(E, E)), factor)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(E, E))
+    with pytest.raises(UnsupportedError, match="the weights of 'to_q' are parametrised"):
+        _Declares().scale_queries(_Projected(to_q=normed), factor)

@@ -95,6 +95,37 @@ def test_layers_of_other_shapes_start_anew() -> None:
     torch.testing.assert_close(second(q, k, v), quest_core.attention(q, k, v, "standard"))
 
 
+def test_tokens_in_another_order_are_compared_with_themselves() -> None:
+    """A host may sort its tokens anew in every layer, cut them into rows, and let a row borrow from another."""
+    torch.manual_seed(0)
+    first, second = pair("elliptical")
+    q, k, before = tensors(1, 4, 4, 6)  # [1, H, 6, D]
+    own = tensors(1, 4, 4, 6)[2]
+    take = torch.tensor([[4, 0, 2, 5], [3, 1, 5, 2]])  # two rows of four tokens; 5 and 2 are borrowed
+    give = torch.tensor([1, 5, 2, 4, 0, 3])  # the place from which each token is read
+
+    def rows(x: Tensor) -> Tensor:
+        return x[0][:, take].transpose(0, 1)  # [2, H, 4, D]
+
+    first(q, k, before)
+    expected_before = rows(before)
+    with second.score.arranged(  # type: ignore[operator]
+        to_tokens=lambda v: v.transpose(1, 2).flatten(0, 1)[give].transpose(0, 1)[None],
+        from_tokens=rows,
+    ):
+        got = second(rows(q), rows(k), rows(own))
+    torch.testing.assert_close(got, formula("elliptical", rows(q), rows(k), rows(own), expected_before, None, False))
+    # What the second layer hands on lies token by token again.
+    (kept,) = second.score._values.values()  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(kept, own)
+
+
+def test_stages_end_where_a_mapping_of_stacks_says() -> None:
+    layers = nn.ModuleList([quest_core.mechanism("elliptical", num_heads=4, head_dim=6) for _ in range(4)])
+    quest_core.chain(layers, {"0": "a", "1": "a", "2": "b", "3": "b"})
+    assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]  # type: ignore
+
+
 def test_an_unlinked_layer_refuses_to_run() -> None:
     lonely = quest_core.mechanism("elliptical", num_heads=4, head_dim=6)
     with pytest.raises(quest_core.UnsupportedError, match=r"quest_core.inject, or call quest_core.chain\(model\)"):

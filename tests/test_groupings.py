@@ -226,3 +226,14 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     want = made(q, k, v)
     torch.manual_seed(0)
     torch.testing.assert_close(compiled(q, k, v), want)
+
+
+def test_starting_values_are_those_of_the_specification() -> None:
+    dgqa = quest_core.AttentionConfig.parse("dgqa(kv_heads=2)")
+    assert {key: dgqa.option(key) for key in ("window", "evolution", "alpha")} == {
+        "window": 300,
+        "evolution": "ema",
+        "alpha": 0.9,
+    }
+    assert quest_core.AttentionConfig.parse("kdgqa(kv_heads=2)").option("min_queries") == 0
+    assert quest_core.AttentionConfig.parse("pgqa(kv_heads=2)").option("noise_in_eval") is True

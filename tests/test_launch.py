@@ -214,6 +214,11 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun" in shown
 
 
+def test_a_checkout_is_waited_for_beside_the_package() -> None:
+    record = Record("p", "quest-p", "1.0", "ok", info={"module": "from_the_index", "checkout": "lying_here"})
+    assert launch.environment([record], {})[launch.PAIRS] == "p=from_the_index,p=lying_here"
+
+
 def test_environments_do_not_pile_up() -> None:
     once = launch.environment([], {"PYTHONPATH": "/somewhere"})
     assert launch.environment([], once) == once

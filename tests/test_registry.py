@@ -125,12 +125,28 @@ def test_one_of_several_hosts_is_enough(install: Install) -> None:
         "two", requires=('no-such-host>=2; extra == "host"', 'torch>=2; extra == "host-fork"', 'x; extra == "test"')
     )
     assert record("two").status == "ok"
+    assert record("two").host_name == "torch"
 
 
 def test_a_host_outside_the_package_index_is_found_by_its_module(install: Install) -> None:
     install("far", info="INFO = {'name': 'far', 'module': 'no_such_module', 'api': (1, 0), 'install': 'git clone it'}")
     assert record("far").status == "unsupported"
     assert record("far").fix == "git clone it"
+
+
+def test_a_checkout_is_a_host_beside_a_package(install: Install, tmp_path: Path) -> None:
+    info = "INFO = {'name': 'p', 'host': 'P', 'module': 'no_such_host', 'checkout': 'lying_here', 'api': (1, 0)}"
+    install("p", info=info, init="", requires=("no-such-host>=1; extra == 'host'",))
+    assert record("p").status == "unsupported"
+    (tmp_path / "lying_here.py").touch()
+    importlib.invalidate_caches()
+    assert record("p").status == "ok"
+    assert "p" not in [adapter.name for adapter in registry.running_adapters()]
+    importlib.import_module("lying_here")
+    try:
+        assert "p" in [adapter.name for adapter in registry.running_adapters()]
+    finally:
+        del sys.modules["lying_here"]
 
 
 @pytest.mark.parametrize("api", [(2, 0), (1, 99), (0, 9)])
@@ -247,3 +263,11 @@ def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.Capt
     assert capsys.readouterr().out == "a --flag\n"
     assert cli.main(["moan"]) == 2
     assert "the command 'moan' of quest-shout fails to import" in capsys.readouterr().err
+
+
+def test_the_host_is_found_among_its_companions(install: Install) -> None:
+    """Build tools sort the requirements of an extra, so the host is the one that is called like it."""
+    info = "INFO = {'name': 'kept', 'host': 'PyTest', 'module': 'json', 'api': (1, 0)}"
+    install("kept", info=info, requires=('a-companion>=9; extra == "host"', 'pytest>=1; extra == "host"'))
+    found = record("kept")
+    assert (found.status, found.supported, found.host_version) == ("ok", "pytest>=1", pytest.__version__)

@@ -60,11 +60,10 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     x = data(0)[0].requires_grad_()
     out = model(x)
     out.square().sum().backward()
-    gradients = {
-        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()
-    }
     assert x.grad is not None
-    return out.detach(), x.grad, gradients
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"out": out.detach(), "gradient of x": x.grad, **gradients}
 
 
 def divided(rank: int, attention: str) -> dict[str, Tensor]:

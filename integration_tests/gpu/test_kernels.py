@@ -14,11 +14,6 @@ from quest_core.mechanisms import reference
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    # Triton decides whether to interpret when it is first imported: here, before any test runs.
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        from quest_core.kernels import short_triton, unit_triton  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

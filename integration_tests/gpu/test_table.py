@@ -75,7 +75,7 @@ def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_back_end_at_all_is_an_error() -> None:
     with pytest.raises(SystemExit, match="no back-end of scaled_dot_product_attention runs N = 8 on cpu"):
-        table.measure((8,), device="cpu", dtype=torch.float32, heads=4, groups=1, dim=8, rounds=2, budget=0.0)
+        table.measure((8,), device="cpu", dtype=torch.float32, heads=4, groups=1, dim=8, tokens_a_call=8, budget=0.0)
 
 
 def test_what_fails_or_is_slow_is_left_out_by_name() -> None:

@@ -48,6 +48,7 @@ class AdapterConformance(ABC):
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
+            (_says_queries(cls.adapter), "test_queries_can_be_scaled"),
             (cls.autocasts, "test_autocast"),
             (cls.compiles, "test_compiles"),
             (bool(cls.refused), "test_what_the_host_cannot_honour_is_refused_by_name"),
@@ -300,6 +301,27 @@ class AdapterConformance(ABC):
         self.assert_close(self.run(twin, self.inputs()), want)
         assert getattr(twin, REPORT) == getattr(model, REPORT)
 
+    # --- conversion ------------------------------------------------------------------------------------------------
+
+    def test_queries_can_be_scaled(self) -> None:
+        """Each head's queries grow by its own factor, and nothing else of the module changes."""
+        for index in range(self.sites):
+            model = self.injected("standard").eval()
+            site = list(self.adapter.sites(model))[index]
+            (mechanism,) = (m for m in site.module.modules() if isinstance(m, Mechanism))
+            factor = torch.linspace(0.5, 2, site.num_heads, dtype=torch.float64)
+            found: list[Any] = []
+            for _ in range(2):
+                # The first call alone: where a host runs a module again, the second one sees what the first changed.
+                with quest_core.Monitor(mechanism, every=10**6, logits=False) as monitor:
+                    self.run(model, self.inputs())
+                    found += monitor.collect().values()
+                self.adapter.scale_queries(site.module, factor)
+            before, after = found
+            wanted = [norm * c for norm, c in zip(before["query_norm_mean"], factor.tolist(), strict=True)]
+            assert after["query_norm_mean"] == pytest.approx(wanted, rel=1e-4)
+            assert after["key_norm_mean"] == pytest.approx(before["key_norm_mean"], rel=1e-4)
+
     # --- types and compilers ---------------------------------------------------------------------------------------
 
     def test_autocast(self) -> None:
@@ -339,6 +361,11 @@ class AdapterConformance(ABC):
                 config = quest_core.AttentionConfig.parse(attention)
                 if self.adapter.refusal(site, config) is None:
                     assert refusal(config, self.adapter.capabilities) is None
+
+
+def _says_queries(adapter: Adapter) -> bool:
+    """Whether the adapter can be used by `quest_core.calibrate`."""
+    return bool(adapter.query_projections) or type(adapter).scale_queries is not Adapter.scale_queries
 
 
 class _ReferenceScore(Score):

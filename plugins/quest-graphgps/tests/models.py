@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -95,3 +97,46 @@ class GymModel(nn.Module):
 def gym_inputs(sizes: Sequence[int] = SIZES):
     batch = Batch.from_data_list([graph(n, None) for n in sizes])
     return batch.x, batch
+
+
+SPLITS = (("train", 24), ("val", 8), ("test", 8))
+
+
+def write_zinc(folder: Path) -> None:
+    """Random trees in the layout of ZINC's download, where PyTorch Geometric's ZINC and GraphGPS look for it."""
+    raw = folder / "ZINC" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for split, graphs in SPLITS:
+        molecules = []
+        for _ in range(graphs):
+            n = int(torch.randint(10, 30, (1,), generator=generator))
+            bonds = torch.zeros(n, n, dtype=torch.long)
+            for i in range(1, n):
+                j = int(torch.randint(i, (1,), generator=generator))
+                bonds[i, j] = bonds[j, i] = int(torch.randint(1, 4, (1,), generator=generator))
+            types = torch.randint(28, (n,), generator=generator)
+            target = torch.randn(1, generator=generator)
+            molecules.append({"atom_type": types, "bond_type": bonds, "logP_SA_cycle_normalized": target})
+        (raw / f"{split}.pickle").write_bytes(pickle.dumps(molecules))
+        (raw / f"{split}.index").write_text(",".join(map(str, range(graphs))) + "\n")
+
+
+def write_lrgb(folder: Path, name: str) -> None:
+    """Rings in the layout of a download of the long-range graph benchmark, as PyTorch Geometric's LRGBDataset reads."""
+    raw = folder / "LRGB" / name.lower() / "raw"
+    raw.mkdir(parents=True)
+    torch.manual_seed(0)
+    for split, graphs in SPLITS:
+        rows = []
+        for _ in range(graphs):
+            edges = graph(12).edge_index
+            if name.endswith("SP"):
+                rows.append((torch.randn(12, 14), torch.randn(edges.shape[1], 2), edges, torch.arange(12) % 3))
+            else:
+                y = torch.randint(2, (1, 10)).float() if name.endswith("func") else torch.randn(1, 11)
+                rows.append((torch.zeros(12, 9).long(), torch.zeros(edges.shape[1], 3).long(), edges, y))
+        if name.endswith("SP"):
+            (raw / f"{split}.pickle").write_bytes(pickle.dumps(rows))
+        else:
+            torch.save(rows, raw / f"{split}.pt")

@@ -5,9 +5,9 @@ Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the genera
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import write_zinc
 
 from quest_graphgps.data import cluster_graphs, pattern_graphs, write_raw
 
@@ -22,9 +23,9 @@ ROOT = Path(os.environ["QUEST_GRAPHGPS_ROOT"]).resolve()
 pytestmark = pytest.mark.slow
 
 QUICK = (
-    "wandb.use False accelerator cpu num_threads 1 optim.num_warmup_epochs 0 optim.max_epoch 1 train.batch_size 8 "
-    "train.ckpt_period 1 train.enable_ckpt True"
-).split()
+    *("wandb.use", "False", "accelerator", "cpu", "num_threads", "1", "train.batch_size", "8"),
+    *("optim.num_warmup_epochs", "0", "optim.max_epoch", "1", "train.enable_ckpt", "True", "train.ckpt_period", "1"),
+)
 PATTERN, ZINC = "configs/GPS/pattern-GPS.yaml", "configs/GPS/zinc-GPS+RWSE.yaml"
 SHALLOW = ("gt.layers", "2")
 
@@ -35,22 +36,7 @@ def datasets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("datasets")
     write_raw(folder, "PATTERN", pattern_graphs((16, 8, 8), seed=0))
     write_raw(folder, "CLUSTER", cluster_graphs((8, 4, 4), seed=0))
-    raw = folder / "ZINC" / "raw"
-    raw.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    for split, graphs in (("train", 24), ("val", 8), ("test", 8)):
-        molecules = []
-        for _ in range(graphs):
-            n = int(torch.randint(10, 30, (1,), generator=generator))
-            bonds = torch.zeros(n, n, dtype=torch.long)
-            for i in range(1, n):  # a random tree
-                j = int(torch.randint(i, (1,), generator=generator))
-                bonds[i, j] = bonds[j, i] = int(torch.randint(1, 4, (1,), generator=generator))
-            types = torch.randint(28, (n,), generator=generator)
-            target = torch.randn(1, generator=generator)
-            molecules.append({"atom_type": types, "bond_type": bonds, "logP_SA_cycle_normalized": target})
-        (raw / f"{split}.pickle").write_bytes(pickle.dumps(molecules))
-        (raw / f"{split}.index").write_text(",".join(map(str, range(graphs))) + "\n")
+    write_zinc(folder)
     return folder
 
 
@@ -186,7 +172,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
     state = (
         "import sys, torch\n"
         "sys.argv = ['main.py']\n"
-        "{imports}\n"
+        "IMPORTS\n"
         "from torch_geometric.graphgym.config import cfg, set_cfg\n"
         "from torch_geometric.graphgym.model_builder import create_model\n"
         "from torch_geometric.data import Batch\n"
@@ -204,14 +190,12 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
     results = []
     for imports in ("import graphgps, quest_graphgps", "import quest_graphgps.gps"):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", state.format(imports=imports)],
+            [sys.executable, "-W", "ignore", "-c", state.replace("IMPORTS", imports)],
             cwd=ROOT,
             capture_output=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr.decode()[-3000:]
-        import io
-
         results.append(torch.load(io.BytesIO(done.stdout), weights_only=False))
     (theirs, shapes), (ours, own) = results
     assert own == shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -227,3 +228,70 @@ def test_standard_trains_like_stock_in_graphgym_to_the_printed_digits() -> None:
             run.append(loss.item())
         runs.append(run)
     assert runs[0] == runs[1]
+
+
+EXAMPLE = MAIN.with_name("pattern.yaml")
+
+
+def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
+    python("-m", "quest_graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
+    told = {}
+    for name, opts in {
+        "quest": (),
+        "standard": ("gt.attention", "standard"),
+        "stock": ("gt.attention", "None"),
+    }.items():
+        text = python("-W", "ignore", str(MAIN), "--cfg", str(EXAMPLE), "optim.max_epoch", "2", *opts, cwd=tmp_path)
+        told[name] = [re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")]
+        assert (f"quest: attention={name} in 2 modules" in text) == (name != "stock")
+    assert len(told["stock"]) == 2
+    assert told["standard"] == told["stock"] != told["quest"]
+
+
+OWN = """
+import torch
+from pytorch_lightning import LightningDataModule, Trainer
+from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.graphgym import register
+from torch_geometric.graphgym.config import cfg, set_cfg
+from torch_geometric.graphgym.model_builder import create_model
+from torch_geometric.loader import DataLoader
+from torch_geometric.nn import GPSConv
+
+@register.register_network("own")
+class Own(nn.Module):
+    def __init__(self, dim_in, dim_out):
+        super().__init__()
+        self.conv = GPSConv(dim_in, None, heads=2, norm=None)
+        self.head = nn.Linear(dim_in, 1)
+    def forward(self, batch):
+        return self.head(self.conv(batch.x, batch.edge_index, batch.batch)), batch.y
+
+if __name__ == "__main__":
+    set_cfg(cfg)
+    cfg.model.type, cfg.accelerator, cfg.gnn.attention = "own", "cpu", "quest"
+    torch.manual_seed(0)
+    model = create_model(dim_in=8, dim_out=1)
+    graphs = [Data(x=torch.randn(n, 8), edge_index=torch.zeros(2, 0).long(), y=torch.rand(n)) for n in range(3, 11)]
+    trainer = Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(model, DataLoader(graphs, batch_size=2))
+    weight = model.model.conv.attn.in_proj_weight.sum().item()
+    print(f"rank {trainer.global_rank} of {trainer.world_size}: {model.model.attention_report.attention} {weight:.9f}")
+"""
+
+
+@pytest.mark.distributed
+def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) -> None:
+    """Lightning runs the script again for every further process; nothing in the script speaks of the plugin."""
+    (tmp_path / "own.py").write_text(OWN)
+    text = python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path)
+    told = sorted(line for line in text.splitlines() if line.startswith("rank"))
+    assert [line.split(":")[0] for line in told] == ["rank 0 of 2", "rank 1 of 2"]
+    assert len({line.split(": ")[1] for line in told}) == 1
+    assert ": quest " in told[0]
+
+
+def test_the_launcher_teaches(python, tmp_path) -> None:
+    assert "gt.layer_type GINE+Quest" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)

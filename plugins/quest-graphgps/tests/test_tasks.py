@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from models import write_lrgb, write_zinc
 
 from quest_core.benchmarks import Cell
 from quest_core.config import Option
@@ -42,7 +43,7 @@ def test_a_cell_of_molecules_is_reproducible_and_says_what_it_did(tmp_path) -> N
     assert again.metrics["mae"] == one.metrics["mae"]
     assert math.isfinite(one.metrics["mae"])
     assert one.details["injected"].startswith("attention=quest in 2 modules")
-    assert one.details["graphs"] == [48, 16, 16]
+    assert one.details["graphs"] == list(tasks.SMOKE_GRAPHS)
     assert tasks.run_graph(cell(tmp_path, "graph/molecules", "standard"), lambda *_: None).series != one.series
 
 
@@ -59,6 +60,18 @@ def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (3, 2, 2))
     result = tasks.run_graph(cell(tmp_path, "graph/pattern", data=tmp_path), lambda *_: None)
     assert result.details["graphs"] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("suite", ["graph/zinc", "graph/superpixels", "graph/peptides-func", "graph/peptides-struct"])
+def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, monkeypatch) -> None:
+    monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (8, 4, 4))
+    if suite == "graph/zinc":
+        write_zinc(tmp_path)
+    else:
+        write_lrgb(tmp_path, SUITES[suite]["tasks"][0])
+    result = tasks.run_graph(cell(tmp_path, suite, data=tmp_path), lambda *_: None)
+    assert result.details["graphs"] == [8, 4, 4]
+    assert math.isfinite(result.metrics[SUITES[suite]["metric"]])
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ENVIRONMENT = Path(__file__).parents[1] / "environment"
 try:
@@ -60,23 +56,3 @@ def segmenter(**options: Any) -> ConfigDict:
         "test_cfg": {"mode": "whole"},
     }
     return ConfigDict({**config, **options})
-
-
-@pytest.fixture
-def fresh_python():
-    """Run a script in a new interpreter and return what it printed; its failure is the test's."""
-
-    def run(arguments: list[str], cwd: Path, **variables: str) -> str:
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ENVIRONMENT)]))
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        return done.stdout + done.stderr
-
-    return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import re
 import runpy
 import sys
@@ -116,7 +117,7 @@ def test_misspelling_is_told_before_anything_is_built():
     [
         (["model.attention=standard"], "standard"),
         (["model.attention=quest+gqa(kv_heads=2)"], "quest+gqa(kv_heads=2)"),
-        # mmengine cannot read a comma inside of brackets, so two options are two keys; _delete_ because the config has a name.
+        # mmengine cannot read a comma inside of brackets: two options are two keys, and _delete_ drops the name.
         (
             ["model.attention._delete_=true", "model.attention.name=aft-conv", "model.attention.window=3",
              "model.attention.query=false"],
@@ -394,8 +395,8 @@ def test_autocast():
 HEADS = {
     "DAHead": {"in_channels": 16, "channels": 8, "pam_channels": 4, "num_classes": CLASSES},
     "ISAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "isa_channels": 4},
-    "ANNHead": {"in_channels": [16, 16], "in_index": [0, 1], "channels": 8, "num_classes": CLASSES, "project_channels": 4,
-                "query_scales": (1,), "key_pool_scales": (1,)},
+    "ANNHead": {"in_channels": [16, 16], "in_index": [0, 1], "channels": 8, "num_classes": CLASSES,
+                "project_channels": 4, "query_scales": (1,), "key_pool_scales": (1,)},
     "NLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
     "DNLHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES},
     "EMAHead": {"in_channels": 16, "channels": 8, "num_classes": CLASSES, "ema_channels": 8, "num_bases": 4,
@@ -461,3 +462,63 @@ def test_info_is_read_alone():
     for kind in ("segmentors", "backbones"):
         for name in INFO["models"][kind]:
             assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name
+
+
+# --- mmseg's own configs --------------------------------------------------------------------------------------------
+
+FOUR = {"num_layers": 4, "out_indices": (0, 1, 2, 3), "init_cfg": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "backbone", "sites"),
+    [
+        ("setr/setr_vit-l_pup_8xb2-160k_ade20k-512x512.py", FOUR, 4),
+        ("dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py", FOUR, 4),
+        ("vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py", FOUR, 4),
+        ("beit/beit-base_upernet_8xb2-160k_ade20k-640x640.py", FOUR, 4),
+        ("mae/mae-base_upernet_8xb2-amp-160k_ade20k-512x512.py", FOUR, 4),
+        ("segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py", {"init_cfg": None}, 8),
+        ("swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py", {"init_cfg": None}, 12),
+        ("twins/twins_pcpvt-s_fpn_fpnhead_8xb4-80k_ade20k-512x512.py", {"init_cfg": None}, 16),
+        ("knet/knet-s3_swin-t_upernet_8xb2-adamw-80k_ade20k-512x512.py", {"init_cfg": None}, 15),
+    ],
+)
+def test_configs_of_mmseg_take_it(path, backbone, sites):
+    config = Config.fromfile(MIM / "configs" / path).model
+    config.pretrained = None
+    config.backbone.update(backbone)
+    config.type, config.attention = f"quest_mmseg.{config.type}", "quest"
+    model = MODELS.build(config)
+    assert len(attentions(model)) == sites
+    assert not model.attention_report.left_alone
+
+
+def test_twins_svt_is_refused_in_its_own_config():
+    config = Config.fromfile(MIM / "configs/twins/twins_svt-s_fpn_fpnhead_8xb4-80k_ade20k-512x512.py").model
+    config.pretrained, config.backbone.init_cfg = None, None
+    config.type, config.attention = "quest_mmseg.EncoderDecoder", "quest"
+    with pytest.raises(UnsupportedError, match="LocallyGroupedSelfAttention"):
+        MODELS.build(config)
+
+
+def refused_classes() -> dict[str, type[nn.Module]]:
+    homes = [
+        importlib.import_module(f"mmseg.models.{kind}.{path.stem}")
+        for kind, home in (("backbones", backbones), ("decode_heads", decode_heads))
+        for path in Path(home.__file__).parent.glob("*.py")
+        if path.stem != "__init__"
+    ]
+    return {
+        name: vars(home)[name]
+        for name in INFO["refused"]
+        for home in homes
+        if vars(home).get(name) is not None and vars(home)[name].__module__ == home.__name__
+    }
+
+
+@pytest.mark.parametrize("name", INFO["refused"])
+def test_each_refusal_is_of_a_class_that_exists(name):
+    made = nn.Module.__new__(refused_classes()[name])
+    nn.Module.__init__(made)  # the refusal looks at what a module is, and some of these cannot be built without a GPU
+    with pytest.raises(UnsupportedError, match=f"with {name} .at '0'.: "):
+        quest_core.inject(nn.Sequential(made), "quest", adapter="mmseg")

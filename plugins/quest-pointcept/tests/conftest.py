@@ -24,8 +24,8 @@ torch.set_num_threads(1)  # spconv's sums on a CPU are wrong with more
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
 REQUIRED = os.environ.get("QUEST_REQUIRE_POINTCEPT") == "1"
 NOT_RUN = (
-    "quest-pointcept: the tests in a real Pointcept DID NOT RUN (test_pointcept.py): set QUEST_POINTCEPT_ROOT to a "
-    "checkout whose requirements are installed; QUEST_REQUIRE_POINTCEPT=1 makes their absence a failure"
+    "quest-pointcept's tests in a real Pointcept (test_pointcept.py); set QUEST_POINTCEPT_ROOT to a checkout whose "
+    "requirements are installed. QUEST_REQUIRE_POINTCEPT=1 makes their absence a failure"
 )
 
 if ROOT:
@@ -40,7 +40,13 @@ elif not REQUIRED:
     collect_ignore = ["test_pointcept.py"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _say_what_did_not_run(record_testsuite_property) -> None:
+    if not ROOT:
+        record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not ROOT:
-        terminalreporter.section("not run", red=True)
+        terminalreporter.section("NOT RUN", red=True)
         terminalreporter.line(NOT_RUN, red=True, bold=True)

@@ -9,12 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from addict import Dict
 from torch import Tensor, nn
 
 
-class Point(Dict):
+class Point(dict):
     """Points with attributes that are keys, as Pointcept passes them along."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 class RelativeBias(nn.Module):

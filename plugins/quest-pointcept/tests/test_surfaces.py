@@ -13,7 +13,7 @@ import pytest
 import torch
 from clouds import clouds
 from spawned import Config, torch_pointcloud_model
-from stand_in import Point, Stages, serialised
+from stand_in import Stages, serialised
 from torch import nn
 from torch_pointcloud import create_model
 from torch_pointcloud.models.concerto import ConcertoSegmentation
@@ -472,13 +472,3 @@ def test_every_configuration_is_its_base_and_three_lines(tmp_path):
     made = install_configs(tmp_path)
     assert [path.relative_to(tmp_path / "configs") for path in made] == [path.relative_to(CONFIGS) for path in paths]
     assert all(path.is_file() for path in made)
-
-
-def test_a_point_survives_what_pointcept_does_with_it():
-    """It is copied through its constructor, which rebuilds mappings and lists; what the plugin keeps must pass."""
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(enable_rpe=True), "quest", adapter=PointceptAdapter())[0]
-    x, grid, batch = clouds(20, 9)
-    point = model.enc0["block0"](serialised(model.stem(x), grid, batch))
-    again = model.enc0["block1"](Point(point))
-    assert again.feat.isfinite().all()

@@ -105,6 +105,21 @@ def test_plain_class_and_report(capsys):
     assert told == [f"quest: {model.attention_report}"]
 
 
+def test_a_pretrained_model_is_calibrated(problem):
+    """The mean key norm of each head goes into W_Q, which makes tsai's queries."""
+    x = torch.from_numpy(problem[0][:8]).float()
+    model = TSTPlus(x.shape[1], 2, x.shape[2], **SIZES).eval()
+    layers = [m for m in model.modules() if hasattr(m, "W_Q")]
+    before = [layer.W_Q.weight.clone() for layer in layers]
+    model, report = quest_core.calibrate(model, [x], adapter=quest_tsai.adapter.TsaiAdapter())
+    assert len(report.layers) == len(layers) == 2
+    assert 0 < report.calibrated != report.uncalibrated
+    replaced = [m for m in model.modules() if isinstance(m, Replacement)]
+    for weight, layer, found in zip(before, replaced, report.layers, strict=True):
+        wanted = weight.unflatten(0, (4, -1)) * torch.tensor(found.factors)[:, None, None]
+        torch.testing.assert_close(layer.W_Q.weight, wanted.flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_without_the_key_nothing_changes(capsys):
     model = TSTPlus(3, 5, 12, **SIZES)
     assert not any(isinstance(m, Replacement) for m in model.modules())

@@ -67,7 +67,14 @@ def broadcast_fits(batch: int, heads: int, n: int, dim: int) -> bool:
 def _flex() -> Attend:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)  # type: ignore[no-any-return]
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # On a CPU it refuses inputs that require gradients, also where none are computed.
+        given = (q, k, v) if torch.is_grad_enabled() else (q.detach(), k.detach(), v.detach())
+        return compiled(*given)  # type: ignore[no-any-return]
+
+    return attend
 
 
 @dataclass(frozen=True)

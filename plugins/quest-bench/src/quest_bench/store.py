@@ -178,7 +178,7 @@ def versions(plan: Plan) -> dict[str, str]:
     record = plan.suite.record
     found[record.distribution] = record.version
     if record.host_version:
-        found[str(record.info.get("host", record.name))] = record.host_version
+        found[record.host_name or str(record.info.get("host", record.name))] = record.host_version
     return found
 
 

@@ -175,7 +175,7 @@ def _versions(entry: importlib.metadata.EntryPoint) -> dict[str, str]:
                 found[distribution] = importlib.metadata.version(distribution)
     for record in discover():
         if record.distribution == plugin and record.host_version:
-            found[str(record.info.get("host", record.name))] = record.host_version
+            found[record.host_name or str(record.info.get("host", record.name))] = record.host_version
     return found
 
 

@@ -18,8 +18,9 @@ from quest_core import MultiheadAttention, PackingPlan, attention_packed
 from quest_core.config import AttentionConfig
 
 RAGGED = 2.0
-"""Pack where the padded area B·N² is at least this many times the real one, Σ n²; measured in
-benchmarks/ragged_batches.py."""
+"""Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
+200 nodes, forward and backward: packing breaks even at 1.7 and takes 0.77 of the time at 2.2
+(benchmarks/ragged_batches.py --rule)."""
 
 STANDARD = AttentionConfig.parse("standard")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError, PluginError
 
-SMOKE_GRAPHS = (48, 16, 16)
+SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
 MOLECULE_TYPES = ("C", "N", "O", "S", "F", "Cl", "Br", "I", "P", "H", "B", "Si")
 

@@ -11,14 +11,15 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError, PluginError, UnsupportedError
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_core.registry import discover
+from quest_core.torch_mha import TorchAdapter
 
 from .info import INFO
 from .layers import (
@@ -81,11 +82,23 @@ class MmsegAdapter(Adapter):
         assert isinstance(module, nn.Module)
         return module
 
+    query_projections: ClassVar[dict[str, int]] = {"qkv": 3}
+
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        """See `Adapter.scale_queries`; BEiT's queries have a bias of their own, and mmcv's attention is PyTorch's."""
+        if not isinstance(module, PackedAttention):
+            TorchAdapter().scale_queries(module.attn, factor)  # type: ignore[arg-type]
+            return
+        super().scale_queries(module, factor)
+        if getattr(module, "bias", None) == "qv_bias":
+            scale_heads(module.q_bias, factor)  # type: ignore[arg-type]
+
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: position biases belong to scores, and the grid of aft-conv to the model."""
-        if isinstance(site.module, PackedAttention) or hasattr(site.module, "relative_position_bias_table"):
-            if config.family:
-                return f"its learned bias by relative position is added to the scores, and '{config}' has none"
+        if config.family and hasattr(site.module, "relative_position_bias_table"):
+            return f"its learned bias by relative position is added to the scores, and '{config}' has none"
+        if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
+            return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
         if config.family == "aft-conv":
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:

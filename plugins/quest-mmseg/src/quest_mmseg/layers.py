@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
@@ -149,6 +149,13 @@ class PackedAttention(Replacement, nn.Module):
 
     qkv: nn.Linear
     mechanism: Mechanism
+    num_heads: int
+    kv_heads: int
+    embed_dims: int
+
+    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
         groups = kv_heads(config, host.num_heads)
@@ -219,7 +226,7 @@ class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + height · width, E] -> the same."""
-        bias = self.qkv.bias
+        bias: Tensor | None = self.qkv.bias
         if self.bias == "qv_bias":
             keys = self.v_bias.new_zeros(len(self.v_bias))
             bias = torch.cat([self.q_bias, keys, self.v_bias])

@@ -25,7 +25,7 @@ def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.nda
     """One image [size, size, 3], BGR, and its labels [size, size], both uint8."""
     horizon = int(size * generator.uniform(0.35, 0.65))
     indoors = generator.random() < 0.5
-    image = np.empty((size, size, 3), dtype=np.float32)
+    image: np.ndarray = np.empty((size, size, 3), dtype=np.float32)
     labels = np.empty((size, size), dtype=np.uint8)
     for part, name in ((slice(0, horizon), "wall" if indoors else "sky"), (slice(horizon, size), None)):
         name = name or ("floor" if indoors else "grass")

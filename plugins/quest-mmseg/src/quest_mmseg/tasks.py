@@ -53,7 +53,7 @@ def run_shapes(cell: Cell, progress: Progress) -> Result:
         loader.dataset.data_root = str(folder)
     config.val_dataloader.batch_size = config.test_dataloader.batch_size = 16  # scenes are of one size
     config.train_dataloader.batch_size = options["batch_size"]
-    iterations = SMOKE_ITERATIONS if cell.smoke else options["iterations"]
+    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
     config.optim_wrapper.optimizer.lr = options["lr"]
     warm_up = min(100, max(1, iterations // 10))
     config.param_scheduler[0].end = config.param_scheduler[1].begin = warm_up
@@ -99,12 +99,13 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
     config.model.pretrained = options["pretrained"]
     if cell.smoke:
         config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
-    iterations = SMOKE_ITERATIONS if cell.smoke else options["iterations"]
+    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
     config.param_scheduler[0].end = iterations
     if options["checkpoint"] is not None:
         config.load_from = options["checkpoint"]
         runner = build(config, cell, iterations)
         runner.load_or_resume()
+        runner.call_hook("before_run")  # hooks learn there where to write
         runner.model.eval()
         return runner
     return train(config, cell, iterations, progress)
@@ -123,6 +124,7 @@ def build(config: Config, cell: Cell, iterations: int) -> Runner:
     config.work_dir = str(cell.workdir)
     config.resume = config.load_from is None
     config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine keeps runners by their name
+    config.visualizer.name = config.experiment_name
     config.log_level = "WARNING"
     if not torch.cuda.is_available():
         config.env_cfg.dist_cfg.backend = "gloo"

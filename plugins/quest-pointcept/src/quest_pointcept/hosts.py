@@ -148,7 +148,8 @@ def _reduce(config: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(kind: type[Any]) -> Any:
-    return kind.__new__(kind)
+    made: Any = object.__new__(kind)
+    return made
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ class SerializedAttention(nn.Module):
     def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
         """The type to attend in: float32 where the host upcasts, the host's half where it would call flash-attn.
 
-        The keys' norms are float32 in either case, for the mechanism takes them before it casts.
+        The keys' norms are float32 in either case, for the mechanism takes them before it casts. The host's
+        `upcast_softmax` needs nothing: fused kernels sum the softmax in float32 always.
         """
         if self.upcast:
             return torch.autocast(x.device.type, enabled=False)
@@ -167,8 +168,8 @@ class SerializedAttention(nn.Module):
         """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
         if not self.chained:
             return nullcontext()
-        size = patches.size
-        score: Elliptical = self.mechanism.score
+        size, score = patches.size, self.mechanism.score
+        assert isinstance(score, Elliptical)
         return score.arranged(
             to_tokens=lambda values: values.transpose(1, 2).flatten(0, 1)[give],  # [P, G, K, D] -> [N, G, D]
             from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, size)).transpose(1, 2),

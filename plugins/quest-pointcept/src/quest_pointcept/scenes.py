@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
     """What stands on a street along x, whose sidewalks begin at |y| = `street` and end `walk` further out."""
     rows: list[tuple[Any, ...]] = []
 
-    def put(name: str, x: float, y: float, size: tuple[float, float, float], yaw: float = 0.0, **more: Any) -> None:
+    def put(name: str, x: float, y: float, size: Sequence[float], yaw: float = 0.0, **more: Any) -> None:
         length, width, height = size
         middle = more.get("above", 0.0) + height / 2 - SENSOR_HEIGHT
         rows.append(

@@ -1,0 +1,90 @@
+"""fairseq's Transformer language model by fairseq-train and its own --fp16 and --bf16."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+import sys
+import tempfile
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fairseq", reason="fairseq is not installed in this Python")
+
+import torch
+from fairseq import options
+from fairseq.trainer import Trainer
+from fairseq_cli.preprocess import main as preprocess
+
+import quest_fairseq
+
+from .training import HostTraining, Run, compiler, now
+
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {"layers": 2, "width": 32, "heads": 4, "tokens": 70, "batch": 2, "words": 24, "sentences": 300},
+    "cuda": {"layers": 6, "width": 512, "heads": 8, "tokens": 512, "batch": 16, "words": 2000, "sentences": 60000},
+}
+
+
+@functools.cache
+def corpus(device: str) -> str:
+    """A folder as fairseq-preprocess makes it: sentences in which each word follows from the one before."""
+    words, sentences = SIZES[device]["words"], SIZES[device]["sentences"]
+    folder = Path(tempfile.mkdtemp(prefix="quest-fairseq-"))
+    draw = random.Random(0)
+    for split, count in (("train", sentences), ("valid", 8)):
+        lines = []
+        for _ in range(count):
+            start, length = draw.randrange(words), draw.randrange(4, 12)
+            lines.append(" ".join(f"w{(start + 5 * i + draw.randrange(2)) % words}" for i in range(length)) + "\n")
+        (folder / split).write_text("".join(lines))
+    given = ["--only-source", "--trainpref", folder / "train", "--validpref", folder / "valid", "--workers", "1"]
+    parser = options.get_preprocessing_parser()
+    preprocess(parser.parse_args([*map(str, given), "--destdir", str(folder / "bin")]))
+    return str(folder / "bin")
+
+
+class TestFairseq(HostTraining):
+    host = "fairseq"
+    # Two distributions bring the package: the release, and a build of the main branch.
+    distribution = metadata.packages_distributions()["fairseq"][0]
+    model = "transformer_lm, 6 layers, width 512, 8 heads, 512 tokens, batch 16"
+
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+        sizes = SIZES[device]
+        arch = ["--arch", "transformer_lm"] if attention is None else ["--arch", "quest_transformer_lm"]
+        arch += [] if attention is None else ["--attention", attention]
+        given = [corpus(device), *arch, "--task", "language_modeling", "--optimizer", "adam", "--lr", "0.001"]
+        given += ["--user-dir", str(Path(quest_fairseq.__file__).parent), "--share-decoder-input-output-embed"]
+        given += ["--tokens-per-sample", sizes["tokens"], "--batch-size", sizes["batch"], "--seed", "1"]
+        given += ["--decoder-layers", sizes["layers"], "--decoder-attention-heads", sizes["heads"], "--dropout", "0"]
+        given += ["--decoder-embed-dim", sizes["width"], "--decoder-ffn-embed-dim", 2 * sizes["width"]]
+        given += ["--max-update", steps, "--num-workers", "0", "--no-save", "--disable-validation"]
+        given += ["--required-batch-size-multiple", "1", "--log-format", "none", "--save-dir", tempfile.gettempdir()]
+        given += {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")
+        losses: list[float] = []
+        seconds: list[float] = []
+        step = Trainer.train_step
+
+        def watched(trainer: Trainer, *arguments: Any, **named: Any) -> Any:
+            if compiled and not losses:
+                torch.compiler.reset()
+                trainer.model.compile(backend=compiler(device))
+            started = now(device)
+            logged = step(trainer, *arguments, **named)
+            seconds.append(now(device) - started)
+            if logged is not None:  # None where --fp16 overflowed while its scale was still too large
+                losses.append(float(logged["loss"]))
+            return logged
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fairseq's use of hydra, torch and numpy
+            patch.setattr(Trainer, "train_step", watched)
+            patch.setattr(sys, "argv", ["fairseq-train", *map(str, given)])
+            importlib.import_module("fairseq_cli.train").cli_main()
+        return Run(losses[:steps], seconds[-steps:])

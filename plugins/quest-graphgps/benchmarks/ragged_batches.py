@@ -1,0 +1,104 @@
+"""What packing saves and costs: one attention layer, forward and backward, padded and packed, on a CPU core.
+
+python plugins/quest-graphgps/benchmarks/ragged_batches.py            writes a table
+python plugins/quest-graphgps/benchmarks/ragged_batches.py --rule     the same along the ratio of areas, for the rule
+
+Padded is what PyTorch Geometric and GraphGPS do. Times are CPU seconds of this process, so that other processes on the
+machine count less; each is the median of repetitions in which the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+
+import torch
+from torch import Tensor, nn
+
+from quest_core import MultiheadAttention
+from quest_graphgps import attention
+from quest_graphgps.attention import GraphAttention
+
+WIDTH, HEADS = 64, 4
+
+
+def batches() -> dict[str, list[int]]:
+    """Nodes of the graphs in a batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(mean: float, spread: float, least: int, most: int) -> list[int]:
+        drawn = torch.randn(32, generator=generator) * spread + mean
+        return [int(n) for n in drawn.clamp(least, most)]
+
+    return {
+        "one of 2000 nodes, 31 of 50": [2000] + [50] * 31,
+        "one of 1000 nodes, 31 of 50": [1000] + [50] * 31,
+        "ZINC-like (23 ± 4.5 nodes)": normal(23, 4.5, 9, 37),
+        "PATTERN-like (119 ± 25 nodes)": normal(119, 25, 44, 188),
+        "molecules and one peptide of 150": [150, *normal(23, 4.5, 9, 37)[1:]],
+        "Peptides-like (151 ± 84 nodes)": normal(151, 84, 8, 444),
+    }
+
+
+def ratio(sizes: list[int]) -> float:
+    """Padded over real area."""
+    return len(sizes) * max(sizes) ** 2 / sum(n * n for n in sizes)
+
+
+def milliseconds(sizes: list[int], name: str, dropout: float, repeat: int) -> tuple[list[float], list[float], bool]:
+    """CPU milliseconds of the padded and of our layer on such a batch, and whether ours packs it."""
+    torch.manual_seed(0)
+    host = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True)
+    padded, ours = MultiheadAttention.from_torch(host, name), GraphAttention.from_torch(host, name)
+    real = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # [B, N]
+    x = torch.zeros(*real.shape, WIDTH)
+    x[real] = torch.randn(sum(sizes), WIDTH)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeat + 1):
+        for layer, found in zip((padded, ours), times, strict=True):
+            start = time.process_time()
+            step(layer, x, real)
+            if turn:  # the first one warms up
+                found.append(1e3 * (time.process_time() - start))
+    return *times, attention.ragged_plan(real) is not None
+
+
+def step(layer: nn.Module, x: Tensor, real: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    out = layer(x, x, x, key_padding_mask=~real, need_weights=False)[0][real]
+    out.square().sum().backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rule", action="store_true", help="batches of 32 along the ratio of areas, always packed")
+    parser.add_argument("--attention", default="quest")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--repeat", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        f"torch {torch.__version__}, 1 thread, {platform.machine()}, {given.attention}, width {WIDTH}, {HEADS} heads\n"
+    )
+    cases = batches()
+    if given.rule:
+        attention.RAGGED = 0.0
+        cases = {f"{n} and 31 of 30": [n] + [30] * 31 for n in (30, 40, 45, 50, 60, 80, 120, 200)}
+    print("| batch of 32 graphs | dropout | padded / real area | padded | ours | padded / ours | packed |")
+    print("|---|---:|---:|---:|---:|---:|:-:|")
+    for title, sizes in cases.items():
+        for dropout in given.dropout:
+            padded, ours, packs = milliseconds(sizes, given.attention, dropout, given.repeat)
+            a, b = statistics.median(padded), statistics.median(ours)
+            spread = f"{min(padded):.1f} to {max(padded):.1f}", f"{min(ours):.1f} to {max(ours):.1f}"
+            print(
+                f"| {title} | {dropout:g} | {ratio(sizes):.1f} | {a:.1f} ms ({spread[0]}) | {b:.1f} ms ({spread[1]}) | "
+                f"{a / b:.1f} | {'yes' if packs else '–'} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Mask2Former and MaskFormer: mmdetection's decoders in mmseg's own configs, made small."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import mmseg
+import pytest
+import torch
+from mmengine.config import Config, ConfigDict
+from mmengine.structures import PixelData
+from mmseg.registry import MODELS
+from mmseg.structures import SegDataSample
+from torch import Tensor
+
+from quest_core.errors import UnsupportedError
+
+CONFIGS = Path(mmseg.__file__).parent / ".mim" / "configs"
+SHAPE = (64, 64)
+
+
+def mask2former() -> ConfigDict:
+    config = Config.fromfile(CONFIGS / "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py").model
+    config.decode_head.pixel_decoder.encoder.num_layers = 1
+    config.decode_head.transformer_decoder.num_layers = 3
+    return config
+
+
+def maskformer() -> ConfigDict:
+    config = Config.fromfile(CONFIGS / "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py").model
+    config.decode_head.transformer_decoder.num_layers = 2
+    return config
+
+
+def small(config: ConfigDict) -> ConfigDict:
+    config.backbone.update(depth=18, init_cfg=None)
+    config.data_preprocessor.size = SHAPE
+    config.decode_head.update(in_channels=[64, 128, 256, 512], num_classes=5, num_queries=10)
+    config.decode_head.loss_cls.class_weight = [1.0] * 5 + [0.1]
+    return config
+
+
+def build(config: ConfigDict, attention: str | None) -> Any:
+    config = copy.deepcopy(config)
+    if attention is not None:
+        config.type, config.attention = "quest_mmseg.EncoderDecoder", attention
+    torch.manual_seed(0)
+    return MODELS.build(config)
+
+
+def trained(model: Any) -> tuple[float, dict[str, Tensor | None]]:
+    """The loss of a batch and every gradient."""
+    torch.manual_seed(1)
+    info = {"img_shape": SHAPE, "ori_shape": SHAPE, "pad_shape": SHAPE, "batch_input_shape": SHAPE}
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=torch.randint(5, (1, *SHAPE))), metainfo=info) for _ in range(2)]
+    loss = sum(x for name, x in model.loss(torch.randn(2, 3, *SHAPE), samples).items() if "loss" in name)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("make", "sites"), [(mask2former, 6), (maskformer, 4)])
+def test_decoders_of_mmdetection(make: Any, sites: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = small(make())
+        want, grads = trained(build(config, None))
+        model = build(config, "standard")
+        got, ours = trained(model)
+        assert got == pytest.approx(want, rel=1e-5)
+        for name, grad in grads.items():
+            assert (grad is None) == (ours[name] is None), name
+            if grad is not None:
+                torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4, msg=name)
+        assert len(model.attention_report.replacements) >= sites
+        for attention in ("quest", "elliptical", "quest+gqa(kv_heads=2)"):
+            other, grads = trained(build(config, attention))
+            assert other != pytest.approx(want, rel=1e-5)
+            assert all(g.isfinite().all() for g in grads.values() if g is not None)
+
+
+def test_masks_for_each_query_need_weights() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(UnsupportedError, match="Mask2Former hides other keys from each query"):
+            build(small(mask2former()), "linear")
+        # Object queries are a set: nothing says which comes first.
+        with pytest.raises(UnsupportedError, match="it needs ordered tokens|hides other keys"):
+            build(small(mask2former()), "aft-full")

@@ -1,0 +1,194 @@
+"""The suites, shortened; scenes and corruptions."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import cv2
+import numpy as np
+import pytest
+from mmengine.config import Config
+from mmseg.datasets import ADE20KDataset
+from mmseg.registry import DATASETS, TRANSFORMS
+
+from quest_core.benchmarks import Cell
+from quest_core.config import Option
+from quest_core.errors import ConfigError
+from quest_mmseg import scenes
+from quest_mmseg.corruptions import Corrupt, corrupted, severities
+from quest_mmseg.info import CORRUPTIONS, INFO
+from quest_mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
+
+SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
+
+
+def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
+    defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
+    tmp_path.mkdir(exist_ok=True)
+    task = task or SUITES[suite]["tasks"][0]
+    return Cell(suite, task, attention, seed, True, data, {**defaults, **options}, tmp_path)
+
+
+# --- suites ---------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_reproducible_and_say_what_they_did(tmp_path):
+    told = []
+    one, two = (
+        run_shapes(cell("seg/shapes", tmp_path / name), lambda done, text: told.append((done, text))) for name in "ab"
+    )
+    assert one.metrics == two.metrics
+    assert one.series == two.series
+    assert len(one.series["loss"]) == 4
+    assert list(one.metrics) == [
+        "mIoU", "aAcc", "mIoU corrupted", "mIoU corrupted/gaussian_noise", "mIoU corrupted/fog"
+    ]  # fmt: skip
+    by_severity = one.details["mIoU by severity"]
+    assert [len(values) for values in by_severity.values()] == [3, 5]
+    assert one.metrics["mIoU corrupted/fog"] == pytest.approx(sum(by_severity["fog"]) / 5)
+    assert one.details["injected"].startswith("attention=quest in 6 modules")
+    assert told[0] == (pytest.approx(0.7 / 4), f"iteration 1 loss {one.series['loss'][0]:.3f}")
+    assert told[-1][0] == 1
+
+
+def test_an_interrupted_cell_goes_on_where_it_was(tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(done, text):
+        if text.startswith("iteration 3"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        run_shapes(cell("seg/shapes", tmp_path), stop)
+    told = []
+    done = run_shapes(cell("seg/shapes", tmp_path), lambda done, text: told.append(text))
+    assert [text.split()[1] for text in told if text.startswith("iteration")] == ["3", "4"]
+    assert len(done.series["loss"]) == 4
+
+
+def test_ade20k_from_a_folder(tmp_path):
+    """The official layout, with the shipped 512x512 config cut to a few iterations."""
+    scenes.write(tmp_path / "ade", train=2, validation=1, size=48)
+    options = {"data": tmp_path / "ade", "task": "vit-t", "workers": 0, "iterations": 1}
+    found = run_ade20k(cell("seg/ade20k", tmp_path / "a", **options), lambda *_: None)
+    assert math.isfinite(found.metrics["mIoU"])
+    assert found.details["injected"].startswith("attention=quest in 14 modules")
+    checkpoint = str(tmp_path / "a" / "iter_1.pth")
+    again = run_ade20k(cell("seg/ade20k", tmp_path / "b", checkpoint=checkpoint, **options), lambda *_: None)
+    assert again.metrics == found.metrics
+    assert again.series == {"loss": []}
+
+
+def test_data_that_is_not_there(tmp_path):
+    for run, suite in ((run_ade20k, "seg/ade20k"), (run_ade20k_corrupted, "seg/ade20k-c")):
+        with pytest.raises(ConfigError, match="give the folder ADEChallengeData2016"):
+            run(cell(suite, tmp_path, data=tmp_path), print)
+
+
+def test_declared_options():
+    for suite in SUITES.values():
+        for option in suite["options"]:
+            kind = {"int": int, "float": float, "str": str}[option["kind"]]
+            rule = Option(
+                option["name"], kind, option["default"], option["doc"], option.get("minimum"),
+                nullable=option.get("nullable", False),
+            )  # fmt: skip
+            assert rule.check(option["default"], suite["suite"]) == option["default"]
+    assert SUITES["seg/ade20k"]["paper"]["vit-t"]["quest"] == 38.87
+    assert SUITES["seg/ade20k-c"]["paper"]["vit-s"]["standard"] == 38.45
+
+
+# --- scenes ---------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_are_read_by_the_dataset_class_of_ade20k(tmp_path):
+    scenes.write(tmp_path, train=1, validation=3)
+    pipeline = [{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}, {"type": "PackSegInputs"}]
+    prefix = {"img_path": "images/validation", "seg_map_path": "annotations/validation"}
+    dataset = DATASETS.build({
+        "type": "ADE20KDataset", "data_root": str(tmp_path), "data_prefix": prefix, "pipeline": pipeline,
+        "metainfo": {"classes": scenes.CLASSES},
+    })  # fmt: skip
+    assert len(dataset) == 3
+    names = ADE20KDataset.METAINFO["classes"]
+    assert {name: names.index(name) + 1 for name in scenes.CLASSES} == scenes.LABELS
+    for index in range(3):
+        raw = cv2.imread(str(tmp_path / f"annotations/validation/scene_valid_{index:06d}.png"), cv2.IMREAD_UNCHANGED)
+        want = np.vectorize({value: i for i, value in enumerate(scenes.LABELS.values())}.get)(raw)
+        assert np.array_equal(dataset[index]["data_samples"].gt_sem_seg.data[0].numpy(), want)
+
+
+def test_an_image_is_the_same_whatever_the_number_of_images(tmp_path):
+    scenes.write(tmp_path / "few", train=2, validation=1)
+    scenes.write(tmp_path / "more", train=3, validation=2)
+    for name in ("images/training/scene_train_000001.jpg", "annotations/validation/scene_valid_000000.png"):
+        assert (tmp_path / "few" / name).read_bytes() == (tmp_path / "more" / name).read_bytes()
+    found = {int(value) for seed in range(40) for value in np.unique(scenes.scene(64, np.random.default_rng(seed))[1])}
+    assert found == set(scenes.LABELS.values())
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scenes", str(tmp_path / "x"), "--train", "2", "--validation", "1"])
+    scenes.main()
+    assert "2 training and 1 validation scenes" in capsys.readouterr().out
+    assert len(list((tmp_path / "x").rglob("*.png"))) == 3
+
+
+# --- corruptions ----------------------------------------------------------------------------------------------------
+
+
+IMAGE = np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_each_corruption_is_reproducible_and_leaves_the_random_state(name):
+    step = TRANSFORMS.build({"type": "quest_mmseg.Corrupt", "name": name, "severity": 2})
+    before = np.random.get_state()[1].copy(), random.getstate()
+
+    def run(file: str) -> np.ndarray:
+        return step({"img": IMAGE.copy(), "img_path": f"somewhere/{file}.jpg"})["img"]
+
+    one = run("one")
+    np.random.random()  # what was drawn elsewhere does not matter
+    assert np.array_equal(run("one"), one)
+    assert one.shape == IMAGE.shape
+    assert one.dtype == np.uint8
+    assert not np.array_equal(one, IMAGE)
+    random_ones = {"glass_blur", "motion_blur", "snow", "spatter", "fog", "frost"}
+    if name.endswith("noise") or name in random_ones:
+        assert not np.array_equal(run("two"), one)
+    assert random.getstate() == before[1]
+
+
+def test_colours_are_those_of_the_image():
+    """Images are BGR in mmseg and RGB for the corruptions: more saturation keeps a blue pixel blue."""
+    blue = np.zeros((40, 40, 3), dtype=np.uint8)
+    blue[..., 0], blue[..., 1:] = 200, 100
+    made = Corrupt("saturate", 5).transform({"img": blue, "img_path": "x.jpg"})["img"]
+    assert made[..., 0].mean() > made[..., 2].mean()
+
+
+def test_the_protocol():
+    assert len(CORRUPTIONS) == 16
+    assert sum(len(severities(name)) for name in CORRUPTIONS) == 4 * 3 + 12 * 5
+    for name, severity, message in (
+        ("zoom_blur", 1, "corruption is 'zoom_blur'"),
+        ("fog", 6, "it is 1 to 5"),
+        ("gaussian_noise", 4, "it is 1 to 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Corrupt(name, severity)
+    with pytest.raises(ConfigError, match="right after LoadImageFromFile"):
+        Corrupt("fog", 1).transform({"img": IMAGE.astype(np.float32), "img_path": "x"})
+
+
+def test_a_corruption_follows_the_loading_of_the_image():
+    pipeline = Config({"p": [{"type": "LoadImageFromFile"}, {"type": "Resize", "scale": (4, 4)}]}).p
+    made = corrupted(pipeline, "fog", 3)
+    assert [step["type"] for step in made] == ["LoadImageFromFile", "quest_mmseg.Corrupt", "Resize"]
+    assert len(pipeline) == 2
+    with pytest.raises(ConfigError, match="no LoadImageFromFile"):
+        corrupted(pipeline[1:], "fog", 3)
