@@ -18,7 +18,8 @@ from typing import Any
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` once: now if the module `name` is imported already, else right after its import.
 
-    The code that imports it continues when the action is through, and sees what the action raises.
+    The code that imports it continues when the action is through. What the action raises, the import raises; the
+    module then is not imported, and another attempt calls the actions again.
 
     Args:
         name: dotted name of a module, which need not exist.
@@ -56,8 +57,9 @@ class _Finder(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             if module.__name__ == name:
-                for action in self.waiting.pop(name, []):
+                for action in list(self.waiting.get(name, [])):
                     action()
+                self.waiting.pop(name, None)  # an action that failed is due again at the next attempt to import
 
         loader.exec_module = exec_module
         return spec

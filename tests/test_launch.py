@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -245,6 +246,27 @@ def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(
     assert late_bird.__loader__.get_source("late_bird") == "song = 'tweet'\n"
     when_imported("late_bird", lambda: heard.append("at once"))
     assert heard[-1] == "at once"
+
+
+def test_an_action_that_fails_fails_the_import_and_is_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shy_bird.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    tried: list[int] = []
+
+    def act() -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise RuntimeError("not yet")
+
+    when_imported("shy_bird", act)
+    with pytest.raises(RuntimeError, match="not yet"):
+        importlib.import_module("shy_bird")
+    assert "shy_bird" not in sys.modules
+    importlib.import_module("shy_bird")
+    assert len(tried) == 2
+    monkeypatch.delitem(sys.modules, "shy_bird")
 
 
 def test_when_imported_waits_for_what_does_not_exist() -> None:

@@ -21,7 +21,7 @@ def install(name: str) -> None:
     try:
         from quest_core.registry import adapter
     except ImportError as error:
-        raise ImportError(
+        raise RuntimeError(  # no ImportError: scripts take that for a framework that is not there
             f"quest run: {sys.executable} has no quest-core, so the plugin '{name}' cannot be installed in it; "
             f"run the command with the Python that has, or: {sys.executable} -m pip install 'quest-{name}[host]'"
         ) from error

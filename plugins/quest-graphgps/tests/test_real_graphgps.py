@@ -26,6 +26,7 @@ QUICK = (
     *("wandb.use", "False", "accelerator", "cpu", "num_threads", "1", "train.batch_size", "8"),
     *("optim.num_warmup_epochs", "0", "optim.max_epoch", "1", "train.enable_ckpt", "True", "train.ckpt_period", "1"),
 )
+GRAPHORMER = "configs/Graphormer/zinc-Graphormer.yaml"
 PATTERN, ZINC = "configs/GPS/pattern-GPS.yaml", "configs/GPS/zinc-GPS+RWSE.yaml"
 SHALLOW = ("gt.layers", "2")
 
@@ -89,8 +90,9 @@ def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
         ("configs/GPS/cluster-GPS.yaml", ("gt.attention", "qknorm-hs+sigmoid"), "qknorm-hs+sigmoid in 2"),
         ("configs/GPS/zinc-GPSwGraphormer.yaml", ("gt.attention", "quest"), "quest in 2"),
         (ZINC, ("gt.attention", "linear", "gt.attn_dropout", "0.0"), "linear in 2"),
+        (GRAPHORMER, ("gt.attention", "quest", "graphormer.num_layers", "2"), "quest in 2"),
     ],
-    ids=["layer_type", "options", "elliptical", "sigmoid", "float masks", "linear"],
+    ids=["layer_type", "options", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
 )
 def test_attention_from_the_command_line(gps, config, options, attention) -> None:
     status, said, found = gps(config, *SHALLOW, *options)

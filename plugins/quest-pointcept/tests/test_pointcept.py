@@ -237,30 +237,27 @@ def dataset(tmp_path_factory):
     return folder
 
 
-def run(model, attention, dataset, folder, *options):
-    path = real_pointcept.config(Path(ROOT), model, attention, dataset, folder)
-    return real_pointcept.train(Path(ROOT), path, *options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", real_pointcept.MODELS)
 def test_the_trainer(model, dataset, tmp_path):
-    """Two epochs: standard is Pointcept's own attention, step by step; quest trains."""
-    stock = run(model, None, dataset, tmp_path / "stock")
-    standard = run(model, "standard", dataset, tmp_path / "standard")
-    quest = run(model, "quest", dataset, tmp_path / "quest")
+    """Two epochs: standard is Pointcept's own attention, step by step; quest trains. Then what a checkpoint says."""
+    root = Path(ROOT)
+    configs = [real_pointcept.config(root, model, a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")]
+    stock, standard, quest = real_pointcept.train(root, *configs)
     assert len(stock.losses) == 16
-    assert standard.losses == pytest.approx(stock.losses, abs=2e-3)
+    assert standard.losses == pytest.approx(stock.losses, abs=1.5e-4)  # they are printed with four decimals
     assert standard.mious == pytest.approx(stock.mious, abs=2e-3)
     assert standard.report.startswith("quest: attention=standard in 8 modules")
     assert quest.report.startswith("quest: attention=quest in 8 modules")
     assert quest.losses != stock.losses
     assert sum(quest.losses[8:]) < sum(quest.losses[:8])
-    last = tmp_path / "quest/exp/model/model_last.pth"
-    resumed = run(model, "standard", dataset, tmp_path / "start", f"weight={last}")
-    assert any("trained with attention 'quest' and is loaded into 'standard'" in line for line in resumed.lines)
+    weight = f"weight={tmp_path / 'quest/exp/model/model_last.pth'}"
+    other = real_pointcept.config(root, model, "standard", dataset, tmp_path / "start")
+    (started,) = real_pointcept.train(root, other, options=(weight,))
+    assert any("trained with attention 'quest' and is loaded into 'standard'" in line for line in started.lines)
+    other = real_pointcept.config(root, model, "standard", dataset, tmp_path / "resume")
     with pytest.raises(RuntimeError, match="resume with model.backbone.attention='quest'"):
-        run(model, "standard", dataset, tmp_path / "resume", f"weight={last}", "resume=True")
+        real_pointcept.train(root, other, options=(weight, "resume=True"))
 
 
 @pytest.mark.slow
