@@ -49,7 +49,16 @@ def test_gps_conv_takes_attention_beside_the_arguments_of_its_attention() -> Non
 
 
 def test_gps_conv_without_attention_is_untouched() -> None:
-    assert type(GPSConv(16, None, heads=4, attn_kwargs={"dropout": 0.1}).attn) is nn.MultiheadAttention
+    for options in ({"dropout": 0.1}, {"dropout": 0.1, "attention": None}):
+        attn = GPSConv(16, None, heads=4, attn_kwargs=options).attn
+        assert (type(attn), attn.dropout) == (nn.MultiheadAttention, 0.1)
+
+
+def test_gps_conv_says_where_options_of_the_attention_belong() -> None:
+    with pytest.raises(ConfigError, match=r"kv_heads=2.* write .*\{'name': 'quest', 'kv_heads': 2\}"):
+        GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest", "kv_heads": 2})
+    right = GPSConv(16, None, heads=4, attn_kwargs={"attention": {"name": "quest", "kv_heads": 2}})
+    assert right.attn.kv_heads == 2
 
 
 def test_gps_conv_draws_the_same_initial_weights() -> None:
