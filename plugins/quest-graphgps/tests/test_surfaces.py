@@ -146,6 +146,8 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
         (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
         (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
+        (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
+        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
         (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),

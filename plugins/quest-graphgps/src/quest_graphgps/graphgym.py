@@ -123,9 +123,14 @@ def _given(value: Any) -> bool:
 def _parse(key: str, value: Any, options: Mapping[str, Any]) -> AttentionConfig:
     try:
         plain = AttentionConfig.parse(value)  # text or JSON, perhaps with options of its own
-        return AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
+        config = AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
+    for name, own in plain.options:
+        if name in options and dict(config.options).get(name) != own:
+            both = f"{key} is '{plain}' and {key.split('.')[0]}.{OPTIONS}.{name} is {options[name]!r}"
+            raise ConfigError(f"two keys choose {name}: {both}; keep one")
+    return config
 
 
 def _kind(cfg: Any) -> str | None:
