@@ -228,6 +228,16 @@ def load_adapter(record: Record) -> Adapter:
     )
 
 
+def require_host(name: str) -> None:
+    """Raise PluginError where the host of plugin `name` is missing or of a version that the plugin does not support.
+
+    What `Adapter.install` begins with, so that nobody meets the host's own error first.
+    """
+    for record in discover():
+        if record.name == name and record.status == "unsupported":
+            raise PluginError(f"plugin '{name}' cannot be used: {record.detail}; fix: {record.fix}")
+
+
 def running_adapters() -> list[Adapter]:
     """Adapters whose host is imported in this process: the ones a model at hand can belong to."""
     return [

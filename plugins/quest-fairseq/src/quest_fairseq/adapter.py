@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
-from quest_core.errors import PluginError
-from quest_core.registry import discover
+from quest_core.registry import require_host
 
 from .attention import Attention
 from .info import INFO
@@ -97,9 +96,7 @@ class FairseqAdapter(Adapter):
         Raises:
             PluginError: fairseq is not installed or of a version that this plugin does not support.
         """
-        for record in discover():
-            if record.name == self.name and record.status == "unsupported":
-                raise PluginError(f"plugin 'fairseq' cannot be used: {record.detail}; fix: {record.fix}")
+        require_host(self.name)
         from . import checkpoints, models, released, transformer_xl
 
         checkpoints.install()

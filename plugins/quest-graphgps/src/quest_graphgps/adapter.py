@@ -11,10 +11,10 @@ from torch import nn
 
 from quest_core.adapter import Adapter, Capabilities, Site
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, PluginError, UnsupportedError
+from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
-from quest_core.registry import discover, parts
+from quest_core.registry import parts, require_host
 from quest_core.torch_mha import TorchAdapter
 
 from . import graphgym
@@ -71,9 +71,7 @@ class GraphGPSAdapter(TorchAdapter):
         Raises:
             PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
         """
-        for record in discover():
-            if record.name == self.name and record.status == "unsupported":
-                raise PluginError(f"plugin 'graphgps' cannot be used: {record.detail}; fix: {record.fix}")
+        require_host(self.name)
         when_imported("torch_geometric.nn.conv.gps_conv", _accept_in_gps_conv)
         graphgym.install()
 

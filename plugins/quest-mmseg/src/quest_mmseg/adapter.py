@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
-from quest_core.errors import InputError, PluginError, UnsupportedError
+from quest_core.errors import InputError, UnsupportedError
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning
-from quest_core.registry import discover
+from quest_core.registry import require_host
 from quest_core.torch_mha import TorchAdapter
 
 from .info import INFO
@@ -122,9 +122,7 @@ class MmsegAdapter(Adapter):
         Raises:
             PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
-        for record in discover():
-            if record.name == self.name and record.status == "unsupported":
-                raise PluginError(f"plugin 'mmseg' cannot be used: {record.detail}; fix: {record.fix}")
+        require_host(self.name)
         from mmengine.runner import Runner
 
         _refuse_other_attention(Runner)

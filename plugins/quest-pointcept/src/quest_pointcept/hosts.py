@@ -23,7 +23,7 @@ from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, PluginError
 from quest_core.inject import inject
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning, Mechanism
-from quest_core.registry import discover
+from quest_core.registry import require_host
 
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 """Names in Pointcept's registry."""
@@ -55,9 +55,7 @@ def install(adapter: Adapter) -> None:
     """
     pointcept = importlib.util.find_spec("pointcept") is not None
     torch_pointcloud = importlib.util.find_spec("torch_pointcloud") is not None
-    for record in discover():
-        if record.name == adapter.name and record.status == "unsupported":
-            raise PluginError(f"plugin 'pointcept' cannot be used: {record.detail}; fix: {record.fix}")
+    require_host(adapter.name)
     if pointcept:
         _install_pointcept(adapter)
     if torch_pointcloud:

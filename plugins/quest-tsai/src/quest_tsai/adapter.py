@@ -17,9 +17,9 @@ from torch import nn
 
 from quest_core.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError, PluginError, UnsupportedError
+from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.inject import inject
-from quest_core.registry import discover
+from quest_core.registry import require_host
 from quest_core.torch_mha import TorchAdapter
 
 from .info import INFO
@@ -93,9 +93,7 @@ class TsaiAdapter(Adapter):
         Raises:
             PluginError: tsai is not installed or of a version that this plugin does not support.
         """
-        for record in discover():
-            if record.name == self.name and record.status == "unsupported":
-                raise PluginError(f"plugin 'tsai' cannot be used: {record.detail}; fix: {record.fix}")
+        require_host(self.name)
         from tsai.learner import all_arch_names, get_arch
 
         for name in dict.fromkeys(all_arch_names):
