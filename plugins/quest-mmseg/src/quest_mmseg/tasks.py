@@ -98,7 +98,7 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
         loader.dataset.data_root = str(cell.data)
         loader.num_workers = options["workers"]
         loader.persistent_workers = options["workers"] > 0
-    config.train_dataloader.batch_size = 2 if cell.smoke else options["batch_size"]
+    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
     config.model.pretrained = options["pretrained"]
     if cell.smoke:
         config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
