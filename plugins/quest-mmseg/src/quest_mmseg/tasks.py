@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
+from mmengine.runner.checkpoint import load_checkpoint
 
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
 from quest_core.inject import REPORT
+from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 
 from . import scenes
 from .corruptions import corrupted, severities
@@ -95,24 +98,39 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
         loader.dataset.data_root = str(cell.data)
         loader.num_workers = options["workers"]
         loader.persistent_workers = options["workers"] > 0
-    config.train_dataloader.batch_size = 2 if cell.smoke else options["batch_size"]
+    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
     config.model.pretrained = options["pretrained"]
     if cell.smoke:
         config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
     iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
     config.param_scheduler[0].end = iterations
     if options["checkpoint"] is not None:
-        config.load_from = options["checkpoint"]
-        runner = build(config, cell, iterations)
-        runner.load_or_resume()
+        runner = build(config, cell, iterations, resume=False)
+        load(runner, options["checkpoint"], cell.attention)
         runner.call_hook("before_run")  # hooks learn there where to write
         runner.model.eval()
         return runner
     return train(config, cell, iterations, progress)
 
 
-def build(config: Config, cell: Cell, iterations: int) -> Runner:
-    """The Runner of one cell. It resumes from the cell's own last checkpoint when there is one."""
+def load(runner: Runner, checkpoint: str, attention: str) -> None:
+    """Load all of what is to be evaluated; where names, shapes or the attention differ, mmengine would only warn.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read or is of another model or attention.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        try:
+            load_checkpoint(runner.model, checkpoint, map_location="cpu", strict=True)
+        except (AttentionMismatchWarning, RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {error}"
+            ) from None
+
+
+def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:
+    """The Runner of one cell. If asked, it resumes from the cell's own last checkpoint when there is one."""
     config.model.type = "quest_mmseg.EncoderDecoder"
     config.model.attention = cell.attention
     config.train_cfg.max_iters = iterations
@@ -122,7 +140,7 @@ def build(config: Config, cell: Cell, iterations: int) -> Runner:
     }  # fmt: skip
     config.randomness = {"seed": cell.seed}
     config.work_dir = str(cell.workdir)
-    config.resume = config.load_from is None
+    config.resume = resume
     config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine keeps runners by their name
     config.visualizer.name = config.experiment_name
     config.log_level = "WARNING"
