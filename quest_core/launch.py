@@ -41,7 +41,7 @@ examples:
   quest run -- torchrun --nproc-per-node 2 main.py    any program
   quest run -- bash scripts/train.sh                  unless the script overwrites PYTHONPATH
 
-Not served: Python started with -I or -E, which ignores the environment.
+Not served: Python started with -I, -E or -S, which ignores the environment or sitecustomize.
 `quest list` shows what `attention` can be, `quest doctor` which plugins work here.
 """
 
@@ -91,7 +91,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
     Raises:
         PluginError: a plugin does not exist or cannot be used here; or none can.
-        QuestError: there is no such program or script.
+        QuestError: there is no such program or script, or Python is told to ignore the environment.
     """
     variables = environment(wanted(hosts))
     words = complete(command)
@@ -134,7 +134,7 @@ def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ)
 
 
 def complete(command: Sequence[str]) -> list[str]:
-    """The command with the path of its program first; raises QuestError if program or script do not exist."""
+    """The command with the path of its program first; raises QuestError if it cannot be run, or not with plugins."""
     words = list(command)
     if words[0].endswith(".py") or words[0] == "-m":
         words.insert(0, sys.executable)
@@ -153,13 +153,29 @@ def complete(command: Sequence[str]) -> list[str]:
 
 
 def _script(arguments: Sequence[str]) -> str | None:
-    """The script among Python's arguments; None where there is none (-m, -c, standard input)."""
+    """The script among Python's arguments; None where there is none (-m, -c, standard input).
+
+    Raises:
+        QuestError: an option keeps Python from importing what installs the plugins.
+    """
     rest = iter(arguments)
     for word in rest:
-        if word in ("-W", "-X"):
-            next(rest, None)
-        elif word == "-" or word.startswith(("-m", "-c")):
-            return None
-        elif not word.startswith("-"):
-            return word
+        if word == "-" or not word.startswith("-"):
+            return None if word == "-" else word
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(rest, None)
+            continue
+        for i, letter in enumerate(word[1:], 2):  # letters may share a dash: -um is -u -m
+            if letter in "mc":
+                return None
+            if letter in "IES":
+                raise QuestError(
+                    f"quest run: Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
+                    f"installed, so the command would run without them; leave out -{letter}"
+                )
+            if letter in "WX":  # the rest of the word is their value, or else the next word
+                if i == len(word):
+                    next(rest, None)
+                break
     return None

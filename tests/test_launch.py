@@ -148,6 +148,7 @@ def test_a_plugin_that_fails_stops_the_script(run: Run, tmp_path: Path) -> None:
     [
         ("train.py --host x", [], [sys.executable, "train.py", "--host", "x"]),
         ("-- python train.py -m x", [], [sys.executable, "train.py", "-m", "x"]),
+        ("-- python -um pkg x", [], [sys.executable, "-um", "pkg", "x"]),
         ("--host a --host b -m pkg -h", ["--host", "a", "--host", "b"], [sys.executable, "-m", "pkg", "-h"]),
         ("--host=a sh train.sh", ["--host=a"], [shutil.which("sh"), "train.sh"]),
     ],
@@ -167,6 +168,8 @@ def test_the_command_begins_where_our_options_end(
     [
         ("trian.py", "no script 'trian.py' in "),
         ("-- python -W error lost.py", "no script 'lost.py' in "),
+        ("-- python -Wx -uE train.py", "Python's option -E ignores PYTHONPATH or sitecustomize"),
+        ("-- python -S -m x", "so the command would run without them; leave out -S"),
         ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),
         ("--host toys -- x.py", "no plugin for 'toys' is installed; choose from: lost, toy"),
         ("--host lost x.py", "plugin 'lost' is unsupported: lost is not installed; fix: pip install lost"),

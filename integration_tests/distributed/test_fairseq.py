@@ -1,4 +1,4 @@
-"""fairseq-train on two processes: the same losses as one process that accumulates the same batches."""
+"""fairseq-train on two processes: the losses of one process that accumulates the same batches; resumed runs."""
 
 from __future__ import annotations
 
@@ -68,3 +68,18 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     ]
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path: Path) -> None:
+    """Rank 0 reads the checkpoint and hands it on: what it says of its attention must arrive with it."""
+
+    def train(attention: str, updates: int) -> str:
+        given: list[object] = [data, "--user-dir", USER_DIR, *RUN.split(), "--save-dir", tmp_path, *TWO]
+        given += ["--distributed-no-spawn", "--attention", attention, "--max-update", updates]
+        given += ["--distributed-init-method", f"file://{tmp_path}/meeting-{attention}-{updates}"]
+        return run(*([TOOLS / "fairseq-train", *given, "--distributed-rank", rank] for rank in (0, 1)))
+
+    assert re.findall(r"num_updates=(\d)", train("quest", 2)) == ["1", "2"]
+    assert re.findall(r"num_updates=(\d)", train("quest", 4)) == ["3", "4"]
+    with pytest.raises(AssertionError, match="trained with attention 'quest', and the model has 'qnorm'"):
+        train("qnorm", 6)

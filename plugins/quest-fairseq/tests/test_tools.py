@@ -212,6 +212,8 @@ def test_refusals_say_why() -> None:
         build("quest_transformer", "--attention", "aft-full")
     with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
         build("quest_transformer_lm", "--attention", "qwest")
+    with pytest.raises(quest_core.ConfigError, match="did you mean 'standard'"):
+        build("quest_transformer_lm", "--attention-from", "standart")
 
 
 def test_learned_positions_are_as_many_as_the_model_has() -> None:
@@ -219,3 +221,15 @@ def test_learned_positions_are_as_many_as_the_model_has() -> None:
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 32
     model = build("quest_transformer_lm", "--attention", "aft-full(max_length=48)")
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 48
+
+
+def test_without_user_dir_fairseq_says_what_the_readme_explains(lm_data: Path, tmp_path: Path) -> None:
+    """The message that users see is fairseq's, and a riddle; the README's table of symptoms must have it."""
+    command = [Path(sys.executable).with_name("fairseq-hydra-train"), "--config-dir", f"{USER_DIR}/configs"]
+    command += ["--config-name", "pydocs", f"task.data={lm_data}", "common.cpu=true", "hydra.run.dir=."]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode != 0
+    symptom = "KeyError: \"'_name'\""
+    assert symptom in done.stderr
+    assert f"`{symptom}`" in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import USER_DIR, Tools
+from fairseq import checkpoint_utils
 from test_tools import losses, perplexity
 from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 
 import quest_core
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
+from quest_fairseq.checkpoints import trained_with
 from quest_fairseq.tasks import configuration
 from quest_fairseq.transformer_xl import shift
 
@@ -52,6 +54,37 @@ class TestTransformerXL(AdapterConformance):
         assert self.grouped() is None
 
 
+def logits_of(layer: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What the normaliser of a replaced layer is given: [B, H, N, M], the relative term included."""
+    mechanism, calls = layer.mechanism, []
+
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest) -> tuple:
+        calls.append(type(mechanism).forward_with_logits(mechanism, q, k, v, **rest))
+        return calls[0]
+
+    mechanism.forward_with_logits = spy
+    layer(hidden, positions)
+    del mechanism.forward_with_logits
+    return calls[0][2].detach()
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_scaled_queries_scale_both_terms_of_the_logits(attention: str) -> None:
+    """(q + u)·k + (q + w)·r: the biases u and w are parts of the queries."""
+    torch.manual_seed(0)
+    model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
+    model, _ = quest_core.inject(model, attention, adapter=FairseqAdapter())
+    layer = model.transformer.layers[0].dec_attn
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    hidden, positions = torch.randn(5, 2, 16), torch.randn(5, 16)
+    before, factor = logits_of(layer, hidden, positions), torch.tensor([0.5, 1, 2, 3], dtype=torch.float64)
+    FairseqAdapter().scale_queries(layer, factor)
+    after = logits_of(layer, hidden, positions)
+    torch.testing.assert_close(after, before * factor.float()[:, None, None], rtol=1e-4, atol=1e-4)
+
+
 def test_every_logit_is_bounded_by_the_queries() -> None:
     """Keys and relative positions of any length: a row's logits stay within ‖q + u‖ + ‖q + w‖."""
     torch.manual_seed(0)
@@ -62,15 +95,11 @@ def test_every_logit_is_bounded_by_the_queries() -> None:
         layer.r_net.weight.mul_(1000)
         layer.qkv_net.weight[16:].mul_(1000)
     hidden, positions = torch.randn(5, 2, 16), torch.randn(5, 16)
-    calls = []
-    layer.mechanism.forward_with_logits = lambda q, k, v, **rest: (
-        calls.append(type(layer.mechanism).forward_with_logits(layer.mechanism, q, k, v, **rest)) or calls[0]
-    )
-    layer(hidden, positions)
+    logits = logits_of(layer, hidden, positions)
     q = layer.qkv_net(hidden)[..., :16].view(5, 2, 4, 4).permute(1, 2, 0, 3)
     bound = (q + layer.r_w_bias[:, None]).norm(dim=-1) + (q + layer.r_r_bias[:, None]).norm(dim=-1)
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    assert (calls[0][2].abs() <= bound[..., None] + 1e-5)[..., seen].all()
+    assert (logits.abs() <= bound[..., None] + 1e-5)[..., seen].all()
 
 
 def test_shift_puts_distances_where_their_keys_are() -> None:
@@ -124,3 +153,24 @@ def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools: Tools, lm_dat
     assert 1 < perplexity(tools("eval_lm", *evaluate, "--model-overrides", longer)) < 60
     with pytest.raises(quest_core.ConfigError, match="trained with attention 'quest'"):
         tools("eval_lm", *evaluate, "--model-overrides", "{'attention': 'standard'}")
+
+
+def test_the_shipped_yaml_trains_by_hydra(
+    tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README says, with smaller numbers; then the README's evaluation with a longer memory."""
+    monkeypatch.chdir(tmp_path)
+    smaller = "n_layer=2 d_model=16 n_head=4 d_head=4 d_inner=32 mem_len=12"
+    given = [f"model.{option}" for option in smaller.split()]
+    given += ["task.tokens_per_sample=12", "dataset.batch_size=4", "dataset.batch_size_valid=4", "common.cpu=true"]
+    given += ["dataset.num_workers=0", "optimization.max_update=3", "common.log_interval=1", "hydra.run.dir=."]
+    given += [f"task.data={lm_data}", f"common.user_dir={USER_DIR}", "model.attention=qnorm"]
+    tools("hydra_train", "--config-dir", f"{USER_DIR}/configs", "--config-name", "wikitext103-transformer-xl", *given)
+    checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
+    assert state["optimizer_history"][-1]["num_updates"] == 3
+    assert trained_with(state["model"]) == ["qnorm"]
+    evaluate = [lm_data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu", "--task", "truncated_bptt_lm"]
+    evaluate += ["--tokens-per-sample", "64", "--batch-size", "1", "--num-workers", "0", "--model-overrides"]
+    log = tools("eval_lm", *evaluate, "{'mem_len': 640, 'clamp_len': 400, 'same_length': True}")
+    assert 1 < perplexity(log) < 60

@@ -140,14 +140,21 @@ def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
 
 
 def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
-    """A stock run is continued with quest (strict loading), and a quest run is a start for fine-tuning."""
+    """A run goes on with its own attention, or another one that was asked for, and is a start for fine-tuning."""
     shallow = (*SHALLOW, "train.auto_resume", "True")
     status, said, _ = gps(ZINC, *shallow, "gt.attention", "quest")
     assert status == 0, said[-3000:]
-    status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "standard")
+    for other in ((), ("gt.attention", "standard")):
+        status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", *other)
+        assert status == 1
+        assert "0.ckpt was trained with attention 'quest', and the model has 'standard'" in said
+    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.layer_type", "GINE+Quest")
+    assert status == 0, said[-3000:]
+    standard = ("gt.attention", "standard", "gt.attention_from", "quest")
+    status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "3", *standard)
     assert status == 0, said[-3000:]
     assert "trained with attention 'quest' and is being loaded into 'standard'" in said
-    assert [line["epoch"] for line in found["train"]][-1] == 1
+    assert [line["epoch"] for line in found["train"]] == [0, 1, 2]
 
     trained = tmp_path / "run" / "zinc-GPS+RWSE"
     status, said, _ = gps(ZINC, *SHALLOW, "pretrained.dir", str(trained), "gt.attention", "quest", name="tuned")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+import torch_geometric.graphgym
 from models import ConvModel, configure, conv_inputs, graph
 from torch import nn
-from torch_geometric.graphgym import register
+from torch_geometric.graphgym import load_ckpt, register, save_ckpt
 from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.nn import GPSConv
@@ -45,7 +49,16 @@ def test_gps_conv_takes_attention_beside_the_arguments_of_its_attention() -> Non
 
 
 def test_gps_conv_without_attention_is_untouched() -> None:
-    assert type(GPSConv(16, None, heads=4, attn_kwargs={"dropout": 0.1}).attn) is nn.MultiheadAttention
+    for options in ({"dropout": 0.1}, {"dropout": 0.1, "attention": None}):
+        attn = GPSConv(16, None, heads=4, attn_kwargs=options).attn
+        assert (type(attn), attn.dropout) == (nn.MultiheadAttention, 0.1)
+
+
+def test_gps_conv_says_where_options_of_the_attention_belong() -> None:
+    with pytest.raises(ConfigError, match=r"kv_heads=2.* write .*\{'name': 'quest', 'kv_heads': 2\}"):
+        GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest", "kv_heads": 2})
+    right = GPSConv(16, None, heads=4, attn_kwargs={"attention": {"name": "quest", "kv_heads": 2}})
+    assert right.attn.kv_heads == 2
 
 
 def test_gps_conv_draws_the_same_initial_weights() -> None:
@@ -133,10 +146,14 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
         (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
         (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
+        (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
+        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
         (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), UnsupportedError, "BigBird has no attention"),
+        (("gt.layer_type", "GINE+quest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
+        (("gt.attention", "quest", "gt.attention_from", "qest"), ConfigError, "attention_from: .*did you mean 'quest'"),
         (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
         (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
         (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "cannot be used in model.type 'gnn'"),
@@ -197,6 +214,100 @@ def test_checkpoints_of_graphgym_load_both_ways() -> None:
     ours, stock = build("gt.attention", "quest"), build()
     stock.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(stock.state_dict(), strict=True)
+
+
+def checkpoint(folder: Path, *opts: str):
+    """A GraphGym model and optimizer, as a run with `opts` in `folder` has them when it begins."""
+    configure()
+    cfg.merge_from_list(list(opts))
+    cfg.run_dir = str(folder)
+    model = create_model(dim_in=3, dim_out=2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+STOCK, QUEST = (), ("gt.attention", "quest")
+
+
+@pytest.mark.parametrize(
+    ("trained", "resumed", "said"),
+    [
+        (QUEST, ("gt.attention", "standard"), "trained with attention 'quest', and the model has 'standard'"),
+        (QUEST, STOCK, "say gt.attention: quest. .* with gt.attention_from: quest"),
+        (STOCK, QUEST, "trained with attention 'standard', and the model has 'quest'"),
+        (QUEST, ("gnn.attention", "qnorm", "gt.attention_from", "qknorm"), "gt.attention_from is 'qknorm'. .*say gnn."),
+        (("gt.attention", "quest+gqa(kv_heads=2)"), QUEST, r"trained with attention 'quest\+gqa\(kv_heads=2\)'"),
+    ],
+)
+def test_resuming_with_another_attention_is_refused(tmp_path, trained, resumed, said) -> None:
+    save_ckpt(*checkpoint(tmp_path, *trained), epoch=3)
+    model, optimizer = checkpoint(tmp_path, *resumed)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=said):
+        load_ckpt(model, optimizer)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", quest_core.AttentionMismatchWarning)
+        if "gqa" not in said:
+            assert load_ckpt(model) == 4  # no training goes on
+
+
+@pytest.mark.parametrize(
+    ("trained", "resumed"),
+    [
+        (QUEST, ("gt.layer_type", "CustomGatedGCN+Quest")),
+        (STOCK, ("gt.attention", "standard")),
+        (("gt.attention", "standard"), STOCK),
+        (STOCK, (*QUEST, "gt.attention_from", "standard")),
+        (QUEST, ("gt.attention_from", "quest")),
+    ],
+)
+def test_resuming_with_the_same_attention_or_where_it_is_asked_for(tmp_path, trained, resumed) -> None:
+    written, optimizer = checkpoint(tmp_path, *trained)
+    save_ckpt(written, optimizer, epoch=3)
+    model, optimizer = checkpoint(tmp_path, *resumed)
+    assert load_ckpt(model, optimizer) == 4
+    state = written.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+def test_a_trainer_that_imported_load_ckpt_before_the_plugin_compares_too(monkeypatch) -> None:
+    stock = load_ckpt.__wrapped__
+    trainer = ModuleType("trainer")
+    trainer.load_ckpt = stock
+    monkeypatch.setitem(sys.modules, "trainer", trainer)
+    for module in ("torch_geometric.graphgym", "torch_geometric.graphgym.checkpoint"):
+        monkeypatch.setattr(sys.modules[module], "load_ckpt", stock)
+    GraphGPSAdapter().install()
+    assert trainer.load_ckpt is torch_geometric.graphgym.load_ckpt is not stock
+    wrapped = trainer.load_ckpt
+    GraphGPSAdapter().install()
+    assert trainer.load_ckpt is wrapped
+
+
+def test_lightning_resumes_with_the_same_attention_alone(tmp_path) -> None:
+    from pytorch_lightning import Trainer
+    from torch_geometric.loader import DataLoader
+
+    def fit(*opts: str, ckpt_path: str | None = None) -> Trainer:
+        model, _ = checkpoint(tmp_path, *opts)
+        trainer = Trainer(
+            max_epochs=1 if ckpt_path is None else 2,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(model, DataLoader([graph(n, None) for n in (5, 6)], batch_size=2), ckpt_path=ckpt_path)
+        return trainer
+
+    path = str(tmp_path / "last.ckpt")
+    fit(*QUEST).save_checkpoint(path)
+    with pytest.raises(ConfigError, match="trained with attention 'quest', and the model has 'standard'"):
+        fit(ckpt_path=path)
+    assert fit(*QUEST, ckpt_path=path).current_epoch == 2
 
 
 # --- training -------------------------------------------------------------------------------------------------------

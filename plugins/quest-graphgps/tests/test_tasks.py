@@ -87,6 +87,12 @@ def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
         tasks.splits(cell(tmp_path, suite, data=tmp_path / data if data else None))
 
 
+@pytest.mark.parametrize("graphs", [150, 600])
+def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) -> None:
+    with pytest.raises(ConfigError, match=f"option graphs is {graphs}; .*a multiple of 500"):
+        tasks.splits(cell(tmp_path, "graph/pattern", smoke=False, graphs=graphs))
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_suites_declare_options_that_are_valid(suite) -> None:
     kinds = {"int": int, "float": float, "str": str}

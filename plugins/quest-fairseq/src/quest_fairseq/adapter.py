@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
 from quest_core.errors import PluginError
 from quest_core.registry import discover
@@ -58,14 +57,14 @@ class FairseqAdapter(Adapter):
             return RelativeAttention.from_host(site.module, config)
         return Attention.from_host(site.module, config, fresh=site.fresh)
 
-    @torch.no_grad()
+    query_projections: ClassVar[dict[str, int]] = {"q_proj": 1, "qkv_net": 3}
+
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """See `Adapter.scale_queries`; Transformer-XL's queries have biases beside their projection."""
+        """See `Adapter.scale_queries`; Transformer-XL adds two biases to its projected queries."""
+        super().scale_queries(module, factor)
         if isinstance(module, RelativeAttention):
-            super().scale_queries(module, factor)
-        for parameter in module.get_submodule("q_proj").parameters():
-            heads = parameter.unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, E, H] or [D, H]
-            heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
+            for bias in (module.r_w_bias, module.r_r_bias):  # [H, D]
+                scale_heads(bias, factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: options of fairseq that belong to its own attention."""

@@ -1,7 +1,8 @@
 """A checkpoint remembers the attention it was trained with, and is refused by a model that has another.
 
 The state dict of a mechanism carries its name as metadata. fairseq's average_checkpoints.py drops metadata, and a
-stock checkpoint never had any; what such a file's own configuration says is added when fairseq reads it.
+stock checkpoint never had any; what such a file's own configuration says is added when fairseq reads it. The broadcast
+by which one process of several hands what it read to the others keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core import AttentionMismatchWarning, Mechanism
@@ -54,7 +56,7 @@ def _name(model: Any) -> Any:
 
 
 def install() -> None:
-    """Let fairseq's reader of checkpoints add what metadata lacks. Idempotent."""
+    """Let fairseq's reader of checkpoints add what metadata lacks, and its broadcast keep it. Idempotent."""
     # Models with options in the old manner (translation) store them as a Namespace, and PyTorch 2.6 and later read
     # what they were told is safe alone.
     torch.serialization.add_safe_globals([argparse.Namespace])
@@ -79,6 +81,28 @@ def install() -> None:
 
     load_checkpoint_to_cpu.remembers_attention = True  # type: ignore[attr-defined]
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+    _keep_metadata_in_broadcasts()
+
+
+def _keep_metadata_in_broadcasts() -> None:
+    stock = distributed_utils.broadcast_object
+
+    def broadcast_object(obj: Any, src_rank: int, group: Any, dist_device: torch.device | None = None) -> Any:
+        model = obj.get("model") if isinstance(obj, dict) else None
+        state, metadata = stock((obj, getattr(model, "_metadata", None)), src_rank, group, dist_device)
+        if metadata:  # fairseq takes dictionaries apart and hands on plain ones
+            state["model"] = OrderedDict(state["model"])
+            state["model"]._metadata = OrderedDict(metadata)
+        return state
+
+    def broadcast_structure(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        # fairseq writes and reads a file in memory, and what it holds is not among what PyTorch 2.6 and later read.
+        held = [obj]
+        torch.distributed.broadcast_object_list(held, src=src_rank, group=group, device=dist_device)
+        return held[0]
+
+    distributed_utils.broadcast_object = broadcast_object
+    distributed_utils._broadcast_object_slow = broadcast_structure
 
 
 class Remembers:

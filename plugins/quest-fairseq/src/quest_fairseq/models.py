@@ -66,6 +66,8 @@ def with_attention(model: Any, config: AttentionConfig, attention_from: str | No
             "--ddp-backend fully_sharded shards every layer while the model is built, before its attention can be "
             "replaced; use --ddp-backend legacy_ddp or pytorch_ddp"
         )
+    if attention_from:
+        AttentionConfig.parse(attention_from)  # now, and not when a checkpoint is read that may come much later
     model, report = inject(model, config, adapter=FairseqAdapter(), fresh=True)
     report.announce()
     model.attention_from, model.positions = attention_from, positions

@@ -11,10 +11,10 @@ from torch import nn
 
 from quest_core.adapter import Adapter, Capabilities, Site
 from quest_core.config import AttentionConfig
-from quest_core.errors import PluginError, UnsupportedError
+from quest_core.errors import ConfigError, PluginError, UnsupportedError
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
-from quest_core.registry import discover
+from quest_core.registry import discover, parts
 from quest_core.torch_mha import TorchAdapter
 
 from . import graphgym
@@ -97,9 +97,13 @@ def _accept_in_gps_conv() -> None:
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         given = signature.bind(self, *arguments, **options)
         attn_kwargs = dict(given.arguments.get("attn_kwargs") or {})
-        attention = attn_kwargs.pop("attention", None)
-        if attention is None:
+        if "attention" not in attn_kwargs:
             stock(self, *arguments, **options)
+            return
+        attention = attn_kwargs.pop("attention")
+        if attention is None:  # as a search over hyper-parameters names the stock model
+            given.arguments["attn_kwargs"] = attn_kwargs
+            stock(*given.args, **given.kwargs)
             return
         config = AttentionConfig.parse(attention)
         kind = given.arguments.get("attn_type", "multihead")
@@ -107,6 +111,14 @@ def _accept_in_gps_conv() -> None:
             raise UnsupportedError(
                 f"GPSConv: attn_kwargs has attention={attention!r}, which replaces attn_type='multihead', but "
                 f"attn_type is {kind!r}; leave out one of the two"
+            )
+        known = inspect.signature(nn.MultiheadAttention).parameters
+        ours = {option.name for part in parts().values() for option in part.options} - set(known)
+        for name in ours & set(attn_kwargs):
+            example = {**config.to_dict(), name: attn_kwargs[name]}
+            raise ConfigError(
+                f"GPSConv: attn_kwargs has {name}={attn_kwargs[name]!r}, an option of the attention and not of "
+                f"torch.nn.MultiheadAttention; write attn_kwargs={{'attention': {example}}}"
             )
         given.arguments["attn_kwargs"] = attn_kwargs
         stock(*given.args, **given.kwargs)

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from quest_core import Mechanism
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
 from quest_core.registry import parts
 
+SECTIONS = ("gnn", "gt")
+"""The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
 """The node beside `attention` that holds its options: gt.quest.kv_heads."""
 LAYER = "Quest"
 """The name of our attention in gt.layer_type: GINE+Quest."""
+FROM = "attention_from"
+"""The key beside `attention` that lets a run resume a checkpoint which was trained with the attention it names."""
 NO_SITE = ("Performer", "BigBird", "None")
 """Kinds of attention in gt.layer_type that have no place for another mechanism."""
 
@@ -32,6 +38,7 @@ NO_SITE = ("Performer", "BigBird", "None")
 def install() -> None:
     """Wrap what is imported already, and the rest when it is. May run twice."""
     when_imported("torch_geometric.graphgym.model_builder", _accept_in_graphgym)
+    when_imported("torch_geometric.graphgym.checkpoint", _guard_checkpoints)
     # GraphGPS makes its node `gt` in a registered function too; ours is registered, and so runs, after that one.
     when_imported("graphgps.config.gt_config", functools.partial(_register, "gt"))
     when_imported("graphgps.layer.gps_layer", _accept_in_gps_layer)
@@ -47,6 +54,7 @@ def declare(cfg: Any, section: str) -> None:
 
     node = cfg[section]
     node.attention = None
+    node[FROM] = None
     names = dict.fromkeys(option.name for part in parts().values() for option in part.options)
     node[OPTIONS] = CfgNode(dict.fromkeys(names))
 
@@ -71,10 +79,18 @@ def requested(cfg: Any) -> AttentionConfig | None:
         UnsupportedError: `attention` beside a gt.layer_type that has no place for it.
     """
     found: dict[str, AttentionConfig] = {}
-    for section in ("gnn", "gt"):
+    kind = _kind(cfg)
+    if kind is not None and kind != LAYER and _is_attention(kind):
+        raise ConfigError(
+            f"gt.layer_type is {cfg.gt.layer_type!r}, whose second half is one of GraphGPS's or {LAYER!r}; write "
+            f"gt.layer_type: {cfg.gt.layer_type.split('+')[0]}+Transformer and gt.attention: {kind.lower()}"
+        )
+    for section in SECTIONS:
         node = cfg.get(section) or {}
         options = {key: value for key, value in dict(node.get(OPTIONS) or {}).items() if value is not None}
-        if node.get("attention") not in (None, "", "None"):
+        if _given(node.get(FROM)):
+            _parse(f"{section}.{FROM}", node[FROM], {})  # a misspelt name is refused before hours of training
+        if _given(node.get("attention")):
             found[f"{section}.attention"] = _parse(f"{section}.attention", node["attention"], options)
         elif section == "gt" and _kind(cfg) == LAYER:
             found["gt.layer_type"] = _parse("gt.layer_type", "quest", options)
@@ -100,18 +116,35 @@ def requested(cfg: Any) -> AttentionConfig | None:
     return config
 
 
+def _given(value: Any) -> bool:
+    return value not in (None, "", "None")
+
+
 def _parse(key: str, value: Any, options: Mapping[str, Any]) -> AttentionConfig:
     try:
         plain = AttentionConfig.parse(value)  # text or JSON, perhaps with options of its own
-        return AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
+        config = AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
+    for name, own in plain.options:
+        if name in options and dict(config.options).get(name) != own:
+            both = f"{key} is '{plain}' and {key.split('.')[0]}.{OPTIONS}.{name} is {options[name]!r}"
+            raise ConfigError(f"two keys choose {name}: {both}; keep one")
+    return config
 
 
 def _kind(cfg: Any) -> str | None:
     """The second half of gt.layer_type: Transformer in GINE+Transformer."""
     layer_type = (cfg.get("gt") or {}).get("layer_type") or ""
     return layer_type.split("+")[1] if layer_type.count("+") == 1 else None
+
+
+def _is_attention(text: str) -> bool:
+    try:
+        AttentionConfig.parse(text.lower())
+    except ConfigError:
+        return False
+    return True
 
 
 # --- the models -----------------------------------------------------------------------------------------------------
@@ -125,6 +158,7 @@ def _accept_in_graphgym() -> None:
     stock: Any = GraphGymModule.__init__
     if hasattr(stock, "accepts_attention"):
         return
+    stock_load: Any = GraphGymModule.on_load_checkpoint
 
     @functools.wraps(stock)
     def __init__(self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
@@ -133,8 +167,16 @@ def _accept_in_graphgym() -> None:
         if config is not None:
             put(self.model, config, f"model.type {cfg.model.type!r}")
 
+    @functools.wraps(stock_load)
+    def on_load_checkpoint(self: Any, checkpoint: Any) -> None:
+        """Lightning calls this before it loads anything: to go on with training, to test, or to load alone."""
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            refuse_other_attention(self, checkpoint["state_dict"], str(self._trainer.ckpt_path), self.cfg)
+        stock_load(self, checkpoint)
+
     __init__.accepts_attention = True  # type: ignore[attr-defined]
     GraphGymModule.__init__ = __init__
+    GraphGymModule.on_load_checkpoint = on_load_checkpoint
 
 
 def put(model: nn.Module, config: AttentionConfig, where: str) -> None:
@@ -185,7 +227,9 @@ def _accept_in_finetuning() -> None:
     @functools.wraps(stock)
     def load_pretrained_model_cfg(cfg: Any) -> Any:
         asked = requested(cfg)
+        resumed = cfg.gt[FROM]  # of this run, not of the pretraining
         cfg = stock(cfg)
+        cfg.gt[FROM] = resumed
         trained = requested(cfg)
         if asked is not None and asked != trained:
             logging.warning(
@@ -194,10 +238,81 @@ def _accept_in_finetuning() -> None:
             )
             if _kind(cfg) == LAYER:
                 cfg.gt.layer_type = cfg.gt.layer_type.replace(LAYER, "Transformer")
-            cfg.gt.attention = str(asked)
-            for name in cfg.gt[OPTIONS]:
-                cfg.gt[OPTIONS][name] = None
+            cfg.gt.attention, cfg.gnn.attention = str(asked), None
+            for node in (cfg.gt[OPTIONS], cfg.gnn[OPTIONS]):
+                node.update(dict.fromkeys(node))
         return cfg
 
     load_pretrained_model_cfg.accepts_attention = True  # type: ignore[attr-defined]
     finetuning.load_pretrained_model_cfg = load_pretrained_model_cfg
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _guard_checkpoints() -> None:
+    """Wrap load_ckpt, once: with an optimizer, training goes on from the checkpoint, and must have its attention."""
+    from torch_geometric.graphgym import checkpoint
+
+    stock: Any = checkpoint.load_ckpt
+    if hasattr(stock, "compares_attention"):
+        return
+
+    @functools.wraps(stock)
+    def load_ckpt(model: nn.Module, optimizer: Any = None, scheduler: Any = None, epoch: int = -1) -> int:
+        if optimizer is None:  # to evaluate: another attention is warned of
+            return int(stock(model, optimizer, scheduler, epoch))
+        path = checkpoint.get_ckpt_path(checkpoint.get_ckpt_epoch(epoch))
+
+        def compare(module: nn.Module, state_dict: Any, *rest: Any) -> None:
+            refuse_other_attention(module, state_dict, path, checkpoint.cfg)
+
+        # The hook comes before the first weight is loaded: what is refused has changed nothing.
+        with model.register_load_state_dict_pre_hook(compare):
+            return int(stock(model, optimizer, scheduler, epoch))
+
+    load_ckpt.compares_attention = True  # type: ignore[attr-defined]
+    # GraphGym's package has the function under a name of its own, and so has a trainer that was imported before us.
+    for module in list(sys.modules.values()):
+        if vars(module).get("load_ckpt") is stock:
+            module.load_ckpt = load_ckpt  # type: ignore[attr-defined]
+
+
+def refuse_other_attention(model: nn.Module, state_dict: Any, path: str, cfg: Any) -> None:
+    """Let no training go on from a checkpoint of another attention, unless `attention_from` names that one.
+
+    Args:
+        model: what the checkpoint is about to be loaded into.
+        state_dict: the model's part of the checkpoint, whose metadata name the attention of every layer; a stock
+            layer, which says nothing, was trained with `standard`.
+        path: the checkpoint, for the error.
+        cfg: the config of the run.
+
+    Raises:
+        ConfigError: the attentions differ, naming both and the keys.
+    """
+    standard = AttentionConfig.parse("standard")
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        logging.warning(f"quest: {path} does not say with which attention it was trained; the model is not compared")
+        return
+    trained = {place: entry["attention"] for place, entry in metadata.items() if "attention" in entry}
+    built = {
+        place: module.config
+        for place, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Mechanism)
+    }
+    pairs = [(built.get(place, standard), trained.get(place, "standard")) for place in {**trained, **built}]
+    differ = [(own, text) for own, text in pairs if not own.means(text)]
+    asked = {f"{name}.{FROM}": cfg[name][FROM] for name in SECTIONS if name in cfg and _given(cfg[name].get(FROM))}
+    said = [_parse(key, value, {}) for key, value in asked.items()]
+    refused = [(own, text) for own, text in differ if not any(config.means(text) for config in said)]
+    if refused:
+        own, text = refused[0]
+        section = "gt" if "gt" in cfg and not _given(cfg.gnn.get("attention")) else "gnn"
+        raise ConfigError(
+            f"{path} was trained with attention '{text}', and the model has '{own}'"
+            + "".join(f"; {key} is {str(value)!r}" for key, value in asked.items())
+            + f". To go on as trained, say {section}.attention: {text}. To go on with another attention all the same, "
+            f"say so with {section}.{FROM}: {text}. To begin anew, choose another out_dir"
+        )

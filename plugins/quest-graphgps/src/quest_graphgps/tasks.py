@@ -240,7 +240,7 @@ def splits(cell: Cell) -> list[list[Any]]:
     """The graphs of training, validation and test, as many as the cell asks for."""
     from torch_geometric.datasets import ZINC, GNNBenchmarkDataset, LRGBDataset
 
-    from .data import GENERATORS, SPLITS
+    from .data import GENERATORS, PATTERNS, SPLITS
 
     if cell.data is not None and not cell.data.exists():
         raise ConfigError(f"data is '{cell.data}', and there is no such file or folder")
@@ -251,6 +251,11 @@ def splits(cell: Cell) -> list[list[Any]]:
         train = cell.options["graphs"]
         if train < share:
             raise ConfigError(f"option graphs is {train}; {cell.task} needs at least {share}")
+        if cell.task == "PATTERN" and any(n > PATTERNS and n % PATTERNS for n in (train, train // share)):
+            raise ConfigError(
+                f"option graphs is {train}; each of PATTERN's {PATTERNS} patterns is hidden equally often in every "
+                f"split: write a multiple of {share * PATTERNS}, one of {PATTERNS} below that, or at most {PATTERNS}"
+            )
         sizes = SMOKE_GRAPHS if cell.smoke else (train, train // share, train // share)
         return GENERATORS[cell.task](sizes, cell.options["data_seed"])
     kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
