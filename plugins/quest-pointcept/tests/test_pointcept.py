@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import multiprocessing
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -227,6 +229,28 @@ def test_a_spawned_child_knows_the_plugin():
     assert answers.get()[1].startswith("attention=quest in 6 modules")
 
 
+# --- tools/test.py ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["quest", "standard", None])
+def test_a_checkpoint_is_tested_with_its_own_attention(attention, tmp_path):
+    from pointcept.engines.test import SemSegTester
+
+    def model(attention):
+        return {"type": "PT-v3m1", **SMALL, **({} if attention is None else {"attention": attention})}
+
+    path = tmp_path / "model_best.pth"
+    torch.save({"epoch": 1, "state_dict": MODELS.build(model("quest")).state_dict()}, path)
+    tester = object.__new__(SemSegTester)
+    tester.logger = logging.getLogger("test")
+    tester.cfg = SimpleNamespace(model=model(attention), weight=str(path), find_unused_parameters=False)
+    if attention == "quest":
+        tester.build_model()
+        return
+    with pytest.raises(quest_core.ConfigError, match="the model has 'standard'; test with model.backbone.attention='q"):
+        tester.build_model()
+
+
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +282,9 @@ def test_the_trainer(model, dataset, tmp_path):
     other = real_pointcept.config(root, model, "standard", dataset, tmp_path / "resume")
     with pytest.raises(RuntimeError, match="resume with model.backbone.attention='quest'"):
         real_pointcept.train(root, other, options=(weight, "resume=True"))
+    same = real_pointcept.config(root, model, "quest", dataset, tmp_path / "same")
+    (resumed,) = real_pointcept.train(root, same, options=(weight, "resume=True"))
+    assert any("Resuming train at eval epoch: 2" in line for line in resumed.lines)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from quest_core.registry import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import carry_to_children, compare_attention, guard_checkpoints
+from quest_pointcept.hosts import carry_to_children, compare_attention, guard_checkpoints, guard_tests
 
 ENCODER = {
     "in_channels": 4,
@@ -163,6 +163,20 @@ def test_a_small_cloud_attends_to_itself_alone():
     together = model(x, grid, batch)[-2:]
     alone = model(x[small], grid[small], batch[small] - 1)[-2:]
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "flash", "half"),
+    [("quest", True, True), ("quest", False, False), ("aft-full(max_length=8)", False, False)],
+)
+def test_half_precision_on_a_gpu_is_for_the_hosts_flash_path_alone(attention, flash, half):
+    """Also where learned positions keep the patches that flash would have, without flash."""
+    model = quest_core.inject(Stages(enable_flash=flash), attention, adapter=PointceptAdapter())[0]
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no CUDA here
+        for site in PointceptAdapter().sites(model):
+            assert isinstance(site.module._precision(on_gpu), torch.autocast) == half
 
 
 # --- every mechanism --------------------------------------------------------------------------------------------------
@@ -389,14 +403,16 @@ def test_a_checkpoint_of_another_attention_is_noticed(trained, built, differ, tm
     model = save(tmp_path / "other.pth", built)
     if differ:
         with pytest.warns(AttentionMismatchWarning, match="was trained with attention 'quest' and is loaded into"):
-            compare_attention(path, model, resume=False)
+            compare_attention(path, model, "start")
         with pytest.raises(ConfigError, match="resume with model.backbone.attention='quest'"):
-            compare_attention(path, model, resume=True)
+            compare_attention(path, model, "resume")
+        with pytest.raises(ConfigError, match="test with model.backbone.attention='quest'"):
+            compare_attention(path, model, "test")
         return
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
-        compare_attention(path, model, resume=False)
-        compare_attention(path, model, resume=True)
+        for use in ("start", "resume", "test"):
+            compare_attention(path, model, use)
 
 
 def test_stock_weights_start_a_quest_model_but_do_not_resume_one(tmp_path):
@@ -405,9 +421,25 @@ def test_stock_weights_start_a_quest_model_but_do_not_resume_one(tmp_path):
     model = save(tmp_path / "other.pth", "quest")
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
-        compare_attention(path, model, resume=False)
-    with pytest.raises(ConfigError, match="trained with attention 'standard' and the model has 'quest'"):
-        compare_attention(path, model, resume=True)
+        compare_attention(path, model, "start")
+    for use in ("resume", "test"):
+        with pytest.raises(ConfigError, match="trained with attention 'standard' and the model has 'quest'"):
+            compare_attention(path, model, use)
+    torch.save({"state_dict": dict(model.state_dict())}, path)  # copied: it says nothing of itself, and may be quest's
+    compare_attention(path, model, "test")
+
+
+@pytest.mark.parametrize("attention", ["quest", "standard"])
+def test_a_checkpoint_in_the_format_before_pytorch_1_6_is_read(attention, tmp_path):
+    path = tmp_path / "model_last.pth"
+    model = save(tmp_path / "other.pth", "quest")
+    weights = save(tmp_path / "same.pth", attention).state_dict()
+    torch.save({"state_dict": weights}, path, _use_new_zipfile_serialization=False)
+    if attention == "quest":
+        compare_attention(path, model, "resume")
+        return
+    with pytest.raises(ConfigError, match="trained with attention 'standard'"):
+        compare_attention(path, model, "resume")
 
 
 def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
@@ -430,6 +462,24 @@ def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
     )
     with pytest.warns(AttentionMismatchWarning):
         loader.before_train()
+
+
+def test_a_test_is_guarded_once_and_compares_what_it_built(tmp_path):
+    class Tester:
+        """Pointcept's copies the weights like its loader."""
+
+        def build_model(self):
+            return save(tmp_path / "other.pth", "standard")
+
+    guard_tests(Tester)
+    wrapped = Tester.build_model
+    guard_tests(Tester)
+    assert Tester.build_model is wrapped
+    save(tmp_path / "model_best.pth", "quest")
+    tester = Tester()
+    tester.cfg = SimpleNamespace(weight=str(tmp_path / "model_best.pth"))
+    with pytest.raises(ConfigError, match="test with model.backbone.attention='quest'"):
+        tester.build_model()
 
 
 # --- child processes and configurations -------------------------------------------------------------------------------

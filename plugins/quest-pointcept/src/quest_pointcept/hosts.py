@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import inspect
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ def install(adapter: Adapter) -> None:
 def _install_pointcept(adapter: Adapter) -> None:
     try:
         from pointcept.engines.hooks.misc import CheckpointLoader
+        from pointcept.engines.test import TesterBase
         from pointcept.models.builder import MODELS
         from pointcept.utils.config import Config
 
@@ -84,6 +86,7 @@ def _install_pointcept(adapter: Adapter) -> None:
             accept(model, adapter)
     carry_to_children(Config)
     guard_checkpoints(CheckpointLoader)
+    guard_tests(TesterBase)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -167,36 +170,60 @@ def guard_checkpoints(loader: type[Any]) -> None:
     def before_train(self: Any) -> None:
         cfg = self.trainer.cfg
         if cfg.weight and Path(cfg.weight).is_file():
-            compare_attention(Path(cfg.weight), self.trainer.model, resume=bool(cfg.resume))
+            compare_attention(Path(cfg.weight), self.trainer.model, "resume" if cfg.resume else "start")
         stock(self)
 
     before_train.compares_attention = True  # type: ignore[attr-defined]
     loader.before_train = before_train
 
 
-def compare_attention(path: Path, model: nn.Module, *, resume: bool) -> None:
-    """Warn of, or on resuming refuse, a checkpoint whose attention is not that of the model.
+def guard_tests(tester: type[Any]) -> None:
+    """Let Pointcept's tools/test.py refuse a checkpoint of another attention, in place, once.
+
+    It copies weights as CheckpointLoader does. Those of standard fit quest, and the scores would be nobody's.
+    """
+    stock = tester.build_model
+    if hasattr(stock, "compares_attention"):
+        return
+
+    @functools.wraps(stock)
+    def build_model(self: Any) -> nn.Module:
+        model: nn.Module = stock(self)
+        compare_attention(Path(self.cfg.weight), model, "test")
+        return model
+
+    build_model.compares_attention = True  # type: ignore[attr-defined]
+    tester.build_model = build_model
+
+
+def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resume", "test"]) -> None:
+    """Refuse a checkpoint whose attention is not that of the model; one that is only a start brings a warning.
 
     Raises:
-        ConfigError: when resuming, naming both.
+        ConfigError: when resuming or testing, naming both.
     """
-    # Mapped, not read: only what it says about itself is of interest.
-    checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    metadata = getattr(checkpoint.get("state_dict"), "_metadata", {})
+    # Mapped, not read, where the format allows it: only what it says about itself is of interest.
+    checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
+    weights = checkpoint.get("state_dict")
+    metadata = getattr(weights, "_metadata", {})
     trained = {kept["attention"] for kept in metadata.values() if "attention" in kept}
     built = [part.config for part in model.modules() if isinstance(part, Mechanism)]
-    if resume and not trained and built:
-        trained = {"standard"}  # a stock model says nothing about its attention
+    if not trained and built and (use == "resume" or (use == "test" and metadata)):
+        trained = {"standard"}  # a stock model says nothing about its attention; copied weights say nothing at all
     if not trained or (built and all(config.means(text) for config in built for text in trained)):
         return
     if not built and trained == {"standard"}:
         return
     text, now = " and ".join(sorted(trained)), str(built[0]) if built else "standard"
-    if resume:
-        raise ConfigError(
-            f"{path} was trained with attention '{text}' and the model has '{now}'; resume with "
-            f"model.backbone.attention='{text}', or load it as a start with resume=False"
+    if use == "start":
+        warnings.warn(
+            f"{path} was trained with attention '{text}' and is loaded into '{now}'",
+            AttentionMismatchWarning,
+            stacklevel=3,
         )
-    warnings.warn(
-        f"{path} was trained with attention '{text}' and is loaded into '{now}'", AttentionMismatchWarning, stacklevel=3
+        return
+    otherwise = ", or load it as a start with resume=False" if use == "resume" else ""
+    raise ConfigError(
+        f"{path} was trained with attention '{text}' and the model has '{now}'; {use} with "
+        f"model.backbone.attention='{text}'{otherwise}"
     )

@@ -37,7 +37,7 @@ class SerializedAttention(nn.Module):
         config: the mechanism.
         patch_size: K, the most points of a patch.
         packed: patches keep their own lengths, as in the host's flash path.
-        flash_dtype: the type in which the host's flash path attends.
+        flash_dtype: the type in which the host calls flash-attn; None where it multiplies matrices.
         pool: how weights of several key/value heads become those of one.
 
     Attributes:
@@ -53,7 +53,7 @@ class SerializedAttention(nn.Module):
         *,
         patch_size: int,
         packed: bool,
-        flash_dtype: torch.dtype,
+        flash_dtype: torch.dtype | None,
         pool: Pool,
     ) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class SerializedAttention(nn.Module):
         """
         if self.upcast:
             return torch.autocast(x.device.type, enabled=False)
-        if self.packed and x.is_cuda:
+        if self.flash_dtype is not None and x.is_cuda:
             return torch.autocast("cuda", dtype=self.flash_dtype)
         return nullcontext()
 
@@ -226,7 +226,7 @@ class PointAttention(SerializedAttention):
             config,
             patch_size=getattr(host, "patch_size_max", host.patch_size),
             packed=flash or fixed,
-            flash_dtype=torch.bfloat16,
+            flash_dtype=torch.bfloat16 if flash else None,
             pool=pool,
         )
         self.enable_flash, self.enable_rpe = flash, self.rpe is not None
@@ -278,13 +278,13 @@ class TensorAttention(SerializedAttention):
 
     def __init__(self, host: Any, config: AttentionConfig, pool: Pool) -> None:
         flash = bool(host.use_flash_attn)
-        rotary = getattr(host, "rope", None) is not None
+        half = torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
         super().__init__(
             host,
             config,
             patch_size=host.patch_size,
             packed=flash,
-            flash_dtype=torch.bfloat16 if rotary else torch.float16,
+            flash_dtype=half if flash else None,
             pool=pool,
         )
         self.use_flash_attn = flash
