@@ -274,7 +274,7 @@ def test_the_host_is_found_among_its_companions(install: Install) -> None:
 
 
 def test_requiring_a_host_says_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = registry.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x", {})
+    lacking = registry.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x")
     monkeypatch.setattr(registry, "discover", lambda: [lacking])
     registry.require_host("another")
     with pytest.raises(PluginError, match=r"'toy' cannot be used: toyframe is not installed; fix: pip install x"):
