@@ -3,7 +3,8 @@
 Reference: :func:`quest_core.mechanisms.reference.quest`. Normalising and multiplying one after the other makes a dozen
 small steps of automatic differentiation and keeps the raw keys for the backward pass. Here unit keys and norms are
 kept, the keys are laid out once as the product wants them, and the backward pass multiplies in the order in which the
-gradient comes out as the norm wants it. What that is worth: benchmarks/unit_logits.py.
+gradient comes out as the norm wants it. At 29 tokens the core of attention, forward and backward, takes 1.06
+of standard attention's time, and 1.15 as separate operations (AMD EPYC, one core; benchmarks/unit_logits.py).
 """
 
 from __future__ import annotations
