@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -145,7 +146,9 @@ def test_a_worker_that_dies_or_returns_nothing_is_a_failed_cell(fake: Path) -> N
 def test_stopping_leaves_no_half_result_and_no_worker(fake: Path, stop: signal.Signals) -> None:
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard,quest"]
     command += ["--seeds", "0-1", "--set", "mode=hang", "--jobs", "2", "--out", "out"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
     _until(lambda: len(list(Path("out").glob("cells/*/work/pid"))) == 2 and all(_pids()))
     process.send_signal(stop)
     shown, _ = process.communicate(timeout=60)
