@@ -16,21 +16,31 @@ ROOT = os.environ.get("QUEST_GRAPHGPS_ROOT", "")
 REAL = "test_real_graphgps.py"
 # Not a skip, which CI forbids: where there is no checkout, there is nothing that could be installed to run them.
 collect_ignore = [] if ROOT else [REAL]
+NOT_RUN = (
+    f"quest-graphgps's tests in GraphGPS itself ({REAL}); set QUEST_GRAPHGPS_ROOT to a checkout of rampasek/GraphGPS "
+    "whose requirements are installed. QUEST_REQUIRE_GRAPHGPS=1 makes their absence a failure"
+)
+
+
+def pytest_configure() -> None:
+    if not ROOT and os.environ.get("QUEST_REQUIRE_GRAPHGPS") == "1":
+        raise pytest.UsageError(f"NOT RUN: {NOT_RUN}")
 
 
 def pytest_report_header() -> str:
-    if ROOT:
-        return f"GraphGPS: the checkout in QUEST_GRAPHGPS_ROOT ({ROOT})"
-    return f"GraphGPS: NOT TESTED: {REAL} needs QUEST_GRAPHGPS_ROOT=<a checkout of rampasek/GraphGPS>"
+    return f"GraphGPS: the checkout in QUEST_GRAPHGPS_ROOT ({ROOT})" if ROOT else f"NOT RUN: {NOT_RUN}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _say_what_did_not_run(record_testsuite_property) -> None:
+    if not ROOT:
+        record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not ROOT:
-        terminalreporter.section("GraphGPS itself was not tested")
-        terminalreporter.line(
-            f"{REAL} was left out: set QUEST_GRAPHGPS_ROOT to a checkout of rampasek/GraphGPS whose requirements are "
-            "installed. What ran here is PyTorch Geometric with the plugin's own GPS model."
-        )
+        terminalreporter.section("NOT RUN", red=True)
+        terminalreporter.line(f"{NOT_RUN}. What ran is PyTorch Geometric with the plugin's own GPS model.")
 
 
 @pytest.fixture
