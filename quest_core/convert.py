@@ -41,6 +41,26 @@ def keep_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
     return kept
 
 
+def is_pooled(attention: object, num_heads: int, kept: int, wanted: int) -> bool:
+    """Whether a replaced module has fewer key/value heads than its host had, so that nothing is left to pool.
+
+    Args:
+        attention: what the module computes, for the message.
+        num_heads: query heads.
+        kept: the key/value heads that it has.
+        wanted: those that it shall have.
+
+    Raises:
+        InputError: it has been pooled to another number, and the rest of its weights is gone.
+    """
+    if kept not in (num_heads, wanted):
+        raise InputError(
+            f"this module has {kept} key/value heads already (attention '{attention}'); build the model anew to choose "
+            "another attention"
+        )
+    return kept != num_heads
+
+
 def _check_heads(projection: Tensor, num_heads: int, kv_heads: int) -> None:
     rows = projection.shape[0]
     if rows % num_heads or num_heads % kv_heads:

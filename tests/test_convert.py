@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core import ConfigError, InjectionError, InputError, UnsupportedError
+from quest_core import ConfigError, InjectionError, InputError, UnsupportedError, convert
 from quest_core.torch_mha import TorchAdapter
 
 E, H, D = 12, 3, 4
@@ -254,3 +254,11 @@ def test_queries_that_cannot_be_scaled_are_named() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(E, E))
     with pytest.raises(UnsupportedError, match="the weights of 'to_q' are parametrised"):
         _Declares().scale_queries(_Projected(to_q=normed), factor)
+
+
+def test_a_pooled_module_stays_as_it_is_or_is_refused() -> None:
+    assert not convert.is_pooled("standard", 4, 4, 2)
+    assert convert.is_pooled("gqa(kv_heads=2)", 4, 2, 2)
+    for wanted in (1, 4):
+        with pytest.raises(InputError, match=r"has 2 key/value heads already \(attention 'gqa\(kv_heads=2\)'\)"):
+            convert.is_pooled("gqa(kv_heads=2)", 4, 2, wanted)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, keep_heads, pool_heads
+from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
 from quest_core.mechanisms.mechanism import kv_heads, mechanism
 
@@ -44,12 +44,7 @@ class Attention(MultiheadAttention):
             InputError: `host` is a replacement whose key/value heads were pooled already.
         """
         groups = kv_heads(config, host.num_heads)
-        pooled = isinstance(host, cls) and host.kv_heads != host.num_heads
-        if pooled and host.kv_heads != groups:
-            raise InputError(
-                f"this module has {host.kv_heads} key/value heads already (attention '{host.config}'); build the model "
-                "anew to choose another attention"
-            )
+        pooled = isinstance(host, cls) and is_pooled(host.config, host.num_heads, host.kv_heads, groups)
         made = cls.__new__(cls)
         made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
         made.config, made.kv_heads = config, groups

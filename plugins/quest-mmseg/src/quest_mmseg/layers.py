@@ -25,8 +25,7 @@ from mmseg.models.utils import nchw_to_nlc, nlc_to_nchw
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, keep_heads, pool_heads
-from quest_core.errors import InputError
+from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.mechanisms.mechanism import Mechanism, kv_heads, mechanism
 from quest_core.torch_mha import MultiheadAttention as TorchMultiheadAttention
@@ -159,18 +158,14 @@ class PackedAttention(Replacement, nn.Module):
 
     def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
         groups = kv_heads(config, host.num_heads)
-        pooled = getattr(host, "kv_heads", host.num_heads)
-        if pooled not in (groups, host.num_heads):
-            raise InputError(
-                f"this module has {pooled} key/value heads already (attention '{host.config}'); build the model anew "
-                "to choose another attention"
-            )
+        kept = getattr(host, "kv_heads", host.num_heads)
+        pooled = is_pooled(getattr(host, "config", None), host.num_heads, kept, groups)
         self.kv_heads = groups
         head_dim = host.embed_dims // host.num_heads
         made = mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
         self.mechanism = made.to(device=host.qkv.weight.device, dtype=host.qkv.weight.dtype)
         self.mechanism.train(host.training)
-        if pooled != groups:
+        if groups != host.num_heads and not pooled:
             self._shrink(keep_heads if fresh else pool_heads)
 
     @torch.no_grad()

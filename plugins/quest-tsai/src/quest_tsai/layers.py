@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, keep_heads, pool_heads
+from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
 from quest_core.mechanisms.mechanism import kv_heads, mechanism
 
@@ -170,12 +170,7 @@ class Replacement(nn.Module):
             InputError: `host` is a replacement whose key/value heads were pooled already.
         """
         groups = kv_heads(config, num_heads)
-        pooled = isinstance(host, Replacement) and host.kv_heads != host.num_heads
-        if pooled and host.kv_heads != groups:
-            raise InputError(
-                f"this module has {host.kv_heads} key/value heads already (attention '{host.config}'); build the model "
-                "anew to choose another attention"
-            )
+        pooled = isinstance(host, Replacement) and is_pooled(host.config, host.num_heads, host.kv_heads, groups)
         made = cls.__new__(cls)
         made.__dict__ = {
             key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
