@@ -31,5 +31,5 @@ def mode() -> str:
 
 
 def triton_takes(x: Tensor) -> bool:
-    """Whether Triton kernels are asked for and can run where `x` is: on CUDA, or anywhere under Triton's interpreter."""
+    """Whether Triton kernels are asked for and run where `x` is: on CUDA, or anywhere under Triton's interpreter."""
     return mode() == "fused" and HAS_TRITON and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")

@@ -4,8 +4,8 @@ A row's logits are bounded before any is known: |scale · q·k̄| ≤ |scale|·�
 maximum, so nothing is ever rescaled. It is safe while exp(−2·bound), the smallest weight a row's best key can get, is a
 normal number; a block of queries with a larger bound looks for its true maxima first, in one more pass over the keys.
 
-Logits are kept in units of log 2, for the hardware has 2^x. Heads of all samples are the first axis of a grid, which may
-be longer than 65535.
+Logits are kept in units of log 2, for the hardware has 2^x. Heads of all samples are the first axis of a grid, which
+alone may be longer than 65535.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, unused-ignore"

@@ -64,6 +64,7 @@ class Mechanism(nn.Module):
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.parallel.HeadParallel`).
+        keys_divided: whether that goes for the key/value heads too; a single one is on all ranks.
     """
 
     score: Score
@@ -75,6 +76,7 @@ class Mechanism(nn.Module):
         self.config = config
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
+        self.keys_divided = True
         self.family: Family | None = None
         if config.family is not None:
             self.family = _build(config, "family", dims)
@@ -326,7 +328,7 @@ class Mechanism(nn.Module):
             why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
         else:
             shares = self.head_share[1]
-            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * shares)
+            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1))
         if why:
             raise InputError(f"attention '{self.config}': {why}")
 
