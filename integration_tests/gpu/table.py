@@ -281,11 +281,12 @@ class File:
 
 
 def _cuda_tests(body: list[ast.stmt]) -> Iterator[str]:
-    """Names of the test functions that take a `device` or are marked gpu."""
+    """Names of the test functions that take a `device` or are marked gpu, alone or with their whole file."""
+    all_marked = any(isinstance(n, ast.Assign) and "mark.gpu" in ast.unparse(n.value) for n in body)
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             marks = " ".join(map(ast.unparse, node.decorator_list))
-            if "mark.gpu" in marks or any(argument.arg == "device" for argument in node.args.args):
+            if all_marked or "mark.gpu" in marks or any(argument.arg == "device" for argument in node.args.args):
                 yield node.name.removeprefix("test_").replace("_", " ")
 
 
