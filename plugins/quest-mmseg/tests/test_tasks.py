@@ -93,12 +93,16 @@ def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
     """mmengine would warn and evaluate something else."""
     other = segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")
     other.decode_head.num_classes += 1
-    for name, config in (("quest", segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")), ("wide", other)):
+    quest = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    for name, config in (("quest", quest), ("wide", other), ("stock", segmenter())):
         torch.save({"state_dict": get_state_dict(MODELS.build(config))}, tmp_path / f"{name}.pth")
-    runner = SimpleNamespace(model=MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")))
+    standard = SimpleNamespace(model=MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")))
     for name, why in (("quest", "trained with attention 'quest'"), ("wide", "size mismatch"), ("none", "can not be")):
         with pytest.raises(ConfigError, match=rf"{name}.pth'.*with attention 'standard': [\s\S]*{why}"):
-            tasks.load(runner, str(tmp_path / f"{name}.pth"), "standard")
+            tasks.load(standard, str(tmp_path / f"{name}.pth"), "standard")
+    tasks.load(standard, str(tmp_path / "stock.pth"), "standard")
+    with pytest.raises(ConfigError, match="trained with attention 'standard', and the model has 'quest'"):
+        tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
 
 
 def test_data_that_is_not_there(tmp_path):
