@@ -147,6 +147,7 @@ def test_shipped_configs_build(path, tmp_path):
         assert config.param_scheduler[0].type == "PolyLR"
         assert config.model.data_preprocessor.mean == [123.675, 116.28, 103.53]
         assert config.model.data_preprocessor.size == (512, 512)
+        assert config.model.backbone.patch_bias
 
 
 # --- standard is stock ----------------------------------------------------------------------------------------------
@@ -335,6 +336,30 @@ def test_deit_weights_through_the_shipped_converter(attention, tmp_path, monkeyp
     assert "size mismatch" not in capfd.readouterr().out
 
 
+def test_deit_has_the_features_that_timm_gives_it(tmp_path, monkeypatch):
+    """data/deit.pth is a tiny ViT of timm 1.0.31 in DeiT's file format, with what its forward_features made of images.
+
+    VisionTransformer(img_size=24, patch_size=8, embed_dim=16, depth=2, num_heads=4), all parameters drawn from
+    N(0, 0.3). mmseg leaves out the bias of the patch embedding by default, and drops it from the weights.
+    """
+    source = Path(__file__).parent / "data" / "deit.pth"
+    monkeypatch.setattr(sys, "argv", ["vit2mmseg.py", str(source), str(tmp_path / "converted.pth")])
+    runpy.run_path(str(MIM / "tools/model_converters/vit2mmseg.py"), run_name="__main__")
+    made = torch.load(source, weights_only=True)
+    config = segmenter().backbone
+    config.update(type="quest_mmseg.VisionTransformer", img_size=(24, 24), patch_bias=True, attention="standard")
+    config.pretrained = str(tmp_path / "converted.pth")
+    features = {}
+    for attention in ("standard", "quest"):
+        backbone = MODELS.build({**config, "attention": attention})
+        backbone.init_weights()
+        backbone.eval()
+        backbone.load_state_dict(torch.load(tmp_path / "converted.pth", weights_only=True), strict=True)
+        features[attention] = backbone(made["images"])[-1].flatten(2).transpose(1, 2)
+    torch.testing.assert_close(features["standard"], made["features"][:, 1:])
+    assert not torch.allclose(features["quest"], made["features"][:, 1:], atol=1e-3)
+
+
 def test_load_from_takes_stock_checkpoints_strictly(tmp_path):
     stock = build()
     torch.save({"state_dict": stock.state_dict()}, tmp_path / "stock.pth")
@@ -375,10 +400,32 @@ def test_frozen_backbones_stay_frozen():
         assert parameter.requires_grad == ("attn" in name), name
 
 
-def test_torch_export_of_a_trained_model():
-    model = build(attention="quest").eval()
-    exported = torch.export.export(model, (images(),))
-    torch.testing.assert_close(exported.module()(images()), model(images()), rtol=1e-4, atol=1e-4)
+@pytest.fixture(scope="module", params=["quest", "quest+gqa(kv_heads=2)"])
+def trained(request):
+    """The whole segmentor, after steps of training."""
+    model = build(attention=request.param)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_torch_export_of_a_trained_model(trained):
+    batch = torch.export.Dim("batch", min=1, max=16)
+    exported = torch.export.export(trained, (images(),), dynamic_shapes={"inputs": {0: batch}})
+    assert exported.module()(images()).shape == (2, CLASSES, 4, 6)
+    for x in (images(), torch.cat([images(), images().flip(0)])):
+        torch.testing.assert_close(exported.module()(x), trained(x), rtol=1e-4, atol=1e-4)
+
+
+def test_onnx_of_a_trained_model(trained, tmp_path):
+    reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")
+    torch.onnx.export(trained, (images(),), dynamo=True, verbose=False).save(tmp_path / "segmenter.onnx")
+    run = reference.ReferenceEvaluator(str(tmp_path / "segmenter.onnx"))
+    (found,) = run.run(None, {run.input_names[0]: images().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), trained(images()).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_autocast():
