@@ -31,6 +31,7 @@ from quest_core import Mechanism
 from quest_core.errors import ConfigError, InputError, UnsupportedError
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_core.registry import load_info
+from quest_mmseg.checkpoints import difference
 from quest_mmseg.info import INFO
 
 MIM = Path(mmseg.__file__).parent / ".mim"
@@ -379,6 +380,26 @@ def test_mmengine_checkpoints_remember_the_attention(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
         load_checkpoint(build(attention="quest"), str(tmp_path / "quest.pth"), strict=True)
+
+
+def test_what_a_checkpoint_says_is_compared_layer_by_layer():
+    config = segmenter(type="quest_mmseg.EncoderDecoder")
+    config.decode_head.update(type="quest_mmseg.SegmenterMaskTransformerHead", attention="quest")
+    part, stock, whole = MODELS.build(config), build(), build(attention="quest")
+    head, backbone = "its decode_head.layers.0.attn.attn was", "its backbone.layers.0.attn.attn was"
+    assert difference(whole, whole.state_dict()) is None
+    assert difference(build(attention="standard"), stock.state_dict()) is None
+    assert difference(nn.DataParallel(whole), whole.state_dict()) is None
+    assert difference(whole, nn.DataParallel(whole).state_dict()) is None
+    for model, other, told in (
+        (whole, stock, f"{backbone} trained with attention 'standard', and the model has 'quest'"),
+        (stock, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
+        (part, stock, f"{head} trained with attention 'standard', and the model has 'quest'"),
+        (part, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
+    ):
+        assert difference(model, other.state_dict()) == told
+    with pytest.warns(AttentionMismatchWarning, match="does not say .* not compared with the model's, 'quest'"):
+        assert difference(whole, dict(stock.state_dict())) is None
 
 
 def test_ema_copies_follow():
