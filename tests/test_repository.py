@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,17 @@ def test_dev_refuses_what_it_does_not_know() -> None:
     assert done.returncode == 1
     assert "quest-nothing" in done.stderr
     assert "core" in done.stderr
+
+
+def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    for name, folder in dev["further"]().items():
+        made, replaced = dev["environment"](name), folder / "requirements.txt"
+        plugin = ROOT / "plugins" / dev["plugin_of"](name)
+        extras = "[test]" if replaced.exists() else "[host,test]"
+        assert f"{plugin}{extras}" in made.requirements
+        assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
+    assert "quest-mmseg-onedl" in dev["further"]()
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
