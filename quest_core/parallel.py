@@ -19,7 +19,7 @@ from .attention import Attention
 from .config import AttentionConfig
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims
-from .mechanisms.mechanism import Mechanism, warn_of_mismatch
+from .mechanisms.mechanism import Mechanism, plain_path, warn_of_mismatch
 
 
 class HeadParallel(ParallelStyle):
@@ -173,7 +173,7 @@ class AttentionRecord:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._configs = {_plain(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
+        self._configs = {plain_path(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
 
     def state_dict(self) -> dict[str, str]:
         """{path of the mechanism: its attention as text}."""
@@ -184,13 +184,3 @@ class AttentionRecord:
         for path, config in self._configs.items():
             if path in state_dict:
                 warn_of_mismatch(state_dict[path], config)
-
-
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def _plain(path: str) -> str:
-    """A module's path without the names that wrappers add."""
-    first, *rest = path.split(".")
-    kept = [] if first in _WRAPPERS else [first]
-    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])

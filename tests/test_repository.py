@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -189,6 +190,17 @@ def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "None\n", done.stderr
+
+
+def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    for name, folder in dev["further"]().items():
+        made, replaced = dev["environment"](name), folder / "requirements.txt"
+        plugin = ROOT / "plugins" / dev["plugin_of"](name)
+        extras = "[test]" if replaced.exists() else "[host,test]"
+        assert f"{plugin}{extras}" in made.requirements
+        assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
+    assert "quest-mmseg-onedl" in dev["further"]()
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------

@@ -361,7 +361,11 @@ class Mechanism(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["attention"] = str(self.config)
+            metadata = destination._metadata
+            metadata[prefix[:-1]]["attention"] = str(self.config)
+            # Wrappers (FSDP, activation checkpointing) take their names off the keys and leave them on the metadata,
+            # where a model that is not wrapped would not look.
+            metadata.setdefault(plain_path(prefix[:-1]), metadata[prefix[:-1]])
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
@@ -381,6 +385,16 @@ def tokens_are_divided() -> bool:
         return False
     where = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
     return where.startswith("torch.distributed.tensor.experimental")
+
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def plain_path(path: str) -> str:
+    """A module's path without the names that wrappers add."""
+    first, *rest = path.split(".")
+    kept = [] if first in _WRAPPERS else [first]
+    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])
 
 
 def warn_of_mismatch(trained: str, config: AttentionConfig) -> None:
