@@ -270,16 +270,16 @@ def test_short_attention_of_extreme_keys_and_blind_rows() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("path", ["auto", "fused"])
-def test_triton_kernels_are_not_taken_unless_asked_for(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA: these tensors say that they are there, and have no numbers."""
+@pytest.mark.parametrize("path", ["auto", "fused", "eager"])
+def test_which_triton_kernels_cuda_takes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of itself the one for unit keys alone. These tensors say that they are on CUDA, and have no numbers."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("QUEST_KERNELS", path)
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 2, 5, 8, device="cuda") for _ in range(3))
         assert q.is_cuda
         taken = [short_applies(q, k, v, mask=None, dropout_p=0.0), aft_applies(k, v), _path(k, path) == "triton"]
-    assert taken == [path == "fused"] * 3
+    assert taken == [path == "fused", path == "fused", path != "eager"]
 
 
 @needs_triton

@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quest_core
 from quest_core.errors import QuestError
-from quest_core.kernels import unit
 
 from .measure import Inside, Timing, against, in_turns, seconds, versions
 
@@ -51,9 +50,10 @@ DIRECTIONS = ("forward", "forward and backward")
 
 FULL = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "aft-simple", "aft-local", "aft-full")
 FUSED = " (QUEST_KERNELS=fused)"
-SHORT = f"quest{FUSED}"  # the kernel that normalises and attends; beyond its lengths it would be UNIT
-UNIT = "quest (fused unit keys)"  # the kernel that normalises, then scaled_dot_product_attention
-KERNELS = (UNIT, *(f"{name}{FUSED}" for name in ("aft-simple", "aft-local", "aft-full")))
+EAGER = " (QUEST_KERNELS=eager)"
+SHORT = f"quest{FUSED}"  # the kernel that normalises and attends; beyond its lengths it would be quest itself
+PLAIN = f"quest{EAGER}"  # unit keys by PyTorch's operations in place of the kernel
+KERNELS = tuple(f"{name}{FUSED}" for name in ("aft-simple", "aft-local", "aft-full"))
 GROUPED = ("standard+gqa", "quest+gqa")
 
 
@@ -85,13 +85,11 @@ def kernels(mode: str) -> Iterator[None]:
 
 def contender(name: str, tokens: int, heads: int, groups: int, dim: int, device: str, dtype: torch.dtype) -> Callable:
     """(q, k, v) -> output, through quest_core."""
-    spec = name.removesuffix(FUSED)
+    spec = name.removesuffix(FUSED).removesuffix(EAGER)
     if spec.endswith("+gqa"):
         spec += f"(kv_heads={groups})"
     if spec in ("aft-full", "aft-local"):
         spec += f"(max_length={tokens})"
-    if name == UNIT:
-        return lambda q, k, v: F.scaled_dot_product_attention(q, unit(k), v, scale=1.0)
     return quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
 
 
@@ -104,10 +102,10 @@ def peers(tokens: int, device: str) -> list[str]:
 
 
 def surroundings(name: str) -> contextlib.AbstractContextManager[object]:
-    """What a contender runs in: a back-end of scaled_dot_product_attention, or QUEST_KERNELS=fused."""
+    """What a contender runs in: a back-end of scaled_dot_product_attention, or the QUEST_KERNELS that it names."""
     if name.startswith("sdpa "):
         return sdpa_kernel(BACK_ENDS[name.removeprefix("sdpa ")])
-    return kernels("fused") if name in (SHORT, *KERNELS) else contextlib.nullcontext()
+    return kernels(name.split("=")[1].rstrip(")")) if name.endswith((FUSED, EAGER)) else contextlib.nullcontext()
 
 
 def fused_kernels_run(device: str) -> bool:
@@ -182,7 +180,7 @@ def measure(
                 ]
                 sdpa = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
                 calls = {name: call(sdpa, tensors, backward) for name in peers(tokens, device)}
-                wanted = GROUPED if grouped else (*FULL, *([SHORT] if tokens <= FUSED_UNTIL else []), *KERNELS)
+                wanted = GROUPED if grouped else (*FULL, PLAIN, *([SHORT] if tokens <= FUSED_UNTIL else []), *KERNELS)
                 for name in wanted:
                     if name in (SHORT, *KERNELS) and not fused_kernels_run(device):
                         why[name] = "no Triton kernel runs here"
@@ -220,7 +218,7 @@ def markdown(rows: list[Row], left_out: dict[str, dict[str, str]]) -> str:
     for direction in DIRECTIONS:
         for grouped in (False, True):
             own = [r for r in rows if r.direction == direction and r.peer.endswith(" gqa") == grouped]
-            names = [n for n in (*FULL, SHORT, *KERNELS, *GROUPED) if any(r.contender == n for r in own)]
+            names = [n for n in (*FULL, PLAIN, SHORT, *KERNELS, *GROUPED) if any(r.contender == n for r in own)]
             title = f"{direction}, fewer key heads" if grouped else direction
             lines += [f"### {title.capitalize()}", "", "| N | B | best back-end | " + " | ".join(names) + " |"]
             lines.append("|---:|---:|---|" + "---|" * len(names))
@@ -369,8 +367,9 @@ def not_measured() -> str:
         "",
         *(f"- {name}" for name in (*FULL, *GROUPED)),
         "",
-        "and the Triton kernels, which are not taken by themselves until this has been measured:",
+        "unit keys without their kernel, and the kernels not taken by themselves until this has been measured:",
         "",
+        f"- {PLAIN}",
         f"- {SHORT}, at N up to {FUSED_UNTIL}",
         *(f"- {name}" for name in KERNELS),
         "",

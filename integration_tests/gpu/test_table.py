@@ -38,7 +38,7 @@ def test_the_command_writes_the_page_and_its_data(
     text = out.read_text()
     assert capsys.readouterr().out.strip() == text.strip()
     assert text.count("### ") == 4
-    for name in (*table.FULL, *table.GROUPED):
+    for name in (*table.FULL, table.PLAIN, *table.GROUPED):
         assert f" {name} |" in text
     for name in (table.SHORT, *table.KERNELS):
         assert (f" {name} |" if table.fused_kernels_run(device) else f"{name} (no Triton kernel runs here)") in text
@@ -61,7 +61,7 @@ def test_contenders_compute_what_their_names_say() -> None:
         made = table.contender(name, 6, 4, groups, 8, "cpu", torch.float32)
         torch.testing.assert_close(made(q, k, v), quest_core.attention(q, k, v, spec))
     q, k, v = torch.randn(3, 1, 4, 6, 8)
-    attend = table.contender(table.UNIT, 6, 4, 4, 8, "cpu", torch.float32)
+    attend = table.contender(table.PLAIN, 6, 4, 4, 8, "cpu", torch.float32)
     torch.testing.assert_close(attend(q, k, v), quest_core.attention(q, k, v, "quest"))
 
 
@@ -72,15 +72,16 @@ def test_every_back_end_runs_in_its_context() -> None:
         with table.surroundings(name):
             used = measure.back_ends(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         assert used == {name.removeprefix("sdpa ")}
-    with table.surroundings(table.UNIT):
-        assert os.environ["QUEST_KERNELS"] == "fused"
+    for name, kernels in ((table.SHORT, "fused"), (table.PLAIN, "eager")):
+        with table.surroundings(name):
+            assert os.environ["QUEST_KERNELS"] == kernels
     assert "QUEST_KERNELS" not in os.environ
 
 
 def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Until there are measurements: every contender, framework and test is on it as not yet measured."""
     text = table.not_measured()
-    for name in (*table.FULL, table.SHORT, *table.KERNELS, *table.GROUPED):
+    for name in (*table.FULL, table.PLAIN, table.SHORT, *table.KERNELS, *table.GROUPED):
         assert f"- {name}" in text
     assert {file.host for file in table.suite()} == {None, "fairseq", "graphgps", "mmseg", "pointcept", "tsai"}
     marked = {path.name for path in Path(table.__file__).parent.glob("test_*.py")}

@@ -6,8 +6,8 @@ norm is zero (or underflows to zero) becomes zero, with a zero gradient.
 These paths compute the same (see :func:`quest_core.kernels.mode` for how to choose):
 
 - traced (torch.compile, torch.export, functorch): plain operations, which the compiler fuses with their neighbours;
-- asked for by ``QUEST_KERNELS=fused``: a Triton kernel, one pass forward and one backward over any strides
-  (`unit_triton`); it has not been measured on a GPU;
+- CUDA, with Triton installed: a kernel of one pass forward and one backward over any strides (`unit_triton`); it is
+  proven under Triton's interpreter and has not been measured on a GPU;
 - CPU, float32/float64/bfloat16: PyTorch's own fused weight-norm kernel, one pass forward and one backward, run over
   the rows in the order in which they lie in memory, so that the usual [B, N, H, D] layout is not copied;
 - everything else: plain operations with a backward of three passes.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import memory_order
-from .mode import mode, triton_takes
+from .mode import HAS_TRITON, mode, triton_takes
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -52,7 +52,7 @@ def _path(x: Tensor, chosen: str) -> str:
     """Which code computes eager unit vectors in mode `chosen`: "triton", "weight norm" or "plain"."""
     if chosen == "eager" or x.numel() == 0:
         return "plain"
-    if triton_takes(x):
+    if triton_takes(x) or (x.is_cuda and HAS_TRITON):
         from . import unit_triton
 
         if unit_triton.applies(x):
