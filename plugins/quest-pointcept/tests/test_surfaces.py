@@ -363,10 +363,28 @@ def test_a_stock_checkpoint_is_pooled_on_load():
     torch.testing.assert_close(ours, torch.cat([q.flatten(0, 1), *pooled]))
 
 
-def test_narrow_keys_do_not_take_a_stock_checkpoint():
-    model = quest_core.inject(Stages(), "aft-conv(dims=1)", adapter=PointceptAdapter())[0]
+def test_the_keys_of_aft_conv_are_pooled_on_load():
+    """One feature a head: the mean of the host's. Loading before injecting, or after, comes to the same."""
+    torch.manual_seed(0)
+    stock = Stages()
+    model = quest_core.inject(Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())[0]
+    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
+    assert unexpected == []
+    assert all(".mechanism." in name for name in missing)
+    q, k, v = stock.enc0["block0"].attn.qkv.weight.detach().view(3, 4, 6, 24)
+    want = torch.cat([q.flatten(0, 1), k.mean(1), v.flatten(0, 1)])
+    torch.testing.assert_close(model.enc0["block0"].attn.qkv.weight.detach(), want)
+    quest_core.inject(stock, "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())
+    torch.testing.assert_close(stock.enc0["block0"].attn.qkv.weight.detach(), want)
+
+
+@pytest.mark.parametrize("other", ["quest+gqa(kv_heads=1)", "aft-conv(dims=1)"])
+def test_weights_of_another_shape_are_refused(other):
+    """Also where the loader does not insist on every key, as Pointcept's: no part of them is taken in silence."""
+    trained = quest_core.inject(Stages(), other, adapter=PointceptAdapter())[0]
+    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter())[0]
     with pytest.raises(RuntimeError, match=r"size mismatch for enc0.block0.attn.qkv.weight"):
-        model.load_state_dict(Stages().state_dict())
+        model.load_state_dict(OrderedDict(trained.state_dict().items()), strict=False)
 
 
 def test_calibration_scales_the_queries():
