@@ -20,12 +20,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pretraining
 import torch
 
 from quest_pointcept.scenes import write_nuscenes
 
 CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
+PRETRAINING = tuple(pretraining.CONFIGS)
 SCENES = {"train": 16, "val": 4, "rings": 16, "rays": 120}
 
 # Every model of Pointcept's nuScenes configuration, made small. m2 and m3 have no norms that know the dataset, m3 turns
@@ -67,10 +69,14 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
     """A native configuration; `attention` is None for Pointcept alone."""
     path = folder / "config.py"
     folder.mkdir(parents=True, exist_ok=True)
+    plugin = "" if attention is None else PLUGIN
+    if model in PRETRAINING:
+        path.write_text(pretraining.config(root, model, attention, data, plugin))
+        return path
     path.write_text(
         SMALL.format(
             base=str(root / "configs/nuscenes/semseg-pt-v3m1-0-base.py"),
-            plugin="" if attention is None else PLUGIN,
+            plugin=plugin,
             model=model,
             delete="" if model == "PT-v3m1" else "_delete_=True, ",
             attention="" if attention is None else f", attention={attention!r}",
@@ -80,13 +86,24 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
     return path
 
 
+def write_data(folder: Path) -> None:
+    """Write the generated datasets of all configurations."""
+    write_nuscenes(folder, **SCENES)
+    pretraining.write_rooms(folder / "rooms")
+
+
 # Importing Pointcept and what it needs takes longer than these trainings, so it is done once; every run is a fork, in
-# which tools/train.py is `__main__` as always.
+# which tools/train.py is `__main__` as always. What has seen a GPU must not be forked: there every run is a process.
 STARTER = """
-import json, os, runpy, sys, traceback
-import pointcept.engines.test, pointcept.engines.train
-for argv, log in json.loads(sys.argv[1]):
-    if os.fork() == 0:
+import json, os, pathlib, runpy, signal, subprocess, sys, time, traceback
+commands, forks = json.loads(sys.argv[1])
+if forks:
+    import pointcept.engines.test, pointcept.engines.train
+for argv, log, last in commands:
+    if not forks:
+        with open(log, "ab") as out:
+            child = subprocess.Popen([sys.executable, *argv], stdout=out, stderr=out).pid
+    elif (child := os.fork()) == 0:
         for stream in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         sys.argv = argv
@@ -99,27 +116,39 @@ for argv, log in json.loads(sys.argv[1]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    os.wait()
+    while last and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if os.path.exists(log) and last in pathlib.Path(log).read_text():
+            os.kill(child, signal.SIGKILL)
+            break
+        time.sleep(0.02)
+    os.waitpid(child, 0)
 """
 
 
-def train(root: Path, *configs: Path, options: tuple[str, ...] = ()) -> list[Run]:
+def train(
+    root: Path, *configs: Path, gpus: int = 1, options: tuple[str, ...] = (), killed_after: str | None = None
+) -> list[Run]:
     """Run tools/train.py with one configuration after the other; raises RuntimeError with its last lines if one fails.
 
     Args:
         root: the checkout.
+        gpus: processes, each on a GPU of its own.
         options: further ``key=value`` for the trainer's --options.
+        killed_after: what the trainer prints before it gets SIGKILL; None lets it end.
     """
-    paths = [str(root), *([] if torch.cuda.is_available() else [str(CPU)]), os.environ.get("PYTHONPATH", "")]
+    cuda = torch.cuda.is_available()
+    paths = [str(root), *([] if cuda else [str(CPU)]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     commands = []
     for config in configs:
-        arguments = ["--config-file", str(config), "--num-gpus", "1", "--options"]
+        arguments = ["--config-file", str(config), "--num-gpus", str(gpus), "--options"]
         arguments += [f"save_path={config.parent / 'exp'}", *options]
-        commands.append(([str(root / "tools/train.py"), *arguments], str(config.with_suffix(".log"))))
-    starter = [sys.executable, "-c", STARTER, json.dumps(commands)]
+        log = config.with_suffix(".log")
+        log.unlink(missing_ok=True)
+        commands.append(([str(root / "tools/train.py"), *arguments], str(log), killed_after))
+    starter = [sys.executable, "-c", STARTER, json.dumps([commands, not cuda])]
     subprocess.run(starter, cwd=configs[0].parent, env=environment, check=True)
-    return [_read(Path(log).read_text().splitlines()) for _, log in commands]
+    return [_read(Path(log).read_text().splitlines()) for _, log, _ in commands]
 
 
 def _read(lines: list[str]) -> Run:

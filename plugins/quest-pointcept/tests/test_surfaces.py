@@ -31,7 +31,7 @@ from quest_core.registry import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import carry_to_children, compare_attention, guard_checkpoints, guard_tests
+from quest_pointcept.hosts import carry_to_children, compare_attention, guard_backbones, guard_checkpoints, guard_tests
 
 ENCODER = {
     "in_channels": 4,
@@ -480,6 +480,33 @@ def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
     )
     with pytest.warns(AttentionMismatchWarning):
         loader.before_train()
+
+
+def test_a_model_that_starts_its_backbone_itself_is_guarded_once(tmp_path):
+    class Pretraining:
+        """Pointcept's segmentor with LoRA has the one method, Concerto and Utonia have the other."""
+
+        def __init__(self):
+            self.backbone = save(tmp_path / "other.pth", "standard")
+
+        def backbone_load(self, checkpoint):
+            self.backbone.load_state_dict(OrderedDict(checkpoint["state_dict"].items()), strict=False)
+
+        def load_sonata(self, model, path, if_loadhead=True):
+            model.load_state_dict(OrderedDict(torch.load(path)["state_dict"].items()))
+            return model, if_loadhead
+
+    guard_backbones(Pretraining)
+    wrapped = Pretraining.backbone_load, Pretraining.load_sonata
+    guard_backbones(Pretraining)
+    assert (Pretraining.backbone_load, Pretraining.load_sonata) == wrapped
+    path = tmp_path / "model_last.pth"
+    save(path, "quest")
+    model = Pretraining()
+    with pytest.warns(AttentionMismatchWarning, match="backbone_path was trained with attention 'quest'"):
+        model.backbone_load(torch.load(path))
+    with pytest.warns(AttentionMismatchWarning, match="model_last.pth was trained with attention 'quest'"):
+        assert model.load_sonata(model.backbone, str(path), if_loadhead=False) == (model.backbone, False)
 
 
 def test_a_test_is_guarded_once_and_compares_what_it_built(tmp_path):
