@@ -1,10 +1,11 @@
-"""Pointcept's own tools/train.py, unmodified, with and without this plugin: PT-v3m1, m2 and m3 on a generated dataset.
+"""Pointcept's own tools/train.py, unmodified, with and without this plugin, on generated datasets.
 
     python benchmarks/real_pointcept.py --pointcept path/to/Pointcept [--out pointcept-real.md]
 
 Three runs of two epochs for each model: Pointcept alone, `attention="standard"` and `attention="quest"`, from the same
-seed on scenes in nuScenes' layout (`quest_pointcept.scenes`). Pointcept's nuScenes configuration is the `_base_`; the
-configs below shrink it. On a machine without CUDA the trainer runs with `cpu/` on its path.
+seed. PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_pointcept.scenes`) from Pointcept's nuScenes
+configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pretraining.py`. On a machine without CUDA
+the trainer runs with `cpu/` on its path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,9 @@ from quest_pointcept.scenes import write_nuscenes
 CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 PRETRAINING = tuple(pretraining.CONFIGS)
+ATTENTIONS = (None, "standard", "quest")
+"""Pointcept alone, and what its configuration asks for."""
+
 SCENES = {"train": 16, "val": 4, "rings": 16, "rays": 120}
 
 # Every model of Pointcept's nuScenes configuration, made small. m2 and m3 have no norms that know the dataset, m3 turns
@@ -170,6 +175,85 @@ def commit(root: Path) -> str:
     return f"{name}{' with changes' if changed.strip() else ', no file changed'}"
 
 
+def rows(model: str, runs: dict[str | None, Run]) -> list[str]:
+    """Rows of a table for the runs of a model, by attention."""
+    made = []
+    for attention, run in runs.items():
+        away = [abs(a - b) for a, b in zip(run.losses, runs[None].losses, strict=True)]
+        same = "–" if attention is None else f"{max(away):.4f}"
+        half = len(run.losses) // 2
+        means = " → ".join(f"{sum(part) / half:.4f}" for part in (run.losses[:half], run.losses[half:]))
+        scores = [" → ".join(f"{100 * miou:.2f}" for miou in run.mious)] if run.mious else []
+        made.append(f"| {' | '.join([model, attention or 'Pointcept alone', means, same, *scores])} |")
+    return made
+
+
+def log(model: str, attention: str | None, run: Run) -> list[str]:
+    """What a run printed that matters, as Markdown."""
+    kept = [line for line in run.lines if re.search(r"^quest:|Num params|Train: \[|Val result:", line)]
+    kept = [re.sub(r"^\[\S+ \S+ INFO (\S+) line \d+ \d+\] ", r"\1: ", line) for line in kept]
+    kept = [re.sub(r"Data [\d.]+ \([\d.]+\) Batch [\d.]+ \([\d.]+\) Remain \S+ ", "", line) for line in kept]
+    return [f"### {model}, {attention or 'Pointcept alone'}", "", "```", *kept, "```", ""]
+
+
+def report(root: Path, runs: dict[str, dict[str | None, Run]]) -> str:
+    """The Markdown file of all runs, by model and attention."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()}-core CPU"
+    table = [row for model in MODELS for row in rows(model, runs[model])]
+    pretrained = [row for model in PRETRAINING for row in rows(model, runs[model])]
+    logs = [line for model in runs for attention, run in runs[model].items() for line in log(model, attention, run)]
+    return TEXT.format(
+        commit=commit(root),
+        scenes=SCENES,
+        steps=SCENES["train"] // 2,
+        rooms=pretraining.ROOMS,
+        machine=f"{device}, Python {platform.python_version()}, torch {torch.__version__}",
+        table="\n".join(table),
+        pretrained="\n".join(pretrained),
+        logs="\n".join(logs),
+    )
+
+
+TEXT = """# Pointcept's own trainer, with and without quest-pointcept
+
+Pointcept at commit {commit}; its tools/train.py, two epochs for each run.
+Machine: {machine}.
+Written by `python benchmarks/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
+
+`standard` draws the same random numbers as Pointcept alone, so its losses must be the same to rounding; what is shown
+is the greatest difference over all steps, of numbers that Pointcept prints with four decimals. `quest` must train.
+Losses are means over the steps of an epoch. The models are tiny and see two epochs, in which attention hardly leaves
+the uniform one that it starts from: mIoU says that evaluation runs, and nothing about quality.
+
+## Segmentation
+
+Epochs of {steps} steps on {scenes[train]} + {scenes[val]} generated scenes in nuScenes' layout.
+
+| model | attention | loss, epoch 1 → 2 | greatest difference from Pointcept alone | mIoU % after epoch 1 → 2 |
+|---|---|---|---:|---|
+{table}
+
+## Pretraining
+
+Sonata-v1m1 and Concerto-v1m1 (PT-v3m2, a student and the teacher that follows it) and PPT-v1m2 (PT-v3m1 with norms for
+each dataset, by the MultiDatasetTrainer), from Pointcept's own configurations made small, on {rooms} generated rooms.
+
+| model | attention | loss, epoch 1 → 2 | greatest difference from Pointcept alone |
+|---|---|---|---:|
+{pretrained}
+
+On a CPU three things are not Pointcept's own, here as above. `.cuda()` changes nothing; spconv's CPU build is mended
+as `environment/` describes; and `pointops.knn_query`, by which Sonata's and Concerto's losses match the points of two
+views and whose kernel (`knn_query_cuda`) needs CUDA, is computed by PyTorch. Concerto's image encoder is a DINOv2 with
+registers, as in its configuration, but with two layers that were never trained, for its weights would be downloaded. Of
+PPT, v1m1 and v1m3 are left out: their heads need CLIP's weights.
+
+## Logs
+
+{logs}
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -178,50 +262,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("pointcept-real.md"), help="the Markdown file to write")
     options = parser.parse_args()
     root = options.pointcept.resolve()
-    rows, logs = [], []
+    if not torch.cuda.is_available():
+        runpy.run_path(str(CPU / "sitecustomize.py"))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        write_nuscenes(data, **SCENES)
-        wanted = [(model, attention) for model in MODELS for attention in (None, "standard", "quest")]
-        configs = [config(root, *pair, data, Path(folder) / "-".join(map(str, pair))) for pair in wanted]
-        runs = dict(zip(wanted, train(root, *configs), strict=True))
-        for model in MODELS:
-            stock = runs[model, None]
-            for attention in (None, "standard", "quest"):
-                name, run = attention or "Pointcept alone", runs[model, attention]
-                same = (
-                    "–"
-                    if run is stock
-                    else f"{max(abs(a - b) for a, b in zip(run.losses, stock.losses, strict=True)):.4f}"
-                )
-                halves = [run.losses[: len(run.losses) // 2], run.losses[len(run.losses) // 2 :]]
-                means = " → ".join(f"{sum(half) / len(half):.4f}" for half in halves)
-                scores = " → ".join(f"{100 * miou:.2f}" for miou in run.mious)
-                rows.append(f"| {model} | {name} | {means} | {same} | {scores} |")
-                kept = [line for line in run.lines if re.search(r"^quest:|Num params|Train: \[|Val result:", line)]
-                kept = [re.sub(r"^\[\S+ \S+ INFO (\S+) line \d+ \d+\] ", r"\1: ", line) for line in kept]
-                kept = [
-                    re.sub(r"Data [\d.]+ \([\d.]+\) Batch [\d.]+ \([\d.]+\) Remain \S+ ", "", line) for line in kept
-                ]
-                logs += [f"### {model}, {name}", "", "```", *kept, "```", ""]
-                print(rows[-1], flush=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()}-core CPU"
-    text = f"""# Pointcept's own trainer, with and without quest-pointcept
-
-Pointcept at commit {commit(root)}; its tools/train.py, two epochs of {SCENES["train"] // 2} steps for each run, on
-{SCENES["train"]} + {SCENES["val"]} generated scenes in nuScenes' layout. Machine: {device}, Python
-{platform.python_version()}, torch {torch.__version__}. Written by
-`python benchmarks/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
-
-`standard` draws the same random numbers as Pointcept alone, so its losses must be the same to rounding; what is shown
-is the greatest difference over all steps, of numbers that Pointcept prints with four decimals. `quest` must train.
-Losses are means over the steps of an epoch. The models are tiny and see two epochs, in which attention hardly leaves
-the uniform one that it starts from: mIoU says that evaluation runs, and nothing about quality.
-
-| model | attention | loss, epoch 1 → 2 | greatest difference from Pointcept alone | mIoU % after epoch 1 → 2 |
-|---|---|---|---:|---|
-"""
-    options.out.write_text(text + "\n".join([*rows, "", "## Logs", "", *logs]))
+        write_data(data)
+        runs: dict[str, dict[str | None, Run]] = {}
+        for model in (*MODELS, *PRETRAINING):
+            paths = [config(root, model, one, data, Path(folder) / f"{model}-{one}") for one in ATTENTIONS]
+            runs[model] = dict(zip(ATTENTIONS, train(root, *paths), strict=True))
+            print(*rows(model, runs[model]), sep="\n", flush=True)
+    options.out.write_text(report(root, runs))
 
 
 if __name__ == "__main__":

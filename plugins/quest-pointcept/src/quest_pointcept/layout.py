@@ -91,8 +91,8 @@ def counts_of(point: Any) -> list[int]:
     """
     key = "quest_counts"
     if key not in point:
-        counts = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
-        point[key] = Counts([count for count in counts if count])
+        every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
+        point[key] = Counts([count for count in every if count])
     counts: list[int] = point[key].values
     return counts
 
