@@ -155,6 +155,30 @@ def test_what_flash_excludes_is_told():
         build("PT-v3m1", enable_flash=True, enable_rpe=True, attention="quest")
 
 
+def test_a_misspelling_is_told_through_the_registry():
+    """Which builds from nested configurations and passes on what went wrong in its own words."""
+    backbone = {"type": "PT-v3m1", **SMALL, "attention": "quset"}
+    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+        MODELS.build(
+            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "backbone": backbone}
+        )
+    with pytest.raises(TypeError, match="DefaultSegmentorV2.*unexpected keyword argument 'attention'"):
+        MODELS.build(
+            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "attention": "quest"}
+        )
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("attention", ["quest", "elliptical", "aft-simple", "quest+kdgqa(kv_heads=2)"])
+def test_an_entry_without_points_changes_nothing(attention, flash):
+    torch.manual_seed(0)
+    model = build("PT-v3m1", enable_flash=flash, attention=attention).eval()
+    whole = data(70, 33)
+    want = model(copy.copy(whole)).feat
+    got = model({**whole, "offset": torch.tensor([70, 103, 103])}).feat
+    torch.testing.assert_close(got, want)
+
+
 def test_a_model_without_serialized_attention_refuses_the_key():
     with pytest.raises(TypeError, match="attention"):
         MODELS.build({"type": "SpUNet-v1m1", "in_channels": 4, "num_classes": 16, "attention": "quest"})

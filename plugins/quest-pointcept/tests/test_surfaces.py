@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import multiprocessing
 import os
 import warnings
@@ -26,6 +27,7 @@ from torch_pointcloud.models.sonata import SonataSegmentation
 from torch_pointcloud.models.utonia import UtoniaSegmentation
 
 import quest_core
+import quest_pointcept
 from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
 from quest_core.registry import parts
 from quest_pointcept import PointceptAdapter
@@ -122,6 +124,29 @@ def test_the_registry_of_models_takes_the_key():
 def test_a_misspelling_is_told_before_anything_is_built():
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
         PointTransformerV3Encoder(**ENCODER, attention="quset")
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (3, "attention is 3 .int.; write a name such as 'quest'"),
+        (True, "attention is True .bool.; write a name"),
+        (["quest"], "attention is .'quest'. .list.; write a name"),
+        ({"nme": "quest"}, "has no 'name'"),
+        ({"name": "quest", "scal": 2}, "'quest' has no option 'scal'.*did you mean 'scale'"),
+        ("quest+gqa(kv_heads=3)", "kv_heads is 3, which does not divide the 2 heads; choose from: 1, 2"),
+    ],
+)
+def test_what_is_no_attention_is_told(attention, why):
+    with pytest.raises(ConfigError, match=why):
+        PointTransformerV3Encoder(**ENCODER, attention=attention)
+
+
+def test_the_plugin_may_be_imported_again():
+    wrapped = PointTransformerV3Encoder.__init__
+    importlib.reload(quest_pointcept)
+    PointceptAdapter().install()
+    assert PointTransformerV3Encoder.__init__ is wrapped
 
 
 def test_the_hosts_own_call_is_unchanged():
