@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quest_core import mechanism
 from quest_core.errors import UnsupportedError
@@ -142,6 +143,22 @@ def test_gives_gradients_to_those_that_want_them(wanted: tuple[bool, bool]) -> N
         assert [x.grad is not None for x in (q, k)] == list(wanted)
 
 
+def test_values_alone_may_want_a_gradient() -> None:
+    """Frozen queries and keys make weights without one, which can be read, and nothing is computed for them."""
+    q, k, v = (heads(2, 2, 5, 4, strided=True) for _ in range(3))
+    v.requires_grad_()
+    out, weights, scores = unit_attention(q, k, v, 1.0)
+    truth, _, _ = attended(q, k, v, 1.0, None)
+    assert (out.requires_grad, weights.requires_grad, scores.requires_grad) == (True, False, False)
+    assert weights.numpy().sum(-1) == pytest.approx(1)
+    grad = torch.randn_like(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        (ours,) = torch.autograd.grad(out, v, grad)
+    (theirs,) = torch.autograd.grad(truth, v, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert {event.key: event.count for event in profile.key_averages()}["aten::bmm"] == 1
+
+
 @pytest.mark.parametrize("spec", ["quest", "quest(kv_heads=2)", "quest+mqa", "quest(scale=0.5)"])
 @pytest.mark.parametrize("asked", ["weights", "weights under a mask", "output alone"])
 def test_mechanisms_take_it_and_give_the_same(spec: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,30 +197,33 @@ def test_mechanisms_take_it_and_give_the_same(spec: str, asked: str, monkeypatch
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_second_derivatives_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["weights", "weights under a mask", "output alone"])
+def test_second_derivatives_are_refused_with_the_way_out(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = mechanism("quest", num_heads=2, head_dim=4)
-    q, k, v = (heads(1, 2, 5, 4, strided=False).requires_grad_() for _ in range(3))
+    q, k, v = (heads(1, 2, 20, 4, strided=False, dtype=torch.float32).requires_grad_() for _ in range(3))
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril() if asked == "weights under a mask" else None
 
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-
-    def twice(mask: Tensor | None) -> Tensor:
-        out = made.forward_with_weights(q, k, v, attn_mask=mask)[0]
+    def twice() -> Tensor:
+        out = made(q, k, v) if asked == "output alone" else made.forward_with_weights(q, k, v, attn_mask=mask)[0]
         (slope,) = torch.autograd.grad(out.sum(), k, create_graph=True)
         (curve,) = torch.autograd.grad(slope.square().sum(), k)
         return curve
 
-    for given_mask in (None, mask):  # the two steps
-        with pytest.raises(UnsupportedError, match="QUEST_KERNELS=reference"):
-            twice(given_mask)
+    with pytest.raises(UnsupportedError, match=r"QUEST_KERNELS=reference.*sdpa_kernel\(SDPBackend.MATH\)"):
+        twice()
     monkeypatch.setenv("QUEST_KERNELS", "reference")
-    assert twice(None).isfinite().all()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert twice().isfinite().all()
 
 
 def test_does_not_apply_where_it_could_not_keep_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = (heads(1, 2, 3, 4, strided=False, dtype=torch.float32) for _ in range(2))
     assert unit_logits_applies(q, k)
     assert not unit_logits_applies(q.bfloat16(), k.bfloat16())
+    assert unit_logits_applies(q, k, torch.zeros(1, 2, 3, 3))
     assert not unit_logits_applies(q, k, torch.zeros(3, 3))
+    assert not unit_logits_applies(q, k, torch.zeros(1, 2, 3, 3, dtype=torch.float64))
+    assert not unit_logits_applies(q, k, nn.Parameter(torch.zeros(1, 2, 3, 3)))
     assert not unit_logits_applies(q[:, :, :0], k)
     with torch.autocast("cpu"):
         assert not unit_logits_applies(q, k)

@@ -4,7 +4,7 @@
 :func:`quest_core.mechanisms.reference.quest`. Normalising and multiplying one after the other makes a dozen small steps
 of automatic differentiation and keeps the raw keys for the backward pass. Here unit keys and norms are kept, the keys
 are laid out once as the product wants them, and the backward pass multiplies in the order in which the gradient comes
-out as the norm wants it. ``benchmarks/unit_logits.py`` times both ways; docs/results/tsai-epoch-time.md has figures.
+out as the norm wants it. ``benchmarks/unit_logits.py`` times both ways.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def unit_logits_applies(q: Tensor, k: Tensor, residual: Tensor | None = None) ->
     return (
         q.is_cpu
         and q.dtype in (torch.float32, torch.float64)
-        and (residual is None or (residual.dtype == q.dtype and residual.shape == (*q.shape[:3], k.shape[2])))
+        and (residual is None or residual.shape == (*q.shape[:3], k.shape[2]))
         and not torch.compiler.is_compiling()
-        and are_ordinary(q, k)
+        and (are_ordinary(q, k) if residual is None else are_ordinary(q, k, residual))
         and mode() == "auto"
     )
 
@@ -68,7 +68,8 @@ def unit_attention(
         residual: [B, H, N, M].
 
     Returns:
-        The output [B, H, N, Dv], the weights and the logits, both [B, H, N, M]; gradients flow through all three.
+        The output [B, H, N, Dv], the weights and the logits, both [B, H, N, M]; gradients flow through each to what it
+        is made of.
     """
     return _unit_attention(q if scale == 1 else q * scale, k, v, residual)
 
@@ -102,7 +103,11 @@ class _UnitAttention(torch.autograd.Function):
         weights = _own(weights, batch, heads, n, m)  # saved as it is returned, so that a change in place is noticed
         ctx.save_for_backward(queries, keys, inverse, values, weights)
         ctx.set_materialize_grads(False)
-        return _own(out, batch, heads, n, dim), weights, _own(scores, batch, heads, n, m)
+        scores = _own(scores, batch, heads, n, m)
+        for_q, for_k, _, for_residual = ctx.needs_input_grad
+        if not (for_q or for_k or for_residual):
+            ctx.mark_non_differentiable(weights, scores)  # values alone have a derivative
+        return _own(out, batch, heads, n, dim), weights, scores
 
     @staticmethod
     def backward(
@@ -119,7 +124,8 @@ class _UnitAttention(torch.autograd.Function):
             inside = for_out.reshape(len(keys), -1, values.shape[2])  # [B·G, H/G·N, Dv]
             if needs_v:
                 for_v = torch.bmm(weights.mT, inside).view(batch, -1, m, values.shape[2])
-            grad = torch.bmm(inside, values.mT)
+            if needs_q or needs_k or needs_residual:
+                grad = torch.bmm(inside, values.mT)
         if for_weights is not None:
             direct = for_weights.reshape(weights.shape)
             grad = direct if grad is None else grad.add_(direct)
@@ -129,7 +135,7 @@ class _UnitAttention(torch.autograd.Function):
             direct = for_scores.reshape(weights.shape)
             grad = direct if grad is None else grad.add_(direct)
         if grad is None:
-            return None, None, None, None
+            return None, None, for_v, None
         for_q = _for_queries(grad, keys, shape) if needs_q else None
         for_k = _for_keys(grad, queries, keys, inverse, batch) if needs_k else None
         return for_q, for_k, for_v, grad.view(shape) if needs_residual else None
@@ -176,7 +182,8 @@ def _for_keys(logit: Tensor, queries: Tensor, keys: Tensor, inverse: Tensor, bat
 def _refuse_a_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "this fast path has no second derivative; set QUEST_KERNELS=reference to differentiate twice"
+            "this fast path has no second derivative; to differentiate twice, set QUEST_KERNELS=reference, and call the "
+            "model in torch.nn.attention.sdpa_kernel(SDPBackend.MATH), for PyTorch's fused attention has none either"
         )
 
 
