@@ -207,7 +207,6 @@ def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> Non
 
 SKIPPING = """
 import pytest
-import torch
 @pytest.mark.skip(reason="no such device")
 def test_reasoned(): pass
 @pytest.mark.skip
