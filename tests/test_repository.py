@@ -182,6 +182,20 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     assert "were not run" in done.stderr
 
 
+def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> None:
+    """`./dev gpu` and `./dev gpu --wheels` name their stages differently; the table adds up what lies there."""
+    dev = runpy.run_path(str(ROOT / "dev"))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for old in ("gpu.xml", "tsai.json"):
+        (kept / old).write_text("")
+    report = tmp_path / "gpu-core.xml"
+    report.write_text("<testsuite/>")
+    stages = [dev["Stage"]("gpu core", report=report), dev["Stage"]("gpu quest-tsai", report=tmp_path / "none.xml")]
+    dev["keep_reports"]([*stages, dev["Stage"]("an environment that could not be made")], kept)
+    assert {path.name for path in kept.iterdir()} == {"gpu-core.xml", "tsai.json"}
+
+
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
     code = "import noxfile, pathlib, sys; noxfile.dev._link_pytorch(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
