@@ -83,8 +83,10 @@ def test_divided_heads_compute_the_same(ranks: Ranks, attention: str) -> None:
         check_same(got, wanted)
 
 
-def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of one layer's forward pass, and of its backward pass."""
+def communication(
+    rank: int, attention: str, sequence: bool, whole: bool = False
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of one layer's forward pass, and of its backward pass; parameters on all ranks learn if `whole`."""
     torch.manual_seed(0)
     layer = quest_core.Attention(E, H, attention, dtype=torch.float64)
     quest_core.chain(layer)
@@ -93,7 +95,7 @@ def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, 
     x = data(0)[0]
     x = (x[:, rank * N // 2 : (rank + 1) * N // 2] if sequence else x).clone().requires_grad_()
     for p in layer.parameters():
-        p.requires_grad_(not isinstance(p.data, DTensor) or p.placements != (Replicate(),))
+        p.requires_grad_(whole or not isinstance(p.data, DTensor) or p.placements != (Replicate(),))
     with CommDebugMode() as forward:
         out = layer(x)
     with CommDebugMode() as backward:
@@ -108,10 +110,20 @@ def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, 
     "attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "quest+mqa", "elliptical-quest"]
 )
 def test_only_the_projections_around_the_heads_communicate(ranks: Ranks, attention: str) -> None:
-    """One all-reduce after the output projection; in the backward pass one for the gradient of the input."""
+    """One all-reduce after the output projection; in the backward pass one for the gradient of the input.
+
+    Parameters that all ranks have are frozen here; theirs come on top.
+    """
     for forward, backward in ranks.run(communication, attention, False):
         assert forward == {"all_reduce": 1}
         assert backward == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize(("attention", "shared"), [("quest", 0), ("quest+mqa", 4)])
+def test_a_shared_key_head_sums_the_gradients_of_its_projections(ranks: Ranks, attention: str, shared: int) -> None:
+    for forward, backward in ranks.run(communication, attention, False, True):
+        assert forward == {"all_reduce": 1}
+        assert backward == {"all_reduce": 1 + shared}
 
 
 def test_sequence_parallelism_gathers_and_scatters_once(ranks: Ranks) -> None:
