@@ -1,4 +1,4 @@
-"""The core of attention at few tokens on a CPU, forward and backward: QUEST's logits in one step or in several.
+"""The core of attention at few tokens on a CPU, forward and backward: QUEST in one step or in several.
 
     OMP_NUM_THREADS=1 python benchmarks/unit_logits.py [--tokens 29] [--rounds 400]
 

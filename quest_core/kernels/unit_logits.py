@@ -182,7 +182,7 @@ def _for_keys(logit: Tensor, queries: Tensor, keys: Tensor, inverse: Tensor, bat
 def _refuse_a_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "this fast path has no second derivative; to differentiate twice, set QUEST_KERNELS=reference, and call the "
+            "this fast path has no second derivative; to differentiate twice, set QUEST_KERNELS=reference and call the "
             "model in torch.nn.attention.sdpa_kernel(SDPBackend.MATH), for PyTorch's fused attention has none either"
         )
 
