@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quest_core import mechanism
+from quest_core import Attention, mechanism
 from quest_core.errors import UnsupportedError
 from quest_core.kernels import unit_attention, unit_logits, unit_logits_applies
 from quest_core.mechanisms import mechanism as module
@@ -214,6 +215,13 @@ def test_second_derivatives_are_refused_with_the_way_out(asked: str, monkeypatch
     monkeypatch.setenv("QUEST_KERNELS", "reference")
     with sdpa_kernel(SDPBackend.MATH):
         assert twice().isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is old, and says what a trace leaves out
+def test_a_traced_layer_can_be_saved(tmp_path: Path) -> None:
+    layer, x = Attention(16, 2, "quest").eval(), torch.randn(2, 20, 16)
+    torch.jit.trace(layer, (x,)).save(tmp_path / "layer.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(x), layer(x))
 
 
 def test_does_not_apply_where_it_could_not_keep_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:

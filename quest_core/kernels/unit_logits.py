@@ -32,13 +32,15 @@ def unit_logits_applies(q: Tensor, k: Tensor, residual: Tensor | None = None) ->
 
 
 def are_ordinary(*tensors: Tensor) -> bool:
-    """Whether these are tensors of one type and none a subclass or empty, outside of functorch and autocast: what a
-    step with a derivative of its own can take for what it is."""
+    """Whether these are tensors of one type and none a subclass or empty, outside of functorch, autocast and
+    torch.jit.trace, which could not save it: what a step with a derivative of its own can take for what it is."""
     first = tensors[0].dtype
     for x in tensors:
         if type(x) is not Tensor or x.dtype != first or x.numel() == 0:
             return False
-    return not torch._C._are_functorch_transforms_active() and not torch.is_autocast_enabled("cpu")
+    return not (
+        torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu") or torch._C._get_tracing_state() is not None
+    )
 
 
 def unit_logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
