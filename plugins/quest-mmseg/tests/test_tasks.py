@@ -107,6 +107,14 @@ def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
         with pytest.raises(ConfigError, match=rf"{name}.pth'.*with attention 'standard': [\s\S]*{why}"):
             tasks.load(standard, str(tmp_path / f"{name}.pth"), "standard")
     tasks.load(standard, str(tmp_path / "stock.pth"), "standard")
+    stock = MODELS.build(segmenter())
+    torch.save({"state_dict": torch.nn.DataParallel(stock).state_dict()}, tmp_path / "parallel.pth")
+    tasks.load(standard, str(tmp_path / "parallel.pth"), "standard")
+    for name, value in standard.model.state_dict().items():
+        assert torch.equal(value, stock.state_dict()[name]), name
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(ConfigError, match=r"list.pth'.*no weights but a list"):
+        tasks.load(standard, str(tmp_path / "list.pth"), "standard")
     with pytest.raises(ConfigError, match="trained with attention 'standard', and the model has 'quest'"):
         tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
 

@@ -17,7 +17,7 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
-from mmengine.runner.checkpoint import CheckpointLoader, load_state_dict
+from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
 
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
@@ -120,10 +120,11 @@ def load(runner: Runner, checkpoint: str, attention: str) -> None:
     """
     try:
         stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
-        weights = stored.get("state_dict", stored)
-        wrong = difference(runner.model, weights)
+        if not isinstance(stored, dict):
+            raise RuntimeError(f"it holds no weights but a {type(stored).__name__}")
+        wrong = difference(runner.model, stored.get("state_dict", stored))
         if wrong is None:
-            load_state_dict(runner.model, weights, strict=True)
+            _load_checkpoint_to_model(runner.model, stored, strict=True)  # takes DDP's "module." off the names
     except (RuntimeError, OSError) as error:
         wrong = str(error)
     if wrong is not None:
