@@ -73,6 +73,13 @@ class HeadParallel(ParallelStyle):
                 f"attention '{config}': 'pgqa' draws its noise from the weights of all heads of a group, which tensor "
                 f"parallelism divides among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
             )
+        for name in ("k_proj", "v_proj") if shared else ():
+            if type(module.get_submodule(name)) is not nn.Linear:
+                raise UnsupportedError(
+                    f"attention '{config}': HeadParallel gives the one key/value head to every rank, for which {name} "
+                    f"must be a torch.nn.Linear, and here is {type(module.get_submodule(name)).__name__}; divide the "
+                    "module before its projections are replaced"
+                )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
             if heads % ranks and not (shared and name == "kv_heads"):
                 raise ConfigError(

@@ -226,8 +226,15 @@ def test_the_monitor_adds_up_what_ranks_saw(ranks: Ranks) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+class OtherLinear(nn.Linear):
+    """A projection that does something of its own, as those of LoRA and of quantisation do."""
+
+
 def refusals(rank: int) -> list[str]:
+    replaced = quest_core.Attention(E, H, "quest+mqa")
+    replaced.v_proj = OtherLinear(E, replaced.v_proj.out_features)
     return [
+        refused(replaced),
         refused(quest_core.Attention(E, H, "quest+dgqa(kv_heads=2)")),
         refused(quest_core.Attention(3 * H, 3, "quest+mqa")),
         refused(quest_core.Attention(E, H, "quest+pgqa(kv_heads=1)")),
@@ -243,7 +250,8 @@ def refused(module: nn.Module) -> str:
 
 
 def test_what_cannot_be_divided_is_refused_by_name(ranks: Ranks) -> None:
-    for dgqa, odd, pgqa, packed, again in ranks.run(refusals):
+    for replaced, dgqa, odd, pgqa, packed, again in ranks.run(refusals):
+        assert "v_proj must be a torch.nn.Linear, and here is OtherLinear" in replaced
         assert dgqa.startswith("UnsupportedError: attention 'quest+dgqa(kv_heads=2)': 'dgqa' compares")
         assert "num_heads is 3, which 2 ranks do not divide" in odd
         assert "'pgqa' draws its noise from the weights of all heads" in pgqa
