@@ -39,7 +39,9 @@ def are_ordinary(*tensors: Tensor) -> bool:
         if type(x) is not Tensor or x.dtype != first or x.numel() == 0:
             return False
     return not (
-        torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu") or torch._C._get_tracing_state() is not None
+        torch._C._are_functorch_transforms_active()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
     )
 
 
