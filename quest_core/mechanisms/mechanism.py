@@ -281,7 +281,7 @@ class Mechanism(nn.Module):
         Args:
             real: [B, M], boolean (False = padding) or additive (−inf = padding).
             same_tokens: the queries are the tokens that the keys are, as in self-attention. Where queries share the
-                columns' mass (sinkhorn), padding must not take part as a query either.
+                columns' mass (sinkhorn) or noise (pgqa), padding must not take part as a query either.
 
         Returns:
             [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
