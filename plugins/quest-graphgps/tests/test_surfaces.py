@@ -265,10 +265,12 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
         "pattern.yaml": (3, 2, 337_201),
         "cluster.yaml": (7, 6, 502_054),
         "zinc.yaml": (1, 1, 423_717),
+        "cifar10.yaml": (5, 10, 112_726),
         "pascalvoc-sp.yaml": (14, 21, 510_453),
         "coco-sp.yaml": (14, 81, 516_273),
         "peptides-func.yaml": (9, 10, 504_362 + CHIRALITY),
         "peptides-struct.yaml": (9, 11, 504_459 + CHIRALITY),
+        "pcqm-contact.yaml": (9, 1, 512_704 + CHIRALITY),
     }
     dim_in, dim_out, parameters = sizes[name]
     cfg.share.dim_in, cfg.share.dim_out = dim_in, dim_out
