@@ -240,7 +240,7 @@ def reciprocal_ranks(batch: Any) -> tuple[Tensor, Tensor]:
 def mean_reciprocal_rank(pairs: Pairs) -> float:
     """The mean over graphs of the mean over their contacts.
 
-    As in GraphGPS other contacts of the same atom count as rivals; later work also reports it without them ("filtered").
+    As in GraphGPS other contacts of the same atom count as rivals; later work also leaves them out ("filtered").
     """
     means = []
     for inverse, graph in pairs:
