@@ -4,12 +4,14 @@ python plugins/quest-graphgps/benchmarks/ragged_batches.py            writes a t
 python plugins/quest-graphgps/benchmarks/ragged_batches.py --rule     the same along the ratio of areas, for the rule
 
 Padded is what PyTorch Geometric and GraphGPS do. Times are CPU seconds of this process, so that other processes on the
-machine count less; each is the median of repetitions in which the two take turns.
+machine count less. The two take turns, and what is told of their ratio is the median over rounds of the ratio within a
+round, with the 95 % interval of that median (by ranks).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import time
@@ -22,6 +24,8 @@ from quest_graphgps import attention
 from quest_graphgps.attention import GraphAttention
 
 WIDTH, HEADS = 64, 4
+WARM_UP, LEAST = 2, 8
+"""Rounds that are not counted, and the fewest that are."""
 
 
 def batches() -> dict[str, list[int]]:
@@ -47,8 +51,8 @@ def ratio(sizes: list[int]) -> float:
     return len(sizes) * max(sizes) ** 2 / sum(n * n for n in sizes)
 
 
-def milliseconds(sizes: list[int], name: str, dropout: float, repeat: int) -> tuple[list[float], list[float], bool]:
-    """CPU milliseconds of the padded and of our layer on such a batch, and whether ours packs it."""
+def milliseconds(sizes: list[int], name: str, dropout: float, seconds: float) -> tuple[list[float], list[float], bool]:
+    """CPU milliseconds of the padded and of our layer on such a batch, round by round, and whether ours packs it."""
     torch.manual_seed(0)
     host = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True)
     padded, ours = MultiheadAttention.from_torch(host, name), GraphAttention.from_torch(host, name)
@@ -56,13 +60,24 @@ def milliseconds(sizes: list[int], name: str, dropout: float, repeat: int) -> tu
     x = torch.zeros(*real.shape, WIDTH)
     x[real] = torch.randn(sum(sizes), WIDTH)
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeat + 1):
-        for layer, found in zip((padded, ours), times, strict=True):
+    pairs = list(zip((padded, ours), times, strict=True))
+    began = time.process_time()
+    for turn in itertools.count():
+        for layer, found in pairs if turn % 2 else reversed(pairs):
             start = time.process_time()
             step(layer, x, real)
-            if turn:  # the first one warms up
+            if turn >= WARM_UP:
                 found.append(1e3 * (time.process_time() - start))
-    return *times, attention.ragged_plan(real) is not None
+        if turn >= WARM_UP + LEAST and time.process_time() - began > seconds:
+            return *times, attention.ragged_plan(real) is not None
+
+
+def paired_ratio(a: list[float], b: list[float]) -> tuple[float, float, float]:
+    """The median of a / b over rounds, and the interval that holds it at 95 %, from the ranks beside the middle."""
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    reach = 0.98 * len(ratios) ** 0.5
+    low, high = int(len(ratios) / 2 - reach), int(len(ratios) / 2 + reach)
+    return statistics.median(ratios), ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
 
 
 def step(layer: nn.Module, x: Tensor, real: Tensor) -> None:
@@ -76,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rule", action="store_true", help="batches of 32 along the ratio of areas, always packed")
     parser.add_argument("--attention", default="quest")
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10, help="of CPU time for each row")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -86,16 +101,17 @@ def main() -> None:
     if given.rule:
         attention.RAGGED = 0.0
         cases = {f"{n} and 31 of 30": [n] + [30] * 31 for n in (30, 40, 45, 50, 60, 80, 120, 200)}
-    print("| batch of 32 graphs | dropout | padded / real area | padded | ours | padded / ours | packed |")
-    print("|---|---:|---:|---:|---:|---:|:-:|")
+    print("| batch of 32 graphs | dropout | padded / real area | padded | ours | padded / ours | rounds | packed |")
+    print("|---|---:|---:|---:|---:|---:|---:|:-:|")
     for title, sizes in cases.items():
         for dropout in given.dropout:
-            padded, ours, packs = milliseconds(sizes, given.attention, dropout, given.repeat)
-            a, b = statistics.median(padded), statistics.median(ours)
-            spread = f"{min(padded):.1f} to {max(padded):.1f}", f"{min(ours):.1f} to {max(ours):.1f}"
+            padded, ours, packs = milliseconds(sizes, given.attention, dropout, given.seconds)
+            gain, low, high = paired_ratio(padded, ours)
+            digits = 3 if gain < 1.5 else 1
             print(
-                f"| {title} | {dropout:g} | {ratio(sizes):.1f} | {a:.1f} ms ({spread[0]}) | {b:.1f} ms ({spread[1]}) | "
-                f"{a / b:.1f} | {'yes' if packs else '–'} |",
+                f"| {title} | {dropout:g} | {ratio(sizes):.1f} | {statistics.median(padded):.2f} ms | "
+                f"{statistics.median(ours):.2f} ms | {gain:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}) | "
+                f"{len(ours)} | {'yes' if packs else '–'} |",
                 flush=True,
             )
 
