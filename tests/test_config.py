@@ -61,6 +61,7 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("QUEST", r"did you mean 'quest'"),
         ("qest", r"'qest' is not a mechanism; choose from: .*quest.* \(did you mean 'quest'\?\)"),
         ("quest(kvheads=3)", r"'quest' has no option 'kvheads'; choose from: scale"),
         ("quest+gqa(kvheads=3)", r"no option 'kvheads'; choose from: kv_heads, scale \(did you mean 'kv_heads'\?\)"),
