@@ -183,8 +183,22 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that it could"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that it could replace"),
         (("gt.attention", "aft-full"), "'aft-simple' is its relative that needs no order"),
+        (
+            ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights"),
+            "the host reads attention weights and it has none",
+        ),
+        (("gt.attention", "quest", "model.type", "SANTransformer"), "cannot be used in model.type 'SANTransformer'"),
     ],
-    ids=["misspelt", "misspelt option", "option below the key", "Performer", "BigBird", "ordered"],
+    ids=[
+        "misspelt",
+        "misspelt option",
+        "option below the key",
+        "Performer",
+        "BigBird",
+        "ordered",
+        "weights",
+        "no site",
+    ],
 )
 def test_what_cannot_be_is_refused_by_name(gps, options, said) -> None:
     status, printed, _ = gps(ZINC, *SHALLOW, *options)

@@ -165,6 +165,8 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "{name: quest, kv_head: 2}"), ConfigError, "gt.attention: .*'kv_heads' belongs to dgqa, gqa"),
         (("gt.attention", "{'kv_heads': 2}"), ConfigError, "gt.attention: .* has no 'name'; write for example"),
         (("gt.attention", "{name: quest"), ConfigError, "gt.attention: .*starts like JSON but is not"),
+        (("gt.attention", ""), ConfigError, "gt.attention: attention '' cannot be read"),
+        (("gt.attention", "QUEST"), ConfigError, "gt.attention: .*did you mean 'quest'"),
         (("gt.attention", "gqa", "gt.attention_from", "{name: gq}"), ConfigError, "gt.attention_from: .*'gqa'"),
         (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
         (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),

@@ -20,6 +20,7 @@ from quest_graphgps.data import (
     cluster_graphs,
     draw_negatives,
     join_positions,
+    main,
     pattern_graphs,
     write_raw,
 )
@@ -101,6 +102,16 @@ def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
 def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) -> None:
     with pytest.raises(ConfigError, match=f"option graphs is {graphs}; .*a multiple of 500"):
         tasks.splits(cell(tmp_path, "graph/pattern", smoke=False, graphs=graphs))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "said"), [(("-5", "1", "1"), "at least one graph"), (("150", "1", "1"), "150 graphs is no multiple")]
+)
+def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["PATTERN", "--graphs", *graphs, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suite", SUITES)

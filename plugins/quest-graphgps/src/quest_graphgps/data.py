@@ -204,7 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("datasets"), help="dataset.dir of the config")
     given = parser.parse_args(argv)
-    path = write_raw(given.out, given.name, GENERATORS[given.name](given.graphs, given.seed))
+    if min(given.graphs) < 1:
+        parser.error(f"--graphs is {' '.join(map(str, given.graphs))}; every split has at least one graph")
+    try:
+        path = write_raw(given.out, given.name, GENERATORS[given.name](given.graphs, given.seed))
+    except ConfigError as error:
+        parser.error(f"--graphs: {error}")
     if (path.parents[1] / "processed").exists():
         print(f"{path.parents[1] / 'processed'} holds what was made of an older file; delete it", file=sys.stderr)
     print(f"wrote {path}: {' + '.join(map(str, given.graphs))} graphs, seed {given.seed}")

@@ -194,7 +194,7 @@ def requested(cfg: Any) -> AttentionConfig | None:
 
 
 def _given(value: Any) -> bool:
-    return value not in (None, "", "None")
+    return value not in (None, "None")  # an empty text is what an unset variable leaves behind: an error, not stock
 
 
 def _parse(key: str, value: Any, options: Mapping[str, Any]) -> AttentionConfig:
