@@ -187,7 +187,10 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
             ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights"),
             "the host reads attention weights and it has none",
         ),
-        (("gt.attention", "quest", "model.type", "SANTransformer"), "cannot be used in model.type 'SANTransformer'"),
+        (
+            ("gt.attention", "quest", "model.type", "SANTransformer", "gt.layer_type", "SANLayer"),
+            "cannot be used in model.type 'SANTransformer'",
+        ),
     ],
     ids=[
         "misspelt",
