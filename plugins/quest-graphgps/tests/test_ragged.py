@@ -98,6 +98,20 @@ def test_packing_follows_the_measured_rule(packed) -> None:
     assert len(packed) == 2
 
 
+def test_the_rule_looks_at_the_padding_anew(monkeypatch) -> None:
+    """Layers of one batch share what was found; another batch, also in the same tensor, and another rule do not."""
+    hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
+    plan = attention.ragged_plan(hidden)
+    assert [n for n, _ in plan.lengths] == [20, 2, 3]
+    assert attention.ragged_plan(hidden.clone()) is plan
+    hidden[1, 2] = False
+    assert [n for n, _ in attention.ragged_plan(hidden).lengths] == [20, 3, 3]
+    assert attention.ragged_plan(torch.zeros(3, 20, dtype=torch.bool)) is None
+    assert attention.ragged_plan(hidden) is not None
+    monkeypatch.setattr(attention, "RAGGED", float("inf"))
+    assert attention.ragged_plan(hidden) is None
+
+
 def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) -> None:
     layers = model("standard", dropout=0.5)
     layers(*inputs(RAGGED))
