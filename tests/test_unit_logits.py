@@ -1,6 +1,9 @@
-"""kernels.unit_logits: QUEST's logits in one step, against the reference and against the steps it replaces."""
+"""kernels.unit_logits: QUEST in one step, against the reference and against the steps it replaces."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from quest_core import mechanism
 from quest_core.errors import UnsupportedError
-from quest_core.kernels import unit_logits, unit_logits_applies
+from quest_core.kernels import unit_attention, unit_logits, unit_logits_applies
 from quest_core.mechanisms import mechanism as module
 from quest_core.mechanisms import reference
 
@@ -61,44 +64,118 @@ def test_equals_the_reference_with_its_gradients(
         torch.testing.assert_close(ours, theirs.nan_to_num() if silent else theirs, rtol=1e-10, atol=1e-10)
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What `unit_attention` is to return, by the plain formula."""
+    per_group = q.shape[1] // k.shape[1]
+    scores = scale * reference.quest(q, k.repeat_interleave(per_group, 1))
+    scores = scores if residual is None else scores + residual
+    weights = scores.softmax(-1)
+    return weights @ v.repeat_interleave(per_group, 1), weights, scores
+
+
+@given(
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    n=st.integers(1, 7),
+    m=st.integers(1, 7),
+    dim=st.integers(1, 9),
+    value_dim=st.integers(1, 9),
+    scale=st.sampled_from([1.0, 0.3]),
+    strided=st.booleans(),
+    residual=st.booleans(),
+    read=st.sets(st.integers(0, 2), min_size=1),
+)
+def test_attention_equals_the_reference_with_the_gradients_of_every_output(
+    batch: int, groups: int, per_group: int, n: int, m: int, dim: int, value_dim: int, scale: float, strided: bool,
+    residual: bool, read: set[int],
+) -> None:  # fmt: skip
+    q = heads(batch, groups * per_group, n, dim, strided=strided)
+    k = heads(batch, groups, m, dim, strided=strided)
+    v = heads(batch, groups, m, value_dim, strided=strided)
+    added = torch.randn(batch, groups * per_group, n, m, dtype=q.dtype) if residual else None
+    inputs = [x.requires_grad_() for x in (q, k, v, added) if x is not None]
+    got, truth = unit_attention(q, k, v, scale, added), attended(q, k, v, scale, added)
+    for ours, theirs in zip(got, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    grads = [torch.randn_like(truth[i]) for i in sorted(read)]
+    ours, theirs = (
+        torch.autograd.grad([out[i] for i in sorted(read)], inputs, grads, allow_unused=True) for out in (got, truth)
+    )
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
+            assert (a is None) == (b is None), i
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_what_it_returns_may_be_changed_in_place() -> None:
+    q, k, v = (heads(2, 2, 5, 4, strided=True).requires_grad_() for _ in range(3))
+    out, weights, scores = unit_attention(q, k, v, 1.0)
+    truth, _, logits = attended(q, k, v, 1.0, None)
+    out *= 2
+    scores.masked_fill_(scores > 0, 0)
+    ours = torch.autograd.grad(out.sum() + scores.sum(), (q, k, v))
+    theirs = torch.autograd.grad(2 * truth.sum() + logits.masked_fill(logits > 0, 0).sum(), (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    out, weights, _ = unit_attention(q, k, v, 1.0)
+    weights.mul_(2)  # the derivative needs the weights as they were
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_gradcheck() -> None:
     q, k = (heads(2, 2, 3, 4, strided=True).requires_grad_() for _ in range(2))
     residual = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *x: unit_logits(*x[:2], 0.7, *x[2:]), (q, k, residual), fast_mode=True)
+    v = heads(2, 2, 3, 5, strided=True).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: unit_attention(*x[:3], 0.7, *x[3:]), (q, k, v, residual), fast_mode=True)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 def test_gives_gradients_to_those_that_want_them(wanted: tuple[bool, bool]) -> None:
     q, k = (heads(1, 2, 3, 4, strided=False).requires_grad_(wants) for wants in wanted)
-    unit_logits(q, k, 1.0).sum().backward()
-    assert [x.grad is not None for x in (q, k)] == list(wanted)
+    for out in (unit_logits(q, k, 1.0), unit_attention(q, k, heads(1, 2, 3, 4, strided=False), 1.0)[0]):
+        q.grad = k.grad = None
+        out.square().sum().backward()
+        assert [x.grad is not None for x in (q, k)] == list(wanted)
 
 
 @pytest.mark.parametrize("spec", ["quest", "quest(kv_heads=2)", "quest+mqa", "quest(scale=0.5)"])
-@pytest.mark.parametrize("weights", [True, False], ids=["with weights", "output alone"])
-def test_mechanisms_take_it_and_give_the_same(spec: str, weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["weights", "weights under a mask", "output alone"])
+def test_mechanisms_take_it_and_give_the_same(spec: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = mechanism(spec, num_heads=4, head_dim=8)
     groups = {"quest(kv_heads=2)": 2, "quest+mqa": 1}.get(spec, 4)
     q = heads(2, 4, 29, 8, strided=True, dtype=torch.float32).requires_grad_()
     k, v = (heads(2, groups, 29, 8, strided=True, dtype=torch.float32).requires_grad_() for _ in range(2))
-    calls: list[int] = []
+    mask = torch.rand(2, 1, 1, 29) < 0.8 if asked == "weights under a mask" else None
+    calls: list[str] = []
 
-    def counted(*arguments: Tensor) -> Tensor:
-        calls.append(1)
-        return unit_logits(*arguments)
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return function(*arguments)
 
-    monkeypatch.setattr(module, "unit_logits", counted)
+        return call
+
+    for name, function in (("unit_logits", unit_logits), ("unit_attention", unit_attention)):
+        monkeypatch.setattr(module, name, counted(name, function))
     grad = torch.randn(2, 4, 29, 8)
 
     def results() -> tuple[Tensor, ...]:
-        outs = made.forward_with_weights(q, k, v) if weights else (made(q, k, v),)
+        if asked == "output alone":
+            outs: tuple[Tensor, ...] = (made(q, k, v),)
+        else:
+            outs = made.forward_with_weights(q, k, v, attn_mask=mask)
         return (*outs, *torch.autograd.grad(outs[0], (q, k, v), grad))
 
     fast = results()
-    assert calls == [1]
+    expected = ["unit_logits" if mask is not None else "unit_attention"]
+    assert calls == expected
     monkeypatch.setenv("QUEST_KERNELS", "reference")
     slow = results()
-    assert calls == [1]
+    assert calls == expected
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -107,15 +184,19 @@ def test_second_derivatives_are_refused_with_the_way_out(monkeypatch: pytest.Mon
     made = mechanism("quest", num_heads=2, head_dim=4)
     q, k, v = (heads(1, 2, 5, 4, strided=False).requires_grad_() for _ in range(3))
 
-    def twice() -> Tensor:
-        (slope,) = torch.autograd.grad(made.forward_with_weights(q, k, v)[0].sum(), k, create_graph=True)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+
+    def twice(mask: Tensor | None) -> Tensor:
+        out = made.forward_with_weights(q, k, v, attn_mask=mask)[0]
+        (slope,) = torch.autograd.grad(out.sum(), k, create_graph=True)
         (curve,) = torch.autograd.grad(slope.square().sum(), k)
         return curve
 
-    with pytest.raises(UnsupportedError, match="QUEST_KERNELS=reference"):
-        twice()
+    for given_mask in (None, mask):  # the two steps
+        with pytest.raises(UnsupportedError, match="QUEST_KERNELS=reference"):
+            twice(given_mask)
     monkeypatch.setenv("QUEST_KERNELS", "reference")
-    assert twice().isfinite().all()
+    assert twice(None).isfinite().all()
 
 
 def test_does_not_apply_where_it_could_not_keep_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:

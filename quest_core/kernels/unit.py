@@ -56,7 +56,7 @@ def _path(x: Tensor, chosen: str) -> str:
 
         if unit_triton.applies(x):
             return "triton"
-    return "weight norm" if x.device.type == "cpu" and x.dtype in FUSED_DTYPES and _has_fused() else "plain"
+    return "weight norm" if x.is_cpu and x.dtype in FUSED_DTYPES and _has_fused() else "plain"
 
 
 def _operator(x: Tensor) -> Tensor:
@@ -87,14 +87,16 @@ def _has_fused() -> bool:
 
 def _weight_norm(x: Tensor) -> Tensor:
     """Through PyTorch's fused weight-norm kernel, whose derivative is as fused and needs no Python."""
-    order, back = memory_order(x.stride())
-    inside = x.permute(order)  # as it lies in memory
+    inside, back = x, None  # as it lies in memory, and the way back
+    if not x.is_contiguous():
+        order, back = memory_order(x.stride())
+        inside = x.permute(order)
     rows = inside.reshape(-1, x.shape[-1]).contiguous()  # [R, D]; a view, but for slices of a packed tensor
     out, norm = torch.ops.aten._weight_norm_interface(rows, rows.new_ones(rows.shape[0], 1), 0)  # [R, D], [R, 1]
     if not norm.all():
         return _eager(x, "plain")  # the kernel divides by the norm of a zero vector
-    unit_rows: Tensor = out
-    return unit_rows.view(inside.shape).permute(back)
+    unit_inside: Tensor = out.view(inside.shape)
+    return unit_inside if back is None else unit_inside.permute(back)
 
 
 class _Unit(torch.autograd.Function):

@@ -1,15 +1,15 @@
-"""q k̄ᵀ in one step on a CPU: the logits of QUEST where they are formed, because somebody reads them or tokens are few.
+"""QUEST in one step on a CPU where its logits are formed, because somebody reads them or tokens are few.
 
-Reference: :func:`quest_core.mechanisms.reference.quest`. Normalising and multiplying one after the other makes a dozen
-small steps of automatic differentiation and keeps the raw keys for the backward pass. Here unit keys and norms are
-kept, the keys are laid out once as the product wants them, and the backward pass multiplies in the order in which the
-gradient comes out as the norm wants it. At 29 tokens the core of attention, forward and backward, takes 1.06
-of standard attention's time, and 1.15 as separate operations (AMD EPYC, one core; benchmarks/unit_logits.py).
+`unit_logits` gives the logits q k̄ᵀ; `unit_attention` the softmax over them and the output as well. Reference:
+:func:`quest_core.mechanisms.reference.quest`. Normalising and multiplying one after the other makes a dozen small steps
+of automatic differentiation and keeps the raw keys for the backward pass. Here unit keys and norms are kept, the keys
+are laid out once as the product wants them, and the backward pass multiplies in the order in which the gradient comes
+out as the norm wants it. ``benchmarks/unit_logits.py`` times both ways; docs/results/tsai-epoch-time.md has figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,23 @@ from .mode import mode
 def unit_logits_applies(q: Tensor, k: Tensor, residual: Tensor | None = None) -> bool:
     """Whether `unit_logits` can compute these logits, and is expected to be fastest."""
     return (
-        q.device.type == "cpu"
+        q.is_cpu
         and q.dtype in (torch.float32, torch.float64)
-        and k.dtype == q.dtype
-        and type(q) is type(k) is Tensor
-        and q.numel() > 0
-        and k.numel() > 0
         and (residual is None or (residual.dtype == q.dtype and residual.shape == (*q.shape[:3], k.shape[2])))
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.is_autocast_enabled("cpu")
+        and are_ordinary(q, k)
         and mode() == "auto"
     )
+
+
+def are_ordinary(*tensors: Tensor) -> bool:
+    """Whether these are tensors of one type and none a subclass or empty, outside of functorch and autocast: what a
+    step with a derivative of its own can take for what it is."""
+    first = tensors[0].dtype
+    for x in tensors:
+        if type(x) is not Tensor or x.dtype != first or x.numel() == 0:
+            return False
+    return not torch._C._are_functorch_transforms_active() and not torch.is_autocast_enabled("cpu")
 
 
 def unit_logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
@@ -50,44 +55,130 @@ def unit_logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = No
     return _unit_logits(q if scale == 1 else q * scale, k, residual)
 
 
+def unit_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scale · q k̄ᵀ + residual) v, its weights and its logits, where `unit_logits_applies` and v is one of the
+    tensors that `are_ordinary`.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, G, M, D], H a multiple of G.
+        v: [B, G, M, Dv], of the type of `q`.
+        residual: [B, H, N, M].
+
+    Returns:
+        The output [B, H, N, Dv], the weights and the logits, both [B, H, N, M]; gradients flow through all three.
+    """
+    return _unit_attention(q if scale == 1 else q * scale, k, v, residual)
+
+
 class _UnitLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, residual: Tensor | None) -> Tensor:
-        (batch, heads, n, dim), (groups, m) = q.shape, k.shape[1:3]
-        queries = q.reshape(batch * groups, heads // groups * n, dim)  # [B·G, H/G·N, D]
-        rows = k.reshape(-1, dim)  # [B·G·M, D]
-        unit_rows, norm = torch.ops.aten._weight_norm_interface(rows, rows.new_ones(len(rows), 1), 0)
-        inverse = norm.reciprocal()  # [B·G·M, 1]
-        if not norm.all():
-            unit_rows.masked_fill_(norm == 0, 0)
-            inverse.masked_fill_(norm == 0, 0)
-        keys = unit_rows.view(batch * groups, m, dim)  # [B·G, M, D]
+        queries, keys, inverse, scores = _logits(q, k, residual)
         ctx.save_for_backward(queries, keys, inverse)
-        if residual is None:
-            scores = torch.bmm(queries, keys.mT)  # [B·G, H/G·N, M]
-        else:
-            scores = torch.baddbmm(residual.reshape(batch * groups, -1, m), queries, keys.mT)
-        return scores.view(batch, heads, n, m)
+        return _own(scores, *q.shape[:3], k.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "this fast path has no second derivative; set QUEST_KERNELS=reference to differentiate twice"
-            )
+        _refuse_a_second_derivative()
         queries, keys, inverse = ctx.saved_tensors
         needs_q, needs_k, needs_residual = ctx.needs_input_grad
-        (batch, heads, n, m), (rows, _, dim) = grad.shape, keys.shape
-        inside = grad.reshape(rows, -1, m)  # [B·G, H/G·N, M]
-        for_q = torch.bmm(inside, keys).view(batch, heads, n, dim) if needs_q else None
-        for_k = None
-        if needs_k:
-            for_unit = torch.bmm(inside.mT, queries)  # [B·G, M, D]
-            # The kernel's derivative of g·v/‖v‖ with v a unit vector and g = 1/‖k‖ is the derivative of k/‖k‖.
-            flat, ones = keys.view(-1, dim), torch.ones_like(inverse)
-            for_k, _ = torch.ops.aten._weight_norm_interface_backward(for_unit.view(-1, dim), flat, inverse, ones, 0)
-            for_k = for_k.view(batch, -1, m, dim)
+        inside = grad.reshape(len(keys), -1, grad.shape[3])  # [B·G, H/G·N, M]
+        for_q = _for_queries(inside, keys, grad.shape) if needs_q else None
+        for_k = _for_keys(inside, queries, keys, inverse, grad.shape[0]) if needs_k else None
         return for_q, for_k, grad if needs_residual else None
 
 
+class _UnitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, inverse, scores = _logits(q, k, residual)
+        values = v.reshape(*keys.shape[:2], -1)  # [B·G, M, Dv]
+        weights = scores.softmax(-1)  # [B·G, H/G·N, M]
+        out = torch.bmm(weights, values)  # [B·G, H/G·N, Dv]
+        (batch, heads, n, _), m, dim = q.shape, k.shape[2], v.shape[3]
+        weights = _own(weights, batch, heads, n, m)  # saved as it is returned, so that a change in place is noticed
+        ctx.save_for_backward(queries, keys, inverse, values, weights)
+        ctx.set_materialize_grads(False)
+        return _own(out, batch, heads, n, dim), weights, _own(scores, batch, heads, n, m)
+
+    @staticmethod
+    def backward(
+        ctx: Any, for_out: Tensor | None, for_weights: Tensor | None, for_scores: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        _refuse_a_second_derivative()
+        queries, keys, inverse, values, weights = ctx.saved_tensors
+        needs_q, needs_k, needs_v, needs_residual = ctx.needs_input_grad
+        shape = weights.shape
+        batch, m = shape[0], shape[3]
+        weights = weights.view(len(keys), -1, m)  # [B·G, H/G·N, M]
+        for_v = grad = None  # the latter of the weights, then of the logits, [B·G, H/G·N, M]
+        if for_out is not None:
+            inside = for_out.reshape(len(keys), -1, values.shape[2])  # [B·G, H/G·N, Dv]
+            if needs_v:
+                for_v = torch.bmm(weights.mT, inside).view(batch, -1, m, values.shape[2])
+            grad = torch.bmm(inside, values.mT)
+        if for_weights is not None:
+            direct = for_weights.reshape(weights.shape)
+            grad = direct if grad is None else grad.add_(direct)
+        if grad is not None:
+            grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+        if for_scores is not None:
+            direct = for_scores.reshape(weights.shape)
+            grad = direct if grad is None else grad.add_(direct)
+        if grad is None:
+            return None, None, None, None
+        for_q = _for_queries(grad, keys, shape) if needs_q else None
+        for_k = _for_keys(grad, queries, keys, inverse, batch) if needs_k else None
+        return for_q, for_k, for_v, grad.view(shape) if needs_residual else None
+
+
+def _logits(q: Tensor, k: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries [B·G, H/G·N, D], unit keys [B·G, M, D], inverse norms [B·G·M, 1] and logits [B·G, H/G·N, M]."""
+    (batch, heads, n, dim), (groups, m) = q.shape, k.shape[1:3]
+    queries = q.reshape(batch * groups, heads // groups * n, dim)
+    rows = k.reshape(-1, dim)  # [B·G·M, D]
+    unit_rows, norm = torch.ops.aten._weight_norm_interface(rows, rows.new_ones(len(rows), 1), 0)
+    inverse = norm.reciprocal()
+    if not norm.all():
+        unit_rows.masked_fill_(norm == 0, 0)
+        inverse.masked_fill_(norm == 0, 0)
+    keys = unit_rows.view(batch * groups, m, dim)
+    if residual is None:
+        return queries, keys, inverse, torch.bmm(queries, keys.mT)
+    return queries, keys, inverse, torch.baddbmm(residual.reshape(batch * groups, -1, m), queries, keys.mT)
+
+
+def _own(x: Tensor, *shape: int) -> Tensor:
+    """`x` in another shape, no view: the caller may change what a function returns, as that of any other attention."""
+    made: Tensor = torch.ops.aten._unsafe_view(x, shape)
+    return made
+
+
+def _for_queries(logit: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """The gradient of the queries [B, H, N, D]; `shape` starts with B, H, N."""
+    return torch.bmm(logit, keys).view(*shape[:3], keys.shape[2])
+
+
+def _for_keys(logit: Tensor, queries: Tensor, keys: Tensor, inverse: Tensor, batch: int) -> Tensor:
+    """The gradient of the raw keys [B, G, M, D]."""
+    _, m, dim = keys.shape
+    for_unit = torch.bmm(logit.mT, queries)  # [B·G, M, D]
+    # The kernel's derivative of g·v/‖v‖ with v a unit vector and g = 1/‖k‖ is the derivative of k/‖k‖.
+    rows, ones = keys.view(-1, dim), torch.ones_like(inverse)
+    grad: Tensor
+    grad, _ = torch.ops.aten._weight_norm_interface_backward(for_unit.view(-1, dim), rows, inverse, ones, 0)
+    return grad.view(batch, -1, m, dim)
+
+
+def _refuse_a_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "this fast path has no second derivative; set QUEST_KERNELS=reference to differentiate twice"
+        )
+
+
 _unit_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _UnitLogits.apply
+_unit_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]] = _UnitAttention.apply

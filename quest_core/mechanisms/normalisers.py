@@ -84,7 +84,7 @@ def product_is_faster(q: Tensor, k: Tensor, *, mask: Tensor | None, is_causal: b
         mask is None
         and not is_causal
         and dropout_p == 0
-        and q.device.type == "cpu"
+        and q.is_cpu
         and q.dtype == torch.float32
         and dim <= 32
         and n > 16
