@@ -98,7 +98,9 @@ def _accept_mappings() -> None:
                 for option in given[OPTIONS]:
                     _known_option(self, section, option)
             for key in {"attention", FROM} & set(given):
-                dict.__setitem__(given, key, _as_text(f"{section}.{key}", given[key]))  # also where it is frozen
+                dict.__setitem__(
+                    cfg_other[section], key, _as_text(f"{section}.{key}", given[key])
+                )  # also where it is frozen
         stock(self, cfg_other)
 
     @functools.wraps(stock_list)
