@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import warnings
@@ -15,15 +17,19 @@ import mmseg
 import numpy as np
 import pytest
 import torch
+from mmengine.dataset import InfiniteSampler
 from mmengine.logging import MessageHub, MMLogger
+from mmengine.optim import OptimWrapper
 from mmseg.visualization import SegLocalVisualizer
 
-from quest_core.errors import InputError
+from quest_core.errors import ConfigError, InputError
+from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_mmseg import scenes
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
 BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
 ITERATIONS = 4
+ATTENTIONS = ("standard", "quest", "quest+gqa(kv_heads=1)")
 
 CONFIG = """
 _base_ = {base!r}
@@ -95,6 +101,7 @@ def tool(folder: Path) -> Callable[..., None]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("always", AttentionMismatchWarning)
                 runpy.run_path(str(TOOLS / name), run_name="__main__")
         finally:
             sys.argv = before[0]
@@ -138,7 +145,7 @@ def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Pa
     assert scores[1] == pytest.approx(scores[0], abs=0.02)  # mmseg rounds to two digits
 
 
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=1)"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_train_validate_and_test(attention: str, trained: Callable[[str], Path], tool: Callable[..., None]) -> None:
     work = trained(attention)
     checkpoint = work / f"iter_{ITERATIONS}.pth"
@@ -153,15 +160,74 @@ def test_train_validate_and_test(attention: str, trained: Callable[[str], Path],
     assert json.loads(found.read_text())["mIoU"] == pytest.approx(validated, abs=0.02)
 
 
-def test_resume_goes_on_and_refuses_another_attention(
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_killed_run_resumes_as_if_it_had_not_been(
+    attention: str, folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
+) -> None:
+    work = Path(f"{trained(attention)}-killed")
+    run = ["train.py", "ours.py", "--work-dir", str(work), "--cfg-options", f"model.attention={attention}"]
+    killed = os.fork()  # a new Python would take seconds to import mmseg
+    if killed == 0:
+        steps = itertools.count(1)
+        stock = OptimWrapper.step
+
+        def step(*arguments: object, **options: object) -> None:
+            if next(steps) == ITERATIONS:  # after the forward and backward pass
+                os.kill(os.getpid(), signal.SIGKILL)
+            stock(*arguments, **options)
+
+        OptimWrapper.step = step
+        try:
+            tool(*run, "experiment_name=killed")
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(killed, 0)[1]) == signal.SIGKILL
+    assert (work / "last_checkpoint").read_text().endswith("iter_2.pth")
+    tool(*run, "experiment_name=resumed", "--resume")
+    # What the killed process did after its last checkpoint is done again.
+    assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 3, 4]
+    straight = losses(trained(attention))
+    assert losses(work)[:3] == straight[:3]
+    if hasattr(InfiniteSampler, "skip"):  # onedl-mmengine passes over what was trained on without drawing its crops
+        return
+    assert losses(work)[3:] == straight[2:]
+    states = [torch.load(path / f"iter_{ITERATIONS}.pth", weights_only=False) for path in (work, trained(attention))]
+    for part in ("state_dict", "ema_state_dict"):
+        for name, value in states[1][part].items():
+            assert torch.equal(states[0][part][name], value), (part, name)
+
+
+def test_a_checkpoint_of_another_attention(
     folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
 ) -> None:
-    work = trained("quest")
-    resumed = ["train.py", "ours.py", "--work-dir", str(work), "--resume", "--cfg-options", "train_cfg.max_iters=6"]
-    tool(*resumed, "model.attention=quest", "experiment_name=resumed")
-    assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(InputError, match="iter_6.pth cannot be resumed: .*trained with attention 'quest'.*load_from"):
-        tool(*resumed, "model.attention=standard", "experiment_name=refused")
+    """Refused by --resume and tools/test.py, where it would be a mistake; load_from, which fine-tunes, warns."""
+    checkpoints = {name: str(trained(name) / f"iter_{ITERATIONS}.pth") for name in ("stock", "quest")}
+    for own, other, named in (("standard", "quest", "quest"), ("quest", "stock", "standard")):
+        path, options = checkpoints[other], ["--cfg-options", f"model.attention={own}", "experiment_name=refused"]
+        why = f"layers.0.attn.attn was trained with attention '{named}', and the model has '{own}'"
+        with pytest.raises(InputError, match=f"iter_4.pth cannot be tested: its backbone.{why}.*cfg-options model.att"):
+            tool("test.py", "ours.py", path, "--work-dir", "refused", *options)
+        with pytest.raises(InputError, match=f"iter_4.pth cannot be resumed: its backbone.{why}.*load_from"):
+            tool("train.py", "ours.py", "--work-dir", "refused", "--resume", *options, f"load_from={path}")
+    (folder / "flexible.py").write_text('_base_ = "ours.py"\nrunner_type = "FlexibleRunner"\ncustom_hooks = []\n')
+    options = ["--cfg-options", "model.attention=quest", f"load_from={checkpoints['stock']}"]
+    with pytest.raises(InputError, match=r"iter_4.pth cannot be resumed: .* 'standard', and the model has 'quest'"):
+        tool("train.py", "flexible.py", "--work-dir", "refused", "--resume", *options)
+    tool("test.py", "ours.py", checkpoints["stock"], "--work-dir", "taken", "--cfg-options", "model.attention=standard")
+    options = ["model.attention=standard", f"load_from={checkpoints['quest']}", "train_cfg.max_iters=1"]
+    with pytest.warns(AttentionMismatchWarning, match="trained with attention 'quest' and is being loaded into 'stand"):
+        tool("train.py", "ours.py", "--work-dir", "tuned", "--cfg-options", *options, "experiment_name=tuned")
+    assert len(losses(folder / "tuned")) == 1
+
+
+def test_a_misspelt_mechanism_is_named_with_its_neighbour(tool: Callable[..., None], folder: Path) -> None:
+    for given, message in (
+        ("qeust", "'qeust'.*did you mean 'quest'"),
+        ("quest+gqa(heads=1)", "'heads'.*kv_heads"),
+        ("quest+gqa(kv_heads=3)", "3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tool("train.py", "ours.py", "--work-dir", "misspelt", "--cfg-options", f"model.attention={given}")
 
 
 def test_test_time_augmentation_and_corruptions(
@@ -198,26 +264,104 @@ def test_inference_model(folder: Path, trained: Callable[[str], Path]) -> None:
     assert result.pred_sem_seg.data.shape == (1, 40, 56)
 
 
-@pytest.mark.distributed
-def test_two_processes(folder: Path) -> None:
-    """torchrun and --launcher pytorch over gloo; mmengine sets the CUDA device even where there is none.
+RANKS = """
+import json, runpy, sys, torch
+from mmengine.logging import MessageHub, MMLogger
+from mmseg.visualization import SegLocalVisualizer
+torch.set_num_threads(1)
+torch.cuda.set_device = lambda device: None
+for command in json.loads(sys.argv[1]):
+    for kind in (MMLogger, MessageHub, SegLocalVisualizer):
+        kind._instance_dict.clear()
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+torch.distributed.destroy_process_group()
+"""
+DDP = ["model_wrapper_cfg.type=MMDistributedDataParallel", "model_wrapper_cfg.device_ids=None"]
+FLEXIBLE = """
+_base_ = "ours.py"
+runner_type = "FlexibleRunner"
+custom_hooks = []
+strategy = dict({strategy})
+"""
+STRATEGIES = {
+    "ddp": 'type="DDPStrategy", model_wrapper=dict(type="MMDistributedDataParallel", device_ids=None)',
+    "fsdp": """type="FSDPStrategy",
+    model_wrapper=dict(type="MMFullyShardedDataParallel", use_orig_params=True, device_id="cpu"),
+    state_dict_cfg=dict(state_dict_type="FULL_STATE_DICT", state_dict_config=dict(type="FullStateDictConfig"),
+                        optim_state_dict_config=dict(type="FullOptimStateDictConfig")),""",
+}
 
-    On a GPU the wrapper of the last line is mmengine's default, with the rank's own device.
+
+@pytest.fixture(scope="module")
+def sides(folder: Path) -> Path:
+    """All that two processes run, in one start of them: torchrun and --launcher pytorch, over gloo.
+
+    mmengine sets the CUDA device even where there is none. On a GPU the wrapper of DDP is mmengine's default, with the
+    rank's own device, and so is FSDP's.
     """
-    script = folder / "ddp.py"
-    script.write_text(
-        "import runpy, sys, torch\n"
-        "torch.cuda.set_device = lambda device: None\n"
-        f"sys.argv[0] = {str(TOOLS / 'train.py')!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    command += [str(script), "ours.py", "--launcher", "pytorch", "--work-dir", "ddp"]
-    command += ["--cfg-options", "model.attention=quest", "train_cfg.max_iters=3"]
-    command += ["model_wrapper_cfg.type=MMDistributedDataParallel", "model_wrapper_cfg.device_ids=None"]
+    script = folder / "ranks.py"
+    script.write_text(RANKS)
+    for name, strategy in STRATEGIES.items():
+        (folder / f"flexible-{name}.py").write_text(FLEXIBLE.format(strategy=strategy))
+
+    commands: list[list[str]] = []
+
+    def add(name: str, work: str, given: list[str], *options: str) -> None:
+        command = [str(TOOLS / name), *given, "--launcher", "pytorch", "--work-dir", work, "--cfg-options", *options]
+        commands.append([*command, f"experiment_name={len(commands)}"])
+
+    for attention in ("stock", *ATTENTIONS):
+        stock = attention == "stock"
+        work, config = f"ddp-{attention}", "stock.py" if stock else "ours.py"
+        options = DDP if stock else [*DDP, f"model.attention={attention}"]
+        add("train.py", work, [config], "train_cfg.max_iters=2", *options)
+        add("train.py", work, [config, "--resume"], *options)
+        if stock:
+            continue
+        add("test.py", f"{work}-test", ["ours.py", f"{work}/iter_{ITERATIONS}.pth"], *options)
+    for name in STRATEGIES:
+        add("train.py", f"flexible-{name}", [f"flexible-{name}.py"], "model.attention=quest")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        [*torchrun, json.dumps(commands)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert len(losses(folder / "ddp")) == 3
-    assert (folder / "ddp/iter_2.pth").exists()
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_two_processes_train_validate_resume_and_test(attention: str, sides: Path) -> None:
+    work = sides / f"ddp-{attention}"
+    assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 4]
+    stock = losses(sides / "ddp-stock")
+    assert len(stock) == ITERATIONS
+    if attention == "standard":
+        assert losses(work) == pytest.approx(stock, rel=1e-5)
+    else:
+        assert losses(work) != pytest.approx(stock, rel=1e-5)
+    (found,) = Path(f"{work}-test").glob("*/*.json")
+    validated = [line["mIoU"] for line in scalars(work) if "mIoU" in line][-1]
+    assert json.loads(found.read_text())["mIoU"] == pytest.approx(validated, abs=0.02)
+
+
+@pytest.mark.distributed
+def test_two_processes_share_one_model(sides: Path, tool: Callable[..., None]) -> None:
+    """mmengine's FSDP against its DDP by the same runner; the checkpoint is whole and remembers its attention."""
+    works = [sides / f"flexible-{name}" for name in STRATEGIES]
+    assert len(losses(works[0])) == ITERATIONS
+    assert losses(works[1]) == pytest.approx(losses(works[0]), rel=1e-5)
+    ddp, fsdp = (torch.load(work / f"iter_{ITERATIONS}.pth", weights_only=False)["state_dict"] for work in works)
+    assert [f"module.{name}" for name in fsdp] == list(ddp)  # mmengine's DDPStrategy keeps the wrapper's name
+    for name, value in fsdp.items():
+        torch.testing.assert_close(value, ddp[f"module.{name}"], msg=name)
+    checkpoint = works[1] / f"iter_{ITERATIONS}.pth"
+    tool("test.py", "ours.py", str(checkpoint), "--work-dir", "fsdp-test", "--cfg-options", "model.attention=quest")
+    with pytest.raises(InputError, match="trained with attention 'quest', and the model has 'standard'"):
+        tool("test.py", "ours.py", str(checkpoint), "--work-dir", "fsdp-test")

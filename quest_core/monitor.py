@@ -169,14 +169,19 @@ class _Layer:
 
     def take(self) -> _Share:
         """The maxima and sums so far; starts anew."""
-        maxima = {name: self._among_all(x, -math.inf) for name, x in self.maxima.items()}
-        sums = {name: (self._among_all(total, 0), self._among_all(n, 0)) for name, (total, n) in self.sums.items()}
+        maxima = {name: self._among_all(name, x, -math.inf) for name, x in self.maxima.items()}
+        sums = {
+            name: (self._among_all(name, total, 0), self._among_all(name, n, 0))
+            for name, (total, n) in self.sums.items()
+        }
         self.maxima, self.sums = {}, {}
         return maxima, sums
 
-    def _among_all(self, own: Tensor, fill: float) -> Tensor:
+    def _among_all(self, name: str, own: Tensor, fill: float) -> Tensor:
         """The heads of this rank -> all heads, `fill` for those of other ranks, float64 on the CPU."""
         share, shares = self.mechanism.head_share
+        if name.startswith("key_norm") and not self.mechanism.keys_divided:
+            share, shares = 0, 1
         full = torch.full((shares, len(own)), fill, dtype=torch.float64)
         full[share] = own
         return full.flatten()

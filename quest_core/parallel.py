@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -18,7 +19,7 @@ from .attention import Attention
 from .config import AttentionConfig
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims
-from .mechanisms.mechanism import Mechanism, warn_of_mismatch
+from .mechanisms.mechanism import Mechanism, plain_path, warn_of_mismatch
 
 
 class HeadParallel(ParallelStyle):
@@ -32,6 +33,7 @@ class HeadParallel(ParallelStyle):
     >>> parallelize_module(model, mesh, {"layers.*.attention": HeadParallel()})
 
     The parameters become DTensors; a mechanism's own (the scales of qknorm) are divided with the heads they belong to.
+    A single key/value head (mqa) cannot be divided: every rank has it, and the gradients of its projections are summed.
     Dropout on the weights draws from each rank's own generator: seed the ranks differently around it, or leave it out.
 
     Args:
@@ -52,8 +54,9 @@ class HeadParallel(ParallelStyle):
         ranks = device_mesh.size()
         if not isinstance(module, Attention):
             raise UnsupportedError(
-                f"HeadParallel divides quest_core.Attention, and here is {type(module).__name__}; a projection that "
-                "packs queries, keys and values in one weight cannot be divided by heads"
+                f"HeadParallel divides quest_core.Attention, and here is {type(module).__name__}; where one weight "
+                "packs queries, keys and values, a rank's heads are not consecutive rows of it, and a checkpoint of "
+                "such shares would not fit the undivided module"
             )
         config, own = module.config, module.mechanism
         if own.head_share != (0, 1):
@@ -63,22 +66,38 @@ class HeadParallel(ParallelStyle):
                 f"attention '{config}': '{config['grouping']}' compares the norms of all key heads, which tensor "
                 "parallelism divides among ranks; choose gqa or mha, or divide the data"
             )
+        # The one key/value head of several query heads is for every rank to have.
+        shared = config.family is None and module.kv_heads == 1 < module.num_heads
+        if shared and config["grouping"] == "pgqa":
+            raise UnsupportedError(
+                f"attention '{config}': 'pgqa' draws its noise from the weights of all heads of a group, which tensor "
+                f"parallelism divides among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
+            )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
-            if heads % ranks:
+            if heads % ranks and not (shared and name == "kv_heads"):
                 raise ConfigError(
                     f"attention '{config}': {name} is {heads}, which {ranks} ranks do not divide; choose a mesh whose "
-                    f"size divides {module.kv_heads}"
+                    f"size divides {heads}"
                 )
         source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}  # from torch 2.7 on
         shape = Dims(module.num_heads, module.kv_heads, module.head_dim)
-        for name, axis in head_axes(config, shape).items():
+        placements = {
+            f"mechanism.{name}": Replicate() if axis is None else Shard(axis)
+            for name, axis in head_axes(config, shape, shared).items()
+        }
+        if shared:
+            for projection in (module.k_proj, module.v_proj):
+                projection.__class__ = WholeLinear
+            names = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+            placements |= {name: Replicate() for name in names if module.k_proj.bias is not None or "weight" in name}
+        for name, placement in placements.items():
             owner, _, leaf = name.rpartition(".")
-            parameter = own.get_parameter(name)
-            placement = Replicate() if axis is None else Shard(axis)
+            parameter = module.get_parameter(name)
             divided = distribute_tensor(parameter, device_mesh, [placement], **source)
-            own.get_submodule(owner).register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
-        own.head_share = (device_mesh.get_local_rank(), ranks)
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
+        own.head_share, own.keys_divided = (device_mesh.get_local_rank(), ranks), not shared
+        by_heads = ("q_proj",) if shared else ("q_proj", "k_proj", "v_proj")
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_heads}
         plan["out_proj"] = RowwiseParallel(output_layouts=self.output_layout)
         parallelize_module(module, device_mesh, plan, **source)
 
@@ -101,14 +120,25 @@ class HeadParallel(ParallelStyle):
         return whole
 
 
-def head_axes(config: AttentionConfig, dims: Dims) -> dict[str, int | None]:
+class WholeLinear(nn.Linear):
+    """A projection that every rank has whole, for the heads that are its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, E], the same on all ranks -> [B, N, D]; gradients are partial sums, one of each rank's heads."""
+        if isinstance(x, DTensor):
+            x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
+        return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
+
+
+def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) -> dict[str, int | None]:
     """The axis of each of a mechanism's parameters that counts heads; None where all heads share the parameter.
 
-    It is the axis that doubles when the heads do.
+    It is the axis that doubles when the heads do; with `shared_keys` the query heads alone.
     """
+    kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
     with torch.device("meta"):
         once = Mechanism(config, dims)
-        twice = Mechanism(config, Dims(2 * dims.num_heads, 2 * dims.kv_heads, dims.head_dim))
+        twice = Mechanism(config, Dims(2 * dims.num_heads, kv_heads, dims.head_dim))
     wide = dict(twice.named_parameters())
     return {
         name: next((i for i, (a, b) in enumerate(zip(p.shape, wide[name].shape, strict=True)) if a != b), None)
@@ -143,7 +173,7 @@ class AttentionRecord:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._configs = {_plain(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
+        self._configs = {plain_path(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
 
     def state_dict(self) -> dict[str, str]:
         """{path of the mechanism: its attention as text}."""
@@ -154,13 +184,3 @@ class AttentionRecord:
         for path, config in self._configs.items():
             if path in state_dict:
                 warn_of_mismatch(state_dict[path], config)
-
-
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def _plain(path: str) -> str:
-    """A module's path without the names that wrappers add."""
-    first, *rest = path.split(".")
-    kept = [] if first in _WRAPPERS else [first]
-    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])

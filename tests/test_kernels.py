@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quest_core.kernels import mode, short_applies, short_attention, unit
+from quest_core.kernels.aft import aft_applies
 from quest_core.kernels.layout import empty_rows, memory_order, merge_axes
+from quest_core.kernels.unit import _path
 from quest_core.mechanisms import reference
 
 needs_triton = pytest.mark.skipif(
@@ -266,11 +269,17 @@ def test_short_attention_of_extreme_keys_and_blind_rows() -> None:
     assert slopes[0].isfinite().all()
 
 
-def test_short_attention_is_not_taken_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = problem(1, 2, 2, 5, 5, 8, 8, torch.float32)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("QUEST_KERNELS", "auto")
-    assert not short_applies(q, k, v, mask=None, dropout_p=0.0)
+@needs_triton
+@pytest.mark.parametrize("path", ["auto", "fused", "eager"])
+def test_which_triton_kernels_cuda_takes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of itself the one for unit keys alone. These tensors say that they are on CUDA, and have no numbers."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("QUEST_KERNELS", path)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 5, 8, device="cuda") for _ in range(3))
+        assert q.is_cuda
+        taken = [short_applies(q, k, v, mask=None, dropout_p=0.0), aft_applies(k, v), _path(k, path) == "triton"]
+    assert taken == [path == "fused", path == "fused", path != "eager"]
 
 
 @needs_triton
@@ -366,7 +375,7 @@ sums = {
     aft_triton._running_kernel: {},
     aft_triton._running_gradient_kernel: {"CAUSAL": True},
 }
-biased = {"TABLE": False, "CAUSAL": True, "LOCAL": True, "RANK": 32}
+biased = {"TABLE": False, "CAUSAL": True, "LOCAL": True, "RANK": 256}  # the largest tiles there are
 sums |= {kernel: biased for kernel in (aft_triton._biased_kernel, aft_triton._biased_key_kernel)}
 biased |= {"SPLITS": aft_triton.SPLITS}
 sums |= {kernel: biased for kernel in (aft_triton._biased_left_kernel, aft_triton._biased_right_kernel)}
@@ -377,7 +386,9 @@ for wide, pointer in ((tl.float32, "*bf16"), (tl.float64, "*fp64")):
     for kernel in (unit_triton._forward_kernel, unit_triton._backward_kernel):
         build(kernel, {"WIDE": wide, "ROWS": 32, "DIM": 64}, pointer)
 for kernel in (short_triton._forward_kernel, short_triton._query_kernel, short_triton._key_kernel):
-    flags = {"MASKED": True, "CAUSAL": True, "DOT": tl.bfloat16, "BN": 64, "BM": 64, "BD": 16, "BV": 16}
+    flags = {"MASKED": True, "CAUSAL": True, "DOT": tl.float32, "BN": 32, "BM": 32, "BD": 128, "BV": 128}
+    build(kernel, flags, "*fp32")
+    flags |= {"DOT": tl.bfloat16, "BN": 64, "BM": 64, "BD": 16, "BV": 16}
     build(kernel, flags, "*bf16")
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -144,7 +146,7 @@ def test_dev_help_teaches_every_command() -> None:
     # -I and -S: no site-packages, as on a machine where nothing is installed yet.
     command = [sys.executable, "-I", "-S", str(ROOT / "dev"), "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in ("setup", "lint", "test", "demo", "gpu"):
+    for name in ("setup", "lint", "test", "demo", "wheels", "gpu"):
         assert f"./dev {name}" in text
 
 
@@ -156,10 +158,56 @@ def test_dev_refuses_what_it_does_not_know() -> None:
     assert "core" in done.stderr
 
 
+def dev(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "dev"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_dev_wheels_says_what_it_needs(tmp_path: Path) -> None:
+    for arguments, said in (((), "FOLDER"), (("--all",), "FOLDER"), ((tmp_path, "quest-nothing"), "quest-nothing")):
+        done = dev("wheels", *arguments)
+        assert done.returncode == 1
+        assert said in done.stderr
+    done = dev("gpu", "--wheels", tmp_path)
+    assert done.returncode == 1
+    assert f"--wheels is '{tmp_path}', where no wheels are" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is to be told")
+def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
+    done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "mistakes")
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "2 passed, 0 failed" in done.stdout
+    assert "no CUDA device" in done.stderr
+    assert "were not run" in done.stderr
+
+
+def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
+    code = "import noxfile, pathlib, sys; noxfile.dev._link_pytorch(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
+    command = [sys.executable, "-S", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "None\n", done.stderr
+
+
+def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    for name, folder in dev["further"]().items():
+        made, replaced = dev["environment"](name), folder / "requirements.txt"
+        plugin = ROOT / "plugins" / dev["plugin_of"](name)
+        extras = "[test]" if replaced.exists() else "[host,test]"
+        assert f"{plugin}{extras}" in made.requirements
+        assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
+    assert "quest-mmseg-onedl" in dev["further"]()
+
+
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
 
 SKIPPING = """
 import pytest
+import torch
 @pytest.mark.skip(reason="no such device")
 def test_reasoned(): pass
 @pytest.mark.skip

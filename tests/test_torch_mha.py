@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import quest_core
 from quest_core import MultiheadAttention
@@ -229,6 +230,21 @@ def test_checkpoints_remember_their_mechanism() -> None:
         warnings.simplefilter("error")
         pair("quest")[1].load_state_dict(state)
         nn.MultiheadAttention(12, 4).load_state_dict(state, strict=True)  # and back into stock PyTorch
+
+
+def test_wrapped_models_leave_checkpoints_that_remember_too() -> None:
+    """torch's wrappers take their names off the keys, and not off the metadata."""
+    _, quest = pair("quest")
+    wrapped = nn.Sequential(checkpoint_wrapper(quest))
+    state = wrapped.state_dict()
+    assert set(state) == {f"0.{name}" for name in quest.state_dict()}
+    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
+        nn.Sequential(pair("standard")[1]).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.Sequential(pair("quest")[1]).load_state_dict(state)
+    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
+        nn.Sequential(checkpoint_wrapper(pair("standard")[1])).load_state_dict(state)
 
 
 def test_copies_and_pickles() -> None:

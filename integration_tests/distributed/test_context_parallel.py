@@ -1,18 +1,22 @@
-"""Tokens divided between two processes by torch's context_parallel.
+"""Tokens divided between two processes by torch's context_parallel: causal, with its balanced halves, and not.
 
-PyTorch's ring attention exists for CUDA alone. Everything around it runs here as it is; in place of the ring, DTensor
-is told how to divide the CPU's operator, and gathers keys and values itself. The ring is left to integration_tests/gpu.
+PyTorch enters the kernels of CUDA alone into its ring. Here the CPU's kernel is entered beside them; everything else is
+PyTorch's own: the order of the tokens, the ring in both directions and how partial results are merged.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel, register_sharding
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import quest_core
 
@@ -24,17 +28,50 @@ pytestmark = pytest.mark.distributed
 aten = torch.ops.aten
 
 
-def divide_cpu_attention() -> None:
-    """Queries by tokens, keys and values whole: outputs by tokens, gradients of keys and values partial sums."""
+@functools.cache
+def enter_cpu_kernel() -> None:
+    """Let PyTorch's ring attention run the CPU's kernel, in as many bits as the inputs have."""
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ring._cp_options.convert_to_f32 = False
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    @register_sharding(forward)
     def _(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-        return [([Shard(2), Shard(2)], [Shard(2), Replicate(), Replicate(), None, None])]
+        return [([Shard(2)] * 2, [*[Shard(2)] * 3, None, None])]
 
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    @register_sharding(backward)
     def _(grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-        divided = [Shard(2), Shard(2), Replicate(), Replicate(), Shard(2), Shard(2), None, None]
-        return [([Shard(2), Partial(), Partial()], divided)]
+        return [([Shard(2)] * 3, [*[Shard(2)] * 6, None, None])]
+
+    def forward_ring(
+        group: Any, q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, is_causal: bool = False, **o: Any
+    ) -> Any:
+        return ring._templated_ring_attention(group, 2, forward, q, k, v, is_causal=is_causal, dropout_p=p, **o)
+
+    def backward_ring(
+        group: Any,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        p: float,
+        is_causal: bool,
+        **o: Any,
+    ) -> Any:
+        return ring._templated_ring_attention_backward(
+            group, 2, backward, grad, "grad_out", q, k, v, out, lse, is_causal, dropout_p=p, **o
+        )
+
+    def handle(op: Any, args: Any, kwargs: Any) -> object:
+        info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
+        DTensor._op_dispatcher.sharding_propagator.propagate(info)
+        run = {forward: forward_ring, backward: backward_ring}[op]
+        found = run(info.compute_mesh.get_group(), *info.local_args, **info.local_kwargs)
+        return DTensor._op_dispatcher.wrap(found, info.output_sharding.output_spec)
+
+    ring.custom_ops.update({forward: handle, backward: handle})
 
 
 def layer(attention: str) -> quest_core.Attention:
@@ -44,31 +81,34 @@ def layer(attention: str) -> quest_core.Attention:
     return made
 
 
-def step(made: quest_core.Attention, x: Tensor) -> Tensor:
-    out = made(x)
+def step(made: quest_core.Attention, x: Tensor, is_causal: bool) -> Tensor:
+    out = made(x, is_causal=is_causal)
     out.square().sum().backward()
     return out.detach()
 
 
-def divided(rank: int, attention: str) -> dict[str, Tensor]:
-    divide_cpu_attention()
+def divided(rank: int, attention: str, is_causal: bool) -> dict[str, Tensor]:
+    enter_cpu_kernel()
+    ring._cp_options.enable_load_balance = is_causal  # PyTorch refuses to balance what is not causal
     made, x = layer(attention), data(0)[0]
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         assert x.shape[1] * 2 == N
-        out = step(made, x)
+        out = step(made, x, is_causal)
     (whole,) = context_parallel_unshard(mesh, [out], [1])
+    ring._cp_options.enable_load_balance = True
     for p in made.parameters():
         torch.distributed.all_reduce(p.grad)
     return {"out": whole, **{name: p.grad for name, p in made.named_parameters()}}
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("attention", ["standard", "quest", "qnorm", "qknorm-hs", "qknorm", "quest+gqa(kv_heads=2)"])
-def test_divided_tokens_attend_to_all(ranks: Ranks, attention: str) -> None:
+def test_divided_tokens_attend_to_all(ranks: Ranks, attention: str, is_causal: bool) -> None:
     whole = layer(attention)
-    wanted = {"out": step(whole, data(0)[0])}
+    wanted = {"out": step(whole, data(0)[0], is_causal)}
     wanted |= {name: p.grad for name, p in whole.named_parameters()}
-    for got in ranks.run(divided, attention):
+    for got in ranks.run(divided, attention, is_causal):
         check_same(got, wanted)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from .ranks import Ranks
-from .test_context_parallel import divide_cpu_attention
+from .test_context_parallel import enter_cpu_kernel
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +18,7 @@ SNIPPETS = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE.read_text(),
 
 
 def run(rank: int, code: str, folder: str) -> bool:
-    divide_cpu_attention()  # what context_parallel lacks on a CPU
+    enter_cpu_kernel()  # what context_parallel lacks on a CPU
     scope = {"device": "cpu", "folder": folder}
     exec(compile(code, PAGE.name, "exec"), scope)
     return "model" in scope or torch.is_tensor(scope["out"])

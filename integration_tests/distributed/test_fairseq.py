@@ -56,7 +56,8 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     given: list[object] = [data, "--user-dir", USER_DIR, "--attention", "qknorm-hs+gqa(kv_heads=2)", *RUN.split()]
     train = [TOOLS / "fairseq-train", *given]
     one = run([*train, "--update-freq", "2", "--save-dir", tmp_path / "one"])
-    # fairseq starts one process a GPU; without GPUs each is started by hand.
+    # fairseq itself starts as many processes as there are GPUs, and under torchrun takes the rank modulo that number:
+    # on a CPU neither goes, and what remains is its way for clusters, each process with its rank on the command line.
     meet = ["--distributed-init-method", f"file://{tmp_path}/meeting", "--distributed-no-spawn", *TWO]
     two = run(*([*train, *meet, "--distributed-rank", rank, "--save-dir", tmp_path / "two"] for rank in (0, 1)))
     assert "training on 2 devices" in two

@@ -26,6 +26,9 @@ DIVIDED = [
     "qknorm-hs",
     "qknorm-ds",
     "qknorm+gqa(kv_heads=2)",
+    "quest+mqa",
+    "qknorm+mqa",
+    "elliptical-quest+gqa(kv_heads=1)",
     "elliptical-quest+gqa(kv_heads=2)",
     "quest+sigmoid",
     "quest+sinkhorn",
@@ -101,7 +104,9 @@ def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, 
     )
 
 
-@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "elliptical-quest"])
+@pytest.mark.parametrize(
+    "attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "quest+mqa", "elliptical-quest"]
+)
 def test_only_the_projections_around_the_heads_communicate(ranks: Ranks, attention: str) -> None:
     """One all-reduce after the output projection; in the backward pass one for the gradient of the input."""
     for forward, backward in ranks.run(communication, attention, False):
@@ -149,7 +154,7 @@ def two_dimensional(rank: int, attention: str) -> dict[str, Tensor]:
     return tensors(model)
 
 
-@pytest.mark.parametrize("attention", ["quest", "qknorm"])
+@pytest.mark.parametrize("attention", ["quest", "qknorm", "qknorm+mqa"])
 def test_heads_can_be_divided_and_sharded(ranks: Ranks, attention: str) -> None:
     model = perturbed(attention)
     train(model)
@@ -168,7 +173,7 @@ def observed(rank: int, attention: str, split: str) -> dict[str, dict[str, list[
 
 
 @pytest.mark.parametrize("split", ["heads", "batch"])
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+mqa"])
 def test_the_monitor_reports_all_heads_of_all_ranks(ranks: Ranks, attention: str, split: str) -> None:
     model = build(attention)
     with quest_core.Monitor(model) as monitor, torch.no_grad():
@@ -212,7 +217,8 @@ def test_the_monitor_adds_up_what_ranks_saw(ranks: Ranks) -> None:
 def refusals(rank: int) -> list[str]:
     return [
         refused(quest_core.Attention(E, H, "quest+dgqa(kv_heads=2)")),
-        refused(quest_core.Attention(E, H, "quest+mqa")),
+        refused(quest_core.Attention(3 * H, 3, "quest+mqa")),
+        refused(quest_core.Attention(E, H, "quest+pgqa(kv_heads=1)")),
         refused(quest_core.MultiheadAttention(E, H)),
         refused(parallelize_module(quest_core.Attention(E, H), mesh(), HeadParallel())),
     ]
@@ -225,8 +231,9 @@ def refused(module: nn.Module) -> str:
 
 
 def test_what_cannot_be_divided_is_refused_by_name(ranks: Ranks) -> None:
-    for dgqa, mqa, packed, again in ranks.run(refusals):
+    for dgqa, odd, pgqa, packed, again in ranks.run(refusals):
         assert dgqa.startswith("UnsupportedError: attention 'quest+dgqa(kv_heads=2)': 'dgqa' compares")
-        assert "kv_heads is 1, which 2 ranks do not divide" in mqa
+        assert "num_heads is 3, which 2 ranks do not divide" in odd
+        assert "'pgqa' draws its noise from the weights of all heads" in pgqa
         assert "here is MultiheadAttention" in packed
         assert "divided already" in again

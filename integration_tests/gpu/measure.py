@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -12,6 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
+Inside = Mapping[str, Callable[[], contextlib.AbstractContextManager[object]]]
+"""For some calls a context that they run in, entered once for all repetitions: entering it is not what is timed."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,24 @@ def seconds(call: Call, device: str, repeats: int = 1) -> float:
     return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
-def in_turns(calls: Mapping[str, Call], device: str, *, rounds: int, slice_seconds: float) -> dict[str, list[float]]:
+def in_turns(
+    calls: Mapping[str, Call], device: str, *, rounds: int, slice_seconds: float, inside: Inside | None = None
+) -> dict[str, list[float]]:
     """Seconds of every call in every round. Calls take turns in shuffled order, each for about `slice_seconds`."""
+    context = {name: (inside or {}).get(name, contextlib.nullcontext) for name in calls}
     repeats = {}
     for name, call in calls.items():
-        seconds(call, device, 2)  # compile, allocate
-        repeats[name] = max(1, min(1000, int(slice_seconds / max(seconds(call, device), 1e-7))))
+        with context[name]():
+            seconds(call, device, 2)  # compile, allocate
+            repeats[name] = max(1, min(1000, int(slice_seconds / max(seconds(call, device), 1e-7))))
     order = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         turn = list(calls)
         order.shuffle(turn)
         for name in turn:
-            found[name].append(seconds(calls[name], device, repeats[name]))
+            with context[name]():
+                found[name].append(seconds(calls[name], device, repeats[name]))
     return found
 
 

@@ -2,18 +2,23 @@
 
   python -m integration_tests.gpu.table --out docs/results/gpu.md
 
-`./dev gpu --table` runs the CUDA tests and then this. It needs PyTorch and nothing else. Step times of frameworks are
-read from --steps, where the tests of each framework (integration_tests/gpu/test_<host>.py) have left theirs.
+`./dev gpu --table` runs the CUDA tests and then this. It needs PyTorch and nothing else. From --steps it reads what the
+tests have left there: step times of the frameworks (integration_tests/gpu/test_<host>.py), and which tests passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import statistics
 import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quest_core
 from quest_core.errors import QuestError
 
-from .measure import Timing, against, in_turns, seconds, versions
+from .measure import Inside, Timing, against, in_turns, seconds, versions
 
 LENGTHS = (25, 64, 197, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS = 2**16
@@ -44,7 +49,11 @@ FUSED_UNTIL = 512  # tokens; what the short kernel takes
 DIRECTIONS = ("forward", "forward and backward")
 
 FULL = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "aft-simple", "aft-local", "aft-full")
-SHORT = "quest (QUEST_KERNELS=fused)"
+FUSED = " (QUEST_KERNELS=fused)"
+EAGER = " (QUEST_KERNELS=eager)"
+SHORT = f"quest{FUSED}"  # the kernel that normalises and attends; beyond its lengths it would be quest itself
+PLAIN = f"quest{EAGER}"  # unit keys by PyTorch's operations in place of the kernel
+KERNELS = tuple(f"{name}{FUSED}" for name in ("aft-simple", "aft-local", "aft-full"))
 GROUPED = ("standard+gqa", "quest+gqa")
 
 
@@ -76,36 +85,32 @@ def kernels(mode: str) -> Iterator[None]:
 
 def contender(name: str, tokens: int, heads: int, groups: int, dim: int, device: str, dtype: torch.dtype) -> Callable:
     """(q, k, v) -> output, through quest_core."""
-    spec = name.removesuffix(" (QUEST_KERNELS=fused)")
+    spec = name.removesuffix(FUSED).removesuffix(EAGER)
     if spec.endswith("+gqa"):
         spec += f"(kv_heads={groups})"
     if spec in ("aft-full", "aft-local"):
         spec += f"(max_length={tokens})"
-    made = quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
-    if name != SHORT:
-        return made
-
-    def fused(*tensors: Tensor) -> Tensor:
-        with kernels("fused"):
-            return made(*tensors)
-
-    return fused
+    return quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
 
 
-def peers(tokens: int, grouped: bool, device: str) -> dict[str, Callable]:
-    """scaled_dot_product_attention by each of its back-ends."""
-
-    def through(back_end: SDPBackend) -> Callable:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(back_end):
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-
-        return attend
-
+def peers(tokens: int, device: str) -> list[str]:
+    """The back-ends of scaled_dot_product_attention to try."""
     names = [n for n in BACK_ENDS if n != "math" or tokens <= MATH_UNTIL]
     if not device.startswith("cuda"):
         names = [n for n in names if n in ("flash", "math")]
-    return {f"sdpa {name}": through(BACK_ENDS[name]) for name in names}
+    return [f"sdpa {name}" for name in names]
+
+
+def surroundings(name: str) -> contextlib.AbstractContextManager[object]:
+    """What a contender runs in: a back-end of scaled_dot_product_attention, or the QUEST_KERNELS that it names."""
+    if name.startswith("sdpa "):
+        return sdpa_kernel(BACK_ENDS[name.removeprefix("sdpa ")])
+    return kernels(name.split("=")[1].rstrip(")")) if name.endswith((FUSED, EAGER)) else contextlib.nullcontext()
+
+
+def fused_kernels_run(device: str) -> bool:
+    """Whether there are Triton kernels to measure; elsewhere the eager path would be measured under their name."""
+    return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
 
 def call(attend: Callable, tensors: list[Tensor], backward: bool) -> Callable[[], None]:
@@ -173,18 +178,27 @@ def measure(
                     torch.randn(batch, tokens, h, dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
                     for h in (heads, groups if grouped else heads, groups if grouped else heads)
                 ]
-                calls = {n: call(a, tensors, backward) for n, a in peers(tokens, grouped, device).items()}
-                wanted = GROUPED if grouped else (*FULL, *([SHORT] if tokens <= FUSED_UNTIL else []))
+                sdpa = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
+                calls = {name: call(sdpa, tensors, backward) for name in peers(tokens, device)}
+                wanted = GROUPED if grouped else (*FULL, PLAIN, *([SHORT] if tokens <= FUSED_UNTIL else []), *KERNELS)
                 for name in wanted:
+                    if name in (SHORT, *KERNELS) and not fused_kernels_run(device):
+                        why[name] = "no Triton kernel runs here"
+                        continue
                     if (name, direction) in slow:
                         why[name] = "too slow at a shorter length"
                         continue
                     attend = contender(name, tokens, heads, groups if grouped else heads, dim, device, dtype)
                     calls[name] = call(attend, tensors, backward)
                 labels = {n: f"{n} gqa" if grouped and n.startswith("sdpa ") else n for n in calls}
-                working = {n: c for n, c in calls.items() if fits(c, device, budget, why, labels[n])}
+                inside: Inside = {name: functools.partial(surroundings, name) for name in calls}
+                working = {}
+                for name, attempt in calls.items():
+                    with surroundings(name):
+                        if fits(attempt, device, budget, why, labels[name]):
+                            working[name] = attempt
                 slow |= {(n, direction) for n in wanted if why.get(n, "").endswith(" s a call")}
-                times = in_turns(working, device, rounds=rounds, slice_seconds=slice_seconds)
+                times = in_turns(working, device, rounds=rounds, slice_seconds=slice_seconds, inside=inside)
                 names = [n for n in times if n.startswith("sdpa ")]
                 if not names:
                     raise SystemExit(f"no back-end of scaled_dot_product_attention runs N = {tokens} on {device}")
@@ -204,7 +218,7 @@ def markdown(rows: list[Row], left_out: dict[str, dict[str, str]]) -> str:
     for direction in DIRECTIONS:
         for grouped in (False, True):
             own = [r for r in rows if r.direction == direction and r.peer.endswith(" gqa") == grouped]
-            names = [n for n in (*FULL, SHORT, *GROUPED) if any(r.contender == n for r in own)]
+            names = [n for n in (*FULL, PLAIN, SHORT, *KERNELS, *GROUPED) if any(r.contender == n for r in own)]
             title = f"{direction}, fewer key heads" if grouped else direction
             lines += [f"### {title.capitalize()}", "", "| N | B | best back-end | " + " | ".join(names) + " |"]
             lines.append("|---:|---:|---|" + "---|" * len(names))
@@ -235,10 +249,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 def steps_markdown(found: list[dict[str, Any]]) -> str:
     """A row for each framework, precision and attention."""
     if not found:
-        return (
-            "Not yet measured: no framework's test has left its times. Each does where its framework is installed "
-            "beside quest-core.\n"
-        )
+        return "Not yet measured: no framework's test has left its times.\n"
     lines = ["| framework | model | precision | attention | ms a step | of stock (middle half of the rounds) |"]
     lines.append("|---|---|---|---|---:|---|")
     for host in found:
@@ -250,16 +261,152 @@ def steps_markdown(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+# --- what there is to measure: read from the tests, without importing the frameworks ----------------------------------
+
+HERE = Path(__file__).parent
+COMMAND = "path/to/python dev gpu --wheels wheels --table"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tests: what its first line says, the tests that want a GPU, and whose framework's model they train."""
+
+    name: str
+    about: str
+    tests: tuple[str, ...]
+    host: str | None = None
+    model: str | None = None
+
+
+def _cuda_tests(body: list[ast.stmt]) -> Iterator[str]:
+    """Names of the test functions that take a `device` or are marked gpu, alone or with their whole file."""
+    all_marked = any(isinstance(n, ast.Assign) and "mark.gpu" in ast.unparse(n.value) for n in body)
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = " ".join(map(ast.unparse, node.decorator_list))
+            if all_marked or "mark.gpu" in marks or any(argument.arg == "device" for argument in node.args.args):
+                yield node.name.removeprefix("test_").replace("_", " ")
+
+
+@functools.cache
+def suite() -> tuple[File, ...]:
+    """The tests that run on a GPU."""
+    base = next(
+        node
+        for node in ast.parse((HERE / "training.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "HostTraining"
+    )
+    files = []
+    for path in sorted(HERE.glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        about = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".:")
+        hosts = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(b) == "HostTraining" for b in node.bases)
+        ]
+        if not hosts:
+            files.append(File(path.name, about, tuple(_cuda_tests(tree.body))))
+        for host in hosts:
+            said = {
+                target.id: node.value.value
+                for node in host.body
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            tests = tuple(_cuda_tests(base.body))
+            files.append(File(path.name, about, tests, str(said["host"]), str(said["model"])))
+    return tuple(file for file in files if file.tests)
+
+
+def read_tests(folder: Path) -> dict[str, Counter[str]]:
+    """What became of the CUDA tests, from the reports that ./dev gpu leaves: file -> passed, failed, skipped."""
+    found: dict[str, Counter[str]] = {}
+    for path in sorted(folder.glob("*.xml")):
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            parts = [part for part in case.get("classname", "").split(".") if part.startswith("test_")]
+            if parts:
+                worst = [w for w in ("failure", "error", "skipped") if case.find(w) is not None]
+                what = {"failure": "failed", "error": "failed", "skipped": "skipped"}[worst[0]] if worst else "passed"
+                found.setdefault(f"{parts[0]}.py", Counter())[what] += 1
+    return found
+
+
+def tests_markdown(found: dict[str, Counter[str]]) -> str:
+    lines = ["| file | what it holds to | passed | failed | skipped |", "|---|---|---:|---:|---:|"]
+    for file in suite():
+        counts = found.get(file.name)
+        cells = ["not run", "", ""] if counts is None else [str(counts[w]) for w in ("passed", "failed", "skipped")]
+        lines.append("| " + " | ".join((f"`{file.name}`", file.about, *cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def not_measured() -> str:
+    """The page while there are no measurements: what they are to be."""
+    hosts = [file for file in suite() if file.host is not None]
+    lengths = ", ".join(map(str, LENGTHS))
+    lines = [
+        "# Results on a GPU",
+        "",
+        "**Not yet measured: there was no GPU at hand.** Nothing on this page or elsewhere in the repository was timed "
+        "on one, and none of the tests below has run. With one, a single command runs them and writes this page, with "
+        "the device, versions, ratios and their spread:",
+        "",
+        "```bash",
+        COMMAND,
+        "```",
+        "",
+        "[How it is done](../gpu.md), also without a network. This page is what the command writes where there is no "
+        "GPU: all that is still to be measured.",
+        "",
+        "## Attention",
+        "",
+        f"Against the fastest back-end of scaled_dot_product_attention, {' and '.join(DIRECTIONS)}, bfloat16, at N = "
+        f"{lengths}:",
+        "",
+        *(f"- {name}" for name in (*FULL, *GROUPED)),
+        "",
+        "unit keys without their kernel, and the kernels not taken by themselves until this has been measured:",
+        "",
+        f"- {PLAIN}",
+        f"- {SHORT}, at N up to {FUSED_UNTIL}",
+        *(f"- {name}" for name in KERNELS),
+        "",
+        "## Training steps of the frameworks",
+        "",
+        "Standard and quest against the framework as it is, in bf16, fp16 and fp32:",
+        "",
+        *(f"- {file.host}: {file.model}" for file in hosts),
+        "",
+        "## CUDA tests",
+        "",
+        "| file | what it holds to | tests |",
+        "|---|---|---|",
+        *(f"| `{file.name}` | {file.about} | {'; '.join(file.tests)} |" for file in suite() if file.host is None),
+        *(f"| `{file.name}` | {file.about} | those of every framework |" for file in hosts),
+        "",
+        f"Those of every framework: {'; '.join(hosts[0].tests)}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
 def page(
     rows: list[Row],
     left_out: dict[str, dict[str, str]],
     steps: list[dict[str, Any]],
+    tests: dict[str, Counter[str]],
     *,
     command: str,
     where: dict[str, str],
     shape: str,
     rounds: int,
 ) -> str:
+    missing = [file.host for file in suite() if file.host and file.host not in {found["host"] for found in steps}]
     return "\n".join(
         [
             "# Results on a GPU",
@@ -278,6 +425,10 @@ def page(
             "## Training steps of the frameworks",
             "",
             steps_markdown(steps),
+            *([f"Not yet measured: {', '.join(missing)}.\n"] if missing and steps else []),
+            "## CUDA tests",
+            "",
+            tests_markdown(tests),
         ]
     )
 
@@ -289,7 +440,8 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("docs/results/gpu.md"), help="the page; its data go to .json")
-    parser.add_argument("--steps", type=Path, default=Path("runs/gpu"), help="folder of the frameworks' step times")
+    parser.add_argument("--steps", type=Path, default=Path("runs/gpu"), help="folder of what the tests have left")
+    parser.add_argument("--not-measured", action="store_true", help="write what is to be measured, and measure nothing")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N; cpu to try the command out")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="comma-separated numbers of tokens")
@@ -300,8 +452,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--slice", type=float, default=0.02, help="seconds that a turn lasts")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds a call; slower contenders are left out")
     options = parser.parse_args(arguments)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device is {options.device!r}, but this torch ({torch.__version__}) sees no GPU")
+    if options.not_measured:
+        if options.out.with_suffix(".json").exists():
+            parser.error(
+                f"{options.out} holds measurements, which --not-measured would take away; delete them, or --out"
+            )
+        options.out.write_text(not_measured())
+        return 0
+    if options.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            parser.error(
+                f"--device is {options.device!r}, but this torch ({torch.__version__}) sees no GPU; --not-measured "
+                "writes what is to be measured"
+            )
+        torch.cuda.set_device(torch.device(options.device).index or 0)  # events and memory are those of this one
     if options.heads % 4:
         parser.error(f"--heads is {options.heads}; it must be a multiple of 4, for gqa has a quarter as many key heads")
     rows, left_out = measure(
@@ -324,11 +488,12 @@ def main(arguments: list[str]) -> int:
         f"{options.heads} heads of {options.dim} features, {options.dtype}, B·N = {options.tokens} (one sequence where "
         f"N is larger), {options.heads // 4} key heads where there are fewer"
     )
-    text = page(rows, left_out, steps, command=command, where=where, shape=shape, rounds=options.rounds)
+    tests = read_tests(options.steps)
+    text = page(rows, left_out, steps, tests, command=command, where=where, shape=shape, rounds=options.rounds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(text)
     data = {"command": command, "machine": where, "rows": [asdict(row) for row in rows], "left out": left_out}
-    options.out.with_suffix(".json").write_text(json.dumps({**data, "steps": steps}, indent=1))
+    options.out.with_suffix(".json").write_text(json.dumps({**data, "steps": steps, "tests": tests}, indent=1))
     print(text)
     return 0
 

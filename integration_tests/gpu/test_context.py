@@ -1,4 +1,4 @@
-"""PyTorch's ring attention, which exists for CUDA alone, with QUEST inside; on as many GPUs as there are, up to two."""
+"""PyTorch's ring attention on the kernels of CUDA, with QUEST inside; on as many GPUs as there are, up to two."""
 
 from __future__ import annotations
 

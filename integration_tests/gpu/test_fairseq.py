@@ -64,6 +64,7 @@ class TestFairseq(HostTraining):
         given += ["--tokens-per-sample", sizes["tokens"], "--batch-size", sizes["batch"], "--seed", "1"]
         given += ["--decoder-layers", sizes["layers"], "--decoder-attention-heads", sizes["heads"], "--dropout", "0"]
         given += ["--decoder-embed-dim", sizes["width"], "--decoder-ffn-embed-dim", 2 * sizes["width"]]
+        given += ["--distributed-world-size", "1"]  # one process, however many GPUs there are
         given += ["--max-update", steps, "--num-workers", "0", "--no-save", "--disable-validation"]
         given += ["--required-batch-size-multiple", "1", "--log-format", "none", "--save-dir", tempfile.gettempdir()]
         given += {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")

@@ -58,13 +58,23 @@ def test_compiled_training_equals_eager(attention: str, device: str) -> None:
         for a, b in zip(step(compiled, x), step(eager, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, b.abs().max().item()))
     for a, b in zip(twin.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # norms in float64, summed up from float32
+
+
+# The eager path of the biased averages reads numbers from the device; their kernel does not.
+CAPTURED = [(a, "auto") for a in ATTENTIONS if not a.startswith("aft-local")]
+CAPTURED += [(a, "fused") for a in ATTENTIONS if a.startswith(("quest", "elliptical-quest", "cosine", "aft"))]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_training_step_is_captured_as_a_cuda_graph(attention: str) -> None:
+@pytest.mark.parametrize(("attention", "kernels"), CAPTURED)
+def test_a_training_step_is_captured_as_a_cuda_graph(
+    attention: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Capture fails where the host waits for the device; replays take new inputs."""
+    if kernels == "fused":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("QUEST_KERNELS", kernels)
     model = layer(attention, "cuda")
     inputs = [torch.randn(2, 50, 64, device="cuda") for _ in range(3)]
     # Noise, and sizes that follow the steps: no replay equals an eager step.
@@ -97,7 +107,10 @@ def test_a_training_step_is_captured_as_a_cuda_graph(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_host_never_waits_for_the_device(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors that have shapes and no values, which take the paths of a GPU without Triton: reading one raises."""
+    """On tensors that have shapes and no values, which take the paths of a GPU: reading one raises.
+
+    What an operator of ours does inside is not looked into here: that of aft-local waits (`CAPTURED`).
+    """
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # Autocast does not know this device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)

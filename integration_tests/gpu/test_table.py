@@ -31,13 +31,20 @@ def test_the_command_writes_the_page_and_its_data(
         "rows": [row],
     }
     (steps / "a.json").write_text(json.dumps(host))
+    case = '<testcase classname="integration_tests.gpu.test_backends" name="a">{}</testcase>'
+    (steps / "gpu.xml").write_text(f"<testsuite>{case.format('')}{case.format('<skipped/>')}</testsuite>")
     out = tmp_path / "gpu.md"
     assert table.main([*TOY, "--device", device, "--dtype", "float32", "--out", str(out), "--steps", str(steps)]) == 0
     text = out.read_text()
     assert capsys.readouterr().out.strip() == text.strip()
     assert text.count("### ") == 4
-    for name in (*table.FULL, table.SHORT, *table.GROUPED):
+    for name in (*table.FULL, table.PLAIN, *table.GROUPED):
         assert f" {name} |" in text
+    for name in (table.SHORT, *table.KERNELS):
+        assert (f" {name} |" if table.fused_kernels_run(device) else f"{name} (no Triton kernel runs here)") in text
+    assert "| `test_backends.py` |" in text
+    assert "| 1 | 0 | 1 |" in text
+    assert "Not yet measured: fairseq, graphgps, mmseg, pointcept, tsai." in text
     assert f"torch {torch.__version__}" in text
     assert "| quest | 3.00 | 1.25 (1.20–1.30) |" in text
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
@@ -53,10 +60,40 @@ def test_contenders_compute_what_their_names_say() -> None:
         q, k, v = torch.randn(1, 4, 6, 8), *torch.randn(2, 1, groups, 6, 8)
         made = table.contender(name, 6, 4, groups, 8, "cpu", torch.float32)
         torch.testing.assert_close(made(q, k, v), quest_core.attention(q, k, v, spec))
-        for attend in table.peers(6, groups == 2, "cpu").values():
-            torch.testing.assert_close(
-                attend(q, k, v), quest_core.attention(q, k, v, spec.replace("quest", "standard")), rtol=1e-4, atol=1e-5
-            )
+    q, k, v = torch.randn(3, 1, 4, 6, 8)
+    attend = table.contender(table.PLAIN, 6, 4, 4, 8, "cpu", torch.float32)
+    torch.testing.assert_close(attend(q, k, v), quest_core.attention(q, k, v, "quest"))
+
+
+def test_every_back_end_runs_in_its_context() -> None:
+    q, k, v = torch.randn(3, 1, 4, 6, 8)
+    assert table.peers(6, "cuda") == ["sdpa flash", "sdpa cudnn", "sdpa efficient", "sdpa math"]
+    for name in table.peers(6, "cpu"):
+        with table.surroundings(name):
+            used = measure.back_ends(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        assert used == {name.removeprefix("sdpa ")}
+    for name, kernels in ((table.SHORT, "fused"), (table.PLAIN, "eager")):
+        with table.surroundings(name):
+            assert os.environ["QUEST_KERNELS"] == kernels
+    assert "QUEST_KERNELS" not in os.environ
+
+
+def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until there are measurements: every contender, framework and test is on it as not yet measured."""
+    text = table.not_measured()
+    for name in (*table.FULL, table.PLAIN, table.SHORT, *table.KERNELS, *table.GROUPED):
+        assert f"- {name}" in text
+    assert {file.host for file in table.suite()} == {None, "fairseq", "graphgps", "mmseg", "pointcept", "tsai"}
+    marked = {path.name for path in Path(table.__file__).parent.glob("test_*.py")}
+    assert marked == {file.name for file in table.suite()}
+    assert all(f"| `{file.name}` |" in text for file in table.suite())
+    page = Path(__file__).parents[2] / "docs" / "results" / "gpu.md"
+    if not page.with_suffix(".json").exists():
+        assert page.read_text() == text, "./dev gpu --table writes it anew"
+    (tmp_path / "gpu.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        table.main(["--not-measured", "--out", str(tmp_path / "gpu.md")])
+    assert "holds measurements" in capsys.readouterr().err
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Reference: :func:`quest_core.mechanisms.reference_aft.weighted_average`. The eag
 
 The kernels are proven against the reference under Triton's interpreter and compile for NVIDIA's sm_90. They have not
 been measured on a GPU: that they win there, where the eager path launches a dozen kernels a tile and waits for a number
-from the device, is an expectation. ``QUEST_KERNELS=eager`` leaves them out.
+from the device, is an expectation. So only ``QUEST_KERNELS=fused`` takes them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mode import mode, triton_takes
+from .mode import triton_takes
 
 MAX_RANK = 256  # features r of a position, which a tile holds whole
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def aft_applies(k: Tensor, v: Tensor, rank: int = 0) -> bool:
-    """Whether `aft_simple` and `aft_biased` are to be used in place of the eager path: on CUDA, in half or single
-    precision; with ``QUEST_KERNELS=fused`` under Triton's interpreter too.
+    """Whether `aft_simple` and `aft_biased` are to be used in place of the eager path: where Triton kernels are asked
+    for and can run, in half or single precision.
 
     Args:
         k: [B, H, M, D].
         v: [B, H, M, D].
         rank: features r of a position, 0 where the biases are a table or where there are none.
     """
-    chosen = mode()
-    if chosen in ("eager", "reference") or not triton_takes(k) or not (k.is_cuda or chosen == "fused"):
+    if not triton_takes(k):
         return False
     return k.dtype in DTYPES and v.dtype in DTYPES and rank <= MAX_RANK and min(k.numel(), v.numel()) > 0
 

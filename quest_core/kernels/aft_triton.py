@@ -10,7 +10,7 @@ aft-simple; in aft-local it is what a tile receives from keys outside of its win
 
 A tile of [BLOCK queries, BLOCK keys] for `BLOCK` features is one product of exp(w − max w) and exp(k − max k), if both
 together spread over less than float32 holds (`_spread`); else its keys are added one by one. Everything is computed in
-float32.
+float32. Samples are the first axis of every grid with samples in it, for the others end at 65535.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, unused-ignore"
@@ -91,9 +91,9 @@ def _totals_kernel(
 
     Forwards a and x are keys and values; backwards a is the log normaliser, x the gradient and y the average.
     """
-    chunk, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = chunk * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     if BACKWARD:
         a, x1, x2 = _gradient_pairs(
             a_ptr + b * a_b, x_ptr + b * x_b, y_ptr + b * a_b, row, tokens, x_t, a_t, column, columns
@@ -114,8 +114,8 @@ def _totals_kernel(
 def _carry_kernel(in_ptr, out_ptr, columns, chunks, in_part, out_part, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of chunks [3, B, chunks, C] -> out [3, B, chunks + 1, C]: row i is the sum of the chunks before i, or
     backwards that of the chunks from i on."""
-    b = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     s1 = tl.zeros([BLOCK], tl.float32)
@@ -158,8 +158,8 @@ def _running_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average up to every token of one chunk, from what the chunks before it sum to."""
-    chunk, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     top, s1, s2 = _carried(carry_ptr, b, chunk, places, part, column, columns)
     for t in range(chunk * BLOCK, tl.minimum(chunk * BLOCK + BLOCK, tokens)):
@@ -182,8 +182,8 @@ def _running_gradient_kernel(
 ):  # fmt: skip
     """The gradients of one chunk of keys and values, from what the chunks of queries behind it sum to; if not causal
     from the one query that there is, which carry then holds for every chunk."""
-    chunk, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     top, s1, s2 = _carried(carry_ptr, b, chunk + 1 if CAUSAL else 0, places, part, column, columns)
     stop = tl.minimum(chunk * BLOCK + BLOCK, tokens)
@@ -293,12 +293,12 @@ def _biased_kernel(
     TABLE: tl.constexpr, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The averages of one block of queries and features."""
-    b = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     k_ptr += b * k_b
     v_ptr += b * v_b
-    start, stop = _keys_near(tl.program_id(0) * BLOCK, n, m, offset, window, CAUSAL, LOCAL, BLOCK)
+    start, stop = _keys_near(tl.program_id(1) * BLOCK, n, m, offset, window, CAUSAL, LOCAL, BLOCK)
     top = tl.full([BLOCK, BLOCK], float("-inf"), tl.float32)
     s1 = tl.zeros([BLOCK, BLOCK], tl.float32)
     s2 = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -352,10 +352,10 @@ def _biased_key_kernel(
     TABLE: tl.constexpr, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one block of keys and values and features, over all queries."""
-    b = tl.program_id(2).to(tl.int64)
-    first_key = tl.program_id(0) * BLOCK
+    b = tl.program_id(0).to(tl.int64)
+    first_key = tl.program_id(1) * BLOCK
     j = first_key + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     k_ptr += b * k_b
     v_ptr += b * v_b
     k = _rows(k_ptr, j, m, k_t, column, columns, float("-inf"))
@@ -525,12 +525,12 @@ def _carry(a: Tensor, x: Tensor, y: Tensor | None, *, backward: bool, reverse: b
     sums = a.new_empty(3, batch, chunks, columns, dtype=torch.float32)
     out = a.new_empty(3, batch, chunks + 1, columns, dtype=torch.float32)
     with torch.cuda.device_of(a):
-        _totals_kernel[(chunks, _blocks(columns), batch)](
+        _totals_kernel[(batch, chunks, _blocks(columns))](
             a, x, a if y is None else y, sums,
             tokens, columns, chunks, *a.stride()[:2], *x.stride()[:2], sums.stride(0),
             BACKWARD=backward, BLOCK=BLOCK,
         )  # fmt: skip
-        _carry_kernel[(_blocks(columns), batch)](
+        _carry_kernel[(batch, _blocks(columns))](
             sums, out, columns, chunks, sums.stride(0), out.stride(0), BACKWARD=reverse, BLOCK=BLOCK
         )
     return out
@@ -555,7 +555,7 @@ def aft_simple(k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         return torch.where(seen, s1 / total, 0), torch.where(seen, top + total.log(), -torch.inf)
     y, lse = (k.new_empty(k.shape, dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(k):
-        _running_kernel[(_blocks(tokens), _blocks(columns), batch)](
+        _running_kernel[(batch, _blocks(tokens), _blocks(columns))](
             k, v, carry, y, lse,
             tokens, columns, carry.shape[2], *k.stride()[:2], *v.stride()[:2], carry.stride(0),
             BLOCK=BLOCK,
@@ -577,7 +577,7 @@ def aft_simple_backward(
         carry = torch.stack([torch.where(seen, -lse, -torch.inf), *(torch.where(seen, x, 0) for x in (grad, grad * y))])
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     with torch.cuda.device_of(k):
-        _running_gradient_kernel[(_blocks(tokens), _blocks(columns), batch)](
+        _running_gradient_kernel[(batch, _blocks(tokens), _blocks(columns))](
             grad, k, v, y, lse, carry, dk, dv,
             tokens, columns, carry.shape[2], *grad.stride()[:2], *k.stride()[:2], *v.stride()[:2], carry.stride(0),
             CAUSAL=is_causal, BLOCK=BLOCK,
@@ -610,7 +610,7 @@ def aft_biased(
         before = _carry(k, v, None, backward=False, reverse=False)
         after = before if is_causal else _carry(k, v, None, backward=False, reverse=True)
     with torch.cuda.device_of(k):
-        _biased_kernel[(_blocks(n), _blocks(columns), batch)](
+        _biased_kernel[(batch, _blocks(n), _blocks(columns))](
             k, v, left, left if right is None else right, before, after, y, lse,
             *_sizes(k, left, is_causal, window),
             *k.stride()[:2], *v.stride()[:2], left.stride(0), 0 if right is None else right.stride(0),
@@ -650,7 +650,7 @@ def aft_biased_backward(
     other, other_stride = (left, 0) if right is None else (right, right.stride(0))
     strides = (*grad.stride()[:2], *k.stride()[:2], *v.stride()[:2], left.stride(0), other_stride)
     with torch.cuda.device_of(k):
-        _biased_key_kernel[(_blocks(m), _blocks(columns), batch)](
+        _biased_key_kernel[(batch, _blocks(m), _blocks(columns))](
             grad, k, v, left, other, y, lse, before, after, dk, dv, *sizes, *strides,
             _blocks(n) + 1, before.stride(0), **flags,
         )  # fmt: skip

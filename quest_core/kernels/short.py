@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mode import mode, triton_takes
+from .mode import triton_takes
 
 MAX_TOKENS = 512
 MAX_DIM = 128
@@ -20,8 +20,8 @@ def short_applies(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropo
     """Whether `short_attention` is to be used in place of unit keys and scaled_dot_product_attention.
 
     It can be for at most 512 queries and keys and 128 features, float16, bfloat16 or float32, without dropout and with
-    no mask but a boolean one of keys. Whether it then wins is an assumption that has not yet been measured, so only
-    ``QUEST_KERNELS=fused`` takes it; a measurement on the GPU is to turn this condition into a rule on N, M and D.
+    no mask but a boolean one of keys. Whether it then wins has not been measured, so only ``QUEST_KERNELS=fused`` takes
+    it; a measurement on a GPU is to turn this condition into a rule on N, M and D.
 
     Args:
         q: [B, H, N, D].
@@ -29,7 +29,7 @@ def short_applies(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropo
         mask: as for attention; boolean of shape [B or 1, 1, 1, M] is what the kernel reads.
         dropout_p: dropout on the weights.
     """
-    if mode() != "fused" or dropout_p > 0 or not triton_takes(q):
+    if dropout_p > 0 or not triton_takes(q):
         return False
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         return False

@@ -4,7 +4,8 @@ A row's logits are bounded before any is known: |scale · q·k̄| ≤ |scale|·�
 maximum, so nothing is ever rescaled. It is safe while exp(−2·bound), the smallest weight a row's best key can get, is a
 normal number; a block of queries with a larger bound looks for its true maxima first, in one more pass over the keys.
 
-Logits are kept in units of log 2, for the hardware has 2^x.
+Logits are kept in units of log 2, for the hardware has 2^x. Heads of all samples are the first axis of a grid, which
+alone may be longer than 65535.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, unused-ignore"
@@ -33,7 +34,7 @@ LIMIT = {torch.float16: 4.0 * LOG2E, torch.bfloat16: 40.0 * LOG2E, torch.float32
 def _tile(ptr, row, rows, stride, dim, stride_dim, DIM: tl.constexpr):
     """Rows `row` of a matrix, [R, DIM], zero outside of it."""
     column = tl.arange(0, DIM)[None, :]
-    at = ptr + row.to(tl.int64)[:, None] * stride + column * stride_dim
+    at = ptr + row.to(tl.int64)[:, None] * stride + column.to(tl.int64) * stride_dim
     return tl.load(at, mask=(row < rows)[:, None] & (column < dim), other=0)
 
 
@@ -81,8 +82,8 @@ def _forward_kernel(
     BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    i = tl.program_id(1) * BN + tl.arange(0, BN)
     k_ptr += b * k_b + (h // share) * k_h
     v_ptr += b * v_b + (h // share) * v_h
     mask_ptr += b * mask_b
@@ -91,7 +92,7 @@ def _forward_kernel(
     q = q.to(DOT)
     last = m
     if CAUSAL:
-        last = tl.minimum(m, tl.program_id(0) * BN + BN + m - n)
+        last = tl.minimum(m, tl.program_id(1) * BN + BN + m - n)
     if not (tl.max(shift, axis=0) <= limit):
         top = tl.full([BN], float("-inf"), tl.float32)
         for start in range(0, last, BM):
@@ -117,7 +118,7 @@ def _forward_kernel(
     # bound, unlike the maximum, does not make that key's weight 1 before division.
     out = out / tl.where(total_rounded > 0, total_rounded, 1.0)[:, None]
     _put(out_ptr + b * o_b + h * o_h, out, i, n, o_n, v_dim, BV)
-    at = tl.program_id(1).to(tl.int64) * n + i
+    at = tl.program_id(0).to(tl.int64) * n + i
     tl.store(shift_ptr + at, shift, mask=i < n)
     tl.store(total_ptr + at, total, mask=i < n)
 
@@ -132,21 +133,21 @@ def _query_kernel(
     BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one block of queries of one head, and Σ grad · out of each row for `_key_kernel`."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    i = tl.program_id(1) * BN + tl.arange(0, BN)
     k_ptr += b * k_b + (h // share) * k_h
     v_ptr += b * v_b + (h // share) * v_h
     mask_ptr += b * mask_b
     q = _tile(q_ptr + b * q_b + h * q_h, i, n, q_n, dim, q_d, BD).to(DOT)
     grad = _tile(grad_ptr + b * g_b + h * g_h, i, n, g_n, v_dim, g_d, BV)
     out = _tile(out_ptr + b * o_b + h * o_h, i, n, o_n, v_dim, 1, BV)
-    at = tl.program_id(1).to(tl.int64) * n + i
+    at = tl.program_id(0).to(tl.int64) * n + i
     shift, inverse_total = _statistics(shift_ptr, total_ptr, at, i < n)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # [BN]
     tl.store(delta_ptr + at, delta, mask=i < n)
     last = m
     if CAUSAL:
-        last = tl.minimum(m, tl.program_id(0) * BN + BN + m - n)
+        last = tl.minimum(m, tl.program_id(1) * BN + BN + m - n)
     dq = tl.zeros([BN, BD], tl.float32)
     for start in range(0, last, BM):
         j = start + tl.arange(0, BM)
@@ -173,15 +174,15 @@ def _key_kernel(
 ):  # fmt: skip
     """The gradients of one block of keys and values of one key/value head, over all the queries that may see it."""
     groups = heads // share
-    b, g = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
-    j = tl.program_id(0) * BM + tl.arange(0, BM)
+    b, g = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    j = tl.program_id(1) * BM + tl.arange(0, BM)
     mask_ptr += b * mask_b
     k = _tile(k_ptr + b * k_b + g * k_h, j, m, k_m, dim, k_d, BD)
     v = _tile(v_ptr + b * v_b + g * v_h, j, m, v_m, v_dim, v_d, BV)
     inverse = _inverse_norm(k)
     first = 0
     if CAUSAL:
-        first = tl.maximum(0, tl.program_id(0) * BM + n - m) // BN * BN
+        first = tl.maximum(0, tl.program_id(1) * BM + n - m) // BN * BN
     dk = tl.zeros([BM, BD], tl.float32)
     dv = tl.zeros([BM, BV], tl.float32)
     for h in range(g * share, g * share + share):
@@ -248,7 +249,7 @@ def short_attention(
     constants = _constants(q, k, v, mask, is_causal)
     bits, mask_strides = _mask_arguments(mask, q)
     with torch.cuda.device_of(q):
-        _forward_kernel[(triton.cdiv(n, constants["BN"]), batch * heads)](
+        _forward_kernel[(batch * heads, triton.cdiv(n, constants["BN"]))](
             q, k, v, bits, out, shift, total,
             heads, heads // k.shape[1], n, k.shape[2], dim, v.shape[3], scale * LOG2E, LIMIT[q.dtype],
             *q.stride(), *k.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
@@ -280,7 +281,7 @@ def short_attention_backward(
     sizes = (heads, heads // groups, n, m, dim, v_dim, scale * LOG2E, scale)
     strides = (*grad.stride(), *q.stride(), *k.stride(), *v.stride(), *mask_strides)
     with torch.cuda.device_of(q):
-        _query_kernel[(triton.cdiv(n, constants["BN"]), batch * heads)](
+        _query_kernel[(batch * heads, triton.cdiv(n, constants["BN"]))](
             grad,
             q,
             k,
@@ -297,7 +298,7 @@ def short_attention_backward(
             *dq.stride()[:3],
             **constants,
         )
-        _key_kernel[(triton.cdiv(m, constants["BM"]), batch * groups)](
+        _key_kernel[(batch * groups, triton.cdiv(m, constants["BM"]))](
             grad,
             q,
             k,

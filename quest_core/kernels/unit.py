@@ -6,7 +6,8 @@ norm is zero (or underflows to zero) becomes zero, with a zero gradient.
 These paths compute the same (see :func:`quest_core.kernels.mode` for how to choose):
 
 - traced (torch.compile, torch.export, functorch): plain operations, which the compiler fuses with their neighbours;
-- CUDA, with Triton installed: one fused pass forward and one backward over any strides (`unit_triton`);
+- CUDA, with Triton installed: a kernel of one pass forward and one backward over any strides (`unit_triton`); it is
+  proven under Triton's interpreter and has not been measured on a GPU;
 - CPU, float32/float64/bfloat16: PyTorch's own fused weight-norm kernel, one pass forward and one backward, run over
   the rows in the order in which they lie in memory, so that the usual [B, N, H, D] layout is not copied;
 - everything else: plain operations with a backward of three passes.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import memory_order
-from .mode import mode, triton_takes
+from .mode import HAS_TRITON, mode, triton_takes
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -40,7 +41,7 @@ def unit(x: Tensor) -> Tensor:
         return _plain(x)
     chosen = mode()
     if torch.compiler.is_compiling():
-        return _operator(x) if chosen == "fused" and triton_takes(x) else _plain(x)
+        return _operator(x) if triton_takes(x) else _plain(x)
     if chosen == "reference":
         return _plain(x)
     path = _path(x, chosen)
@@ -51,7 +52,7 @@ def _path(x: Tensor, chosen: str) -> str:
     """Which code computes eager unit vectors in mode `chosen`: "triton", "weight norm" or "plain"."""
     if chosen == "eager" or x.numel() == 0:
         return "plain"
-    if triton_takes(x) and (chosen == "fused" or x.is_cuda):
+    if triton_takes(x) or (x.is_cuda and HAS_TRITON):
         from . import unit_triton
 
         if unit_triton.applies(x):
@@ -121,9 +122,9 @@ class _Unit(torch.autograd.Function):
 
             return unit_triton.backward(grad, *ctx.saved_tensors), None
         x, inverse = ctx.saved_tensors
-        wide_grad, wide_x = grad.to(inverse.dtype), x.to(inverse.dtype)
-        along = (wide_grad * wide_x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
-        across: Tensor = (torch.addcmul(wide_grad, wide_x, along, value=-1) * inverse).to(x.dtype)
+        wide = grad.to(inverse.dtype, copy=True)
+        along = (wide * x).sum(-1, keepdim=True) * inverse * inverse  # [..., 1]: the part along x
+        across: Tensor = wide.addcmul_(x, along, value=-1).mul_(inverse).to(x.dtype)
         return across, None
 
 

@@ -66,7 +66,7 @@ def _forward_kernel(
     DIM: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, DIM)[None, :].to(tl.int64)  # features may lie far apart
     inside = (row < rows)[:, None] & (column < dim)
     x = tl.load(x_ptr + _row_offset(row, size1, size2, x0, x1, x2) + column * x_dim, mask=inside, other=0).to(WIDE)
     out = x * _inverse_norm(x)
@@ -95,7 +95,7 @@ def _backward_kernel(
     DIM: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, DIM)[None, :].to(tl.int64)  # features may lie far apart
     inside = (row < rows)[:, None] & (column < dim)
     x = tl.load(x_ptr + _row_offset(row, size1, size2, x0, x1, x2) + column * x_dim, mask=inside, other=0).to(WIDE)
     grad = tl.load(grad_ptr + _row_offset(row, size1, size2, g0, g1, g2) + column * g_dim, mask=inside, other=0)

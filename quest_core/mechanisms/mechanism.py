@@ -64,6 +64,7 @@ class Mechanism(nn.Module):
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.parallel.HeadParallel`).
+        keys_divided: whether that goes for the key/value heads too; a single one is on all ranks.
     """
 
     score: Score
@@ -75,6 +76,7 @@ class Mechanism(nn.Module):
         self.config = config
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
+        self.keys_divided = True
         self.family: Family | None = None
         if config.family is not None:
             self.family = _build(config, "family", dims)
@@ -329,7 +331,7 @@ class Mechanism(nn.Module):
             why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
         else:
             shares = self.head_share[1]
-            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * shares)
+            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1))
         if why:
             raise InputError(f"attention '{self.config}': {why}")
 
@@ -359,7 +361,11 @@ class Mechanism(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["attention"] = str(self.config)
+            metadata = destination._metadata
+            metadata[prefix[:-1]]["attention"] = str(self.config)
+            # Wrappers (FSDP, activation checkpointing) take their names off the keys and leave them on the metadata,
+            # where a model that is not wrapped would not look.
+            metadata.setdefault(plain_path(prefix[:-1]), metadata[prefix[:-1]])
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
@@ -379,6 +385,16 @@ def tokens_are_divided() -> bool:
         return False
     where = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
     return where.startswith("torch.distributed.tensor.experimental")
+
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def plain_path(path: str) -> str:
+    """A module's path without the names that wrappers add."""
+    first, *rest = path.split(".")
+    kept = [] if first in _WRAPPERS else [first]
+    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])
 
 
 def warn_of_mismatch(trained: str, config: AttentionConfig) -> None:

@@ -31,6 +31,7 @@ from quest_core import Mechanism
 from quest_core.errors import ConfigError, InputError, UnsupportedError
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_core.registry import load_info
+from quest_mmseg.checkpoints import difference
 from quest_mmseg.info import INFO
 
 MIM = Path(mmseg.__file__).parent / ".mim"
@@ -147,6 +148,7 @@ def test_shipped_configs_build(path, tmp_path):
         assert config.param_scheduler[0].type == "PolyLR"
         assert config.model.data_preprocessor.mean == [123.675, 116.28, 103.53]
         assert config.model.data_preprocessor.size == (512, 512)
+        assert config.model.backbone.patch_bias
 
 
 # --- standard is stock ----------------------------------------------------------------------------------------------
@@ -335,6 +337,30 @@ def test_deit_weights_through_the_shipped_converter(attention, tmp_path, monkeyp
     assert "size mismatch" not in capfd.readouterr().out
 
 
+def test_deit_has_the_features_that_timm_gives_it(tmp_path, monkeypatch):
+    """data/deit.pth is a tiny ViT of timm 1.0.31 in DeiT's file format, with what its forward_features made of images.
+
+    VisionTransformer(img_size=24, patch_size=8, embed_dim=16, depth=2, num_heads=4), all parameters drawn from
+    N(0, 0.3). mmseg leaves out the bias of the patch embedding by default, and drops it from the weights.
+    """
+    source = Path(__file__).parent / "data" / "deit.pth"
+    monkeypatch.setattr(sys, "argv", ["vit2mmseg.py", str(source), str(tmp_path / "converted.pth")])
+    runpy.run_path(str(MIM / "tools/model_converters/vit2mmseg.py"), run_name="__main__")
+    made = torch.load(source, weights_only=True)
+    config = segmenter().backbone
+    config.update(type="quest_mmseg.VisionTransformer", img_size=(24, 24), patch_bias=True, attention="standard")
+    config.pretrained = str(tmp_path / "converted.pth")
+    features = {}
+    for attention in ("standard", "quest"):
+        backbone = MODELS.build({**config, "attention": attention})
+        backbone.init_weights()
+        backbone.eval()
+        backbone.load_state_dict(torch.load(tmp_path / "converted.pth", weights_only=True), strict=True)
+        features[attention] = backbone(made["images"])[-1].flatten(2).transpose(1, 2)
+    torch.testing.assert_close(features["standard"], made["features"][:, 1:])
+    assert not torch.allclose(features["quest"], made["features"][:, 1:], atol=1e-3)
+
+
 def test_load_from_takes_stock_checkpoints_strictly(tmp_path):
     stock = build()
     torch.save({"state_dict": stock.state_dict()}, tmp_path / "stock.pth")
@@ -356,6 +382,26 @@ def test_mmengine_checkpoints_remember_the_attention(tmp_path):
         load_checkpoint(build(attention="quest"), str(tmp_path / "quest.pth"), strict=True)
 
 
+def test_what_a_checkpoint_says_is_compared_layer_by_layer():
+    config = segmenter(type="quest_mmseg.EncoderDecoder")
+    config.decode_head.update(type="quest_mmseg.SegmenterMaskTransformerHead", attention="quest")
+    part, stock, whole = MODELS.build(config), build(), build(attention="quest")
+    head, backbone = "its decode_head.layers.0.attn.attn was", "its backbone.layers.0.attn.attn was"
+    assert difference(whole, whole.state_dict()) is None
+    assert difference(build(attention="standard"), stock.state_dict()) is None
+    assert difference(nn.DataParallel(whole), whole.state_dict()) is None
+    assert difference(whole, nn.DataParallel(whole).state_dict()) is None
+    for model, other, told in (
+        (whole, stock, f"{backbone} trained with attention 'standard', and the model has 'quest'"),
+        (stock, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
+        (part, stock, f"{head} trained with attention 'standard', and the model has 'quest'"),
+        (part, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
+    ):
+        assert difference(model, other.state_dict()) == told
+    with pytest.warns(AttentionMismatchWarning, match="does not say .* not compared with the model's, 'quest'"):
+        assert difference(whole, dict(stock.state_dict())) is None
+
+
 def test_ema_copies_follow():
     model = build(attention="elliptical-quest")
     average = ExponentialMovingAverage(model, momentum=0.5)
@@ -375,10 +421,32 @@ def test_frozen_backbones_stay_frozen():
         assert parameter.requires_grad == ("attn" in name), name
 
 
-def test_torch_export_of_a_trained_model():
-    model = build(attention="quest").eval()
-    exported = torch.export.export(model, (images(),))
-    torch.testing.assert_close(exported.module()(images()), model(images()), rtol=1e-4, atol=1e-4)
+@pytest.fixture(scope="module")
+def trained():
+    """The whole segmentor, after steps of training."""
+    model = build(attention="quest+gqa(kv_heads=2)")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_torch_export_of_a_trained_model(trained):
+    batch = torch.export.Dim("batch", min=1, max=16)
+    exported = torch.export.export(trained, (images(),), dynamic_shapes={"inputs": {0: batch}})
+    assert exported.module()(images()).shape == (2, CLASSES, 4, 6)
+    for x in (images(), torch.cat([images(), images().flip(0)])):
+        torch.testing.assert_close(exported.module()(x), trained(x), rtol=1e-4, atol=1e-4)
+
+
+def test_onnx_of_a_trained_model(trained, tmp_path):
+    reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")
+    torch.onnx.export(trained, (images(),), dynamo=True, verbose=False).save(tmp_path / "segmenter.onnx")
+    run = reference.ReferenceEvaluator(str(tmp_path / "segmenter.onnx"))
+    (found,) = run.run(None, {run.input_names[0]: images().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), trained(images()).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_autocast():

@@ -76,8 +76,8 @@ def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(done.series["loss"]) == 4
 
 
-def test_ade20k_from_a_folder(tmp_path):
-    """The official layout, with the shipped 512x512 config cut to a few iterations."""
+def test_ade20k_from_a_folder(tmp_path, monkeypatch):
+    """The official layout, with the shipped 512x512 config cut to a few iterations; corrupted images with it."""
     scenes.write(tmp_path / "ade", train=2, validation=1, size=48)
     options = {"data": tmp_path / "ade", "task": "vit-t", "workers": 0, "iterations": 1}
     found = run_ade20k(cell("seg/ade20k", tmp_path / "a", **options), lambda *_: None)
@@ -87,18 +87,28 @@ def test_ade20k_from_a_folder(tmp_path):
     again = run_ade20k(cell("seg/ade20k", tmp_path / "b", checkpoint=checkpoint, **options), lambda *_: None)
     assert again.metrics == found.metrics
     assert again.series == {"loss": []}
+    monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))
+    corrupt = cell("seg/ade20k-c", tmp_path / "c", checkpoint=checkpoint, **options)
+    noisy = run_ade20k_corrupted(corrupt, lambda *_: None)
+    assert {name: noisy.metrics[name] for name in found.metrics} == found.metrics
+    assert len(noisy.details["mIoU by severity"]["gaussian_noise"]) == 3
+    assert noisy.metrics["mIoU corrupted"] == noisy.metrics["mIoU corrupted/gaussian_noise"]
 
 
 def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
     """mmengine would warn and evaluate something else."""
     other = segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")
     other.decode_head.num_classes += 1
-    for name, config in (("quest", segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")), ("wide", other)):
+    quest = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    for name, config in (("quest", quest), ("wide", other), ("stock", segmenter())):
         torch.save({"state_dict": get_state_dict(MODELS.build(config))}, tmp_path / f"{name}.pth")
-    runner = SimpleNamespace(model=MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")))
+    standard = SimpleNamespace(model=MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")))
     for name, why in (("quest", "trained with attention 'quest'"), ("wide", "size mismatch"), ("none", "can not be")):
         with pytest.raises(ConfigError, match=rf"{name}.pth'.*with attention 'standard': [\s\S]*{why}"):
-            tasks.load(runner, str(tmp_path / f"{name}.pth"), "standard")
+            tasks.load(standard, str(tmp_path / f"{name}.pth"), "standard")
+    tasks.load(standard, str(tmp_path / "stock.pth"), "standard")
+    with pytest.raises(ConfigError, match="trained with attention 'standard', and the model has 'quest'"):
+        tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
 
 
 def test_data_that_is_not_there(tmp_path):

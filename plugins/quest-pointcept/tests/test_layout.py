@@ -10,7 +10,7 @@ from clouds import clouds
 from stand_in import serialised
 
 from quest_core import InputError
-from quest_pointcept.layout import lay_out, patches_of
+from quest_pointcept.layout import counts_of, lay_out, patches_of
 
 
 def by_definition(counts, size):
@@ -64,6 +64,16 @@ def test_a_layout_is_made_once_for_each_size():
     assert patches_of(point, 8).size == 8
     copied = type(point)(point)  # as Pointcept copies a Point; what lies in it must survive that
     assert patches_of(copied, 4) is patches_of(point, 4)
+
+
+@pytest.mark.parametrize("size", [4, 30])
+def test_an_entry_without_points_takes_no_patch(size):
+    """Pointcept's augmentations can leave nothing of a cloud; its own layout passes over it where flash is on."""
+    point = serialised(*clouds(20, 9))
+    with_empty = type(point)(point, offset=torch.tensor([0, 20, 20, 29, 29]))
+    for field in ("slots", "rows"):
+        assert torch.equal(getattr(patches_of(with_empty, size), field), getattr(patches_of(point, size), field))
+    assert counts_of(with_empty) == [20, 9]
 
 
 def test_clouds_without_points_are_told():

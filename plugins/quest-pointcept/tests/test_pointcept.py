@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -32,7 +33,6 @@ from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import install_configs
 from quest_pointcept.info import INFO
-from quest_pointcept.scenes import write_nuscenes
 from quest_pointcept.tasks import run_nuscenes
 
 SMALL = {
@@ -52,6 +52,9 @@ SMALL = {
     "shuffle_orders": False,  # they are drawn in evaluation, too; the trainer's tests shuffle them
     "enable_flash": False,
 }
+
+
+CRITERIA = [{"type": "CrossEntropyLoss", "loss_weight": 1.0, "ignore_index": -1}]
 
 
 def build(name, **options):
@@ -152,6 +155,30 @@ def test_what_flash_excludes_is_told():
         build("PT-v3m1", enable_flash=True, enable_rpe=True, attention="quest")
 
 
+def test_a_misspelling_is_told_through_the_registry():
+    """Which builds from nested configurations and passes on what went wrong in its own words."""
+    backbone = {"type": "PT-v3m1", **SMALL, "attention": "quset"}
+    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+        MODELS.build(
+            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "backbone": backbone}
+        )
+    with pytest.raises(TypeError, match="DefaultSegmentorV2.*unexpected keyword argument 'attention'"):
+        MODELS.build(
+            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "attention": "quest"}
+        )
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("attention", ["quest", "elliptical", "aft-simple", "quest+kdgqa(kv_heads=2)"])
+def test_an_entry_without_points_changes_nothing(attention, flash):
+    torch.manual_seed(0)
+    model = build("PT-v3m1", enable_flash=flash, attention=attention).eval()
+    whole = data(70, 33)
+    want = model(copy.copy(whole)).feat
+    got = model({**whole, "offset": torch.tensor([70, 103, 103])}).feat
+    torch.testing.assert_close(got, want)
+
+
 def test_a_model_without_serialized_attention_refuses_the_key():
     with pytest.raises(TypeError, match="attention"):
         MODELS.build({"type": "SpUNet-v1m1", "in_channels": 4, "num_classes": 16, "attention": "quest"})
@@ -229,6 +256,46 @@ def test_a_spawned_child_knows_the_plugin():
     assert answers.get()[1].startswith("attention=quest in 6 modules")
 
 
+# --- checkpoints that a model loads by itself -------------------------------------------------------------------------
+
+
+def test_models_that_start_their_backbone_are_guarded():
+    methods = {
+        (name, method): getattr(model, method)
+        for name, model in MODELS.module_dict.items()
+        for method in ("backbone_load", "load_sonata")
+        if hasattr(model, method)
+    }
+    assert {name for name, _ in methods} >= {"DefaultLORASegmentorV2", "Concerto-v1m1", "Utonia-v1m1"}
+    assert all(method.compares_attention for method in methods.values())
+
+
+@pytest.mark.parametrize("attention", ["quest", "standard"])
+def test_lora_starts_from_a_checkpoint(attention, tmp_path):
+    """Pointcept's own segmentor with LoRA: the backbone's weights arrive, and another attention is told."""
+    torch.manual_seed(0)
+    trained = build("PT-v3m2", attention="quest")
+    path = tmp_path / "model.pth"
+    torch.save({"state_dict": trained.state_dict()}, path)
+    options = {"num_classes": 3, "backbone_out_channels": 24, "backbone_path": str(path), "keywords": "module."}
+    options |= {"replacements": "module.", "use_lora": True, "lora_r": 2, "lora_dropout": 0.0, "freeze_backbone": True}
+    backbone = {"type": "PT-v3m2", **SMALL, "attention": attention}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = MODELS.build({"type": "DefaultLORASegmentorV2", "backbone": backbone, "criteria": CRITERIA, **options})
+    mismatches = [str(one.message) for one in told if issubclass(one.category, quest_core.AttentionMismatchWarning)]
+    assert [one.endswith("'quest' and is loaded into 'standard'") for one in mismatches] == (
+        [] if attention == "quest" else [True]
+    )
+    kept = model.backbone.enc.base_model.model.enc0.block0.attn.qkv.base_layer.weight
+    torch.testing.assert_close(kept, trained.enc.enc0.block0.attn.qkv.weight)
+    loss = model({**data(70, 45), "segment": torch.arange(115) % 3})["loss"]
+    loss.backward()
+    learning = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {name for name in learning if "lora_" not in name} == {"seg_head.weight", "seg_head.bias"}
+    assert any("lora_" in name for name in learning)
+
+
 # --- tools/test.py ----------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +324,7 @@ def test_a_checkpoint_is_tested_with_its_own_attention(attention, tmp_path):
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nuscenes")
-    write_nuscenes(folder, **real_pointcept.SCENES)
+    real_pointcept.write_data(folder)
     return folder
 
 
@@ -285,6 +352,70 @@ def test_the_trainer(model, dataset, tmp_path):
     same = real_pointcept.config(root, model, "quest", dataset, tmp_path / "same")
     (resumed,) = real_pointcept.train(root, same, options=(weight, "resume=True"))
     assert any("Resuming train at eval epoch: 2" in line for line in resumed.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", real_pointcept.PRETRAINING)
+def test_the_trainer_of_pretraining(model, dataset, tmp_path):
+    """Sonata, Concerto and PPT: standard is Pointcept's own attention, step by step; quest trains."""
+    root = Path(ROOT)
+    configs = [real_pointcept.config(root, model, a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")]
+    stock, standard, quest = real_pointcept.train(root, *configs)
+    assert len(stock.losses) >= 6
+    assert standard.losses == pytest.approx(stock.losses, abs=1.5e-3)
+    assert quest.losses != stock.losses
+    half = len(quest.losses) // 2
+    assert sum(quest.losses[half:]) < sum(quest.losses[:half])
+    assert standard.report.startswith("quest: attention=standard in")
+    assert quest.report.startswith("quest: attention=quest in")
+
+
+@pytest.mark.slow
+def test_the_launcher_of_several_processes(dataset, tmp_path):
+    """`--num-gpus 2`: the children, which never read the configuration's file, build and train what it asks for.
+
+    Pointcept's launcher insists on CUDA and NCCL; without a GPU, benchmarks/cpu gives it gloo. With GPUs it runs as it
+    is in integration_tests/gpu/test_pointcept_launcher.py.
+    """
+    root = Path(ROOT)
+    configs = [
+        real_pointcept.config(root, "PT-v3m1", a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")
+    ]
+    stock, standard, quest = real_pointcept.train(root, *configs, gpus=2, options=("num_worker=2",))
+    assert len(stock.losses) == 16
+    assert standard.losses == pytest.approx(stock.losses, abs=1.5e-4)
+    assert sum(line.startswith("quest: attention=quest in 8 modules") for line in quest.lines) == 2
+    assert sum(quest.losses[8:]) < sum(quest.losses[:8])
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes(dataset, tmp_path):
+    """SIGKILL in the second epoch: the first one's checkpoint is resumed with the same attention, and with no other."""
+    root, folder = Path(ROOT), tmp_path / "run"
+    config = real_pointcept.config(root, "PT-v3m1", "qknorm-hs", dataset, folder)
+    (killed,) = real_pointcept.train(root, config, killed_after="Train: [2/2][4/8]")
+    assert 12 <= len(killed.losses) < 16
+    path = folder / "exp/model/model_last.pth"
+    assert torch.load(path, weights_only=False)["epoch"] == 1
+
+    resume = (f"weight={path}", "resume=True")
+    with pytest.raises(RuntimeError, match="trained with attention 'qknorm-hs' and the model has 'quest'; resume with"):
+        real_pointcept.train(root, real_pointcept.config(root, "PT-v3m1", "quest", dataset, folder), options=resume)
+    assert torch.load(path, weights_only=False)["epoch"] == 1  # what was refused has not written over it
+
+    config = real_pointcept.config(root, "PT-v3m1", "qknorm-hs", dataset, folder)
+    (resumed,) = real_pointcept.train(root, config, options=resume)
+    assert any("Resuming train at eval epoch: 1" in line for line in resumed.lines)
+    trained = [line.partition("Train: ")[2][:10] for line in resumed.lines if "Train: [" in line]
+    assert trained == [f"[2/2][{i}/8]" for i in range(1, 9)]
+    assert len(resumed.mious) == 1
+    ended = torch.load(path, weights_only=False)
+    assert ended["epoch"] == 2
+    assert ended["scheduler"]["last_epoch"] == 16
+    learned = [name for name in ended["state_dict"] if ".mechanism." in name]
+    assert len(learned) == 8
+    # The optimiser goes on with what it knew of them.
+    assert {int(state["step"]) for state in ended["optimizer"]["state"].values()} == {16}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import multiprocessing
 import os
 import warnings
@@ -26,12 +27,13 @@ from torch_pointcloud.models.sonata import SonataSegmentation
 from torch_pointcloud.models.utonia import UtoniaSegmentation
 
 import quest_core
+import quest_pointcept
 from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
 from quest_core.registry import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import carry_to_children, compare_attention, guard_checkpoints, guard_tests
+from quest_pointcept.hosts import carry_to_children, compare_attention, guard_backbones, guard_checkpoints, guard_tests
 
 ENCODER = {
     "in_channels": 4,
@@ -122,6 +124,29 @@ def test_the_registry_of_models_takes_the_key():
 def test_a_misspelling_is_told_before_anything_is_built():
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
         PointTransformerV3Encoder(**ENCODER, attention="quset")
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        (3, "attention is 3 .int.; write a name such as 'quest'"),
+        (True, "attention is True .bool.; write a name"),
+        (["quest"], "attention is .'quest'. .list.; write a name"),
+        ({"nme": "quest"}, "has no 'name'"),
+        ({"name": "quest", "scal": 2}, "'quest' has no option 'scal'.*did you mean 'scale'"),
+        ("quest+gqa(kv_heads=3)", "kv_heads is 3, which does not divide the 2 heads; choose from: 1, 2"),
+    ],
+)
+def test_what_is_no_attention_is_told(attention, why):
+    with pytest.raises(ConfigError, match=why):
+        PointTransformerV3Encoder(**ENCODER, attention=attention)
+
+
+def test_the_plugin_may_be_imported_again():
+    wrapped = PointTransformerV3Encoder.__init__
+    importlib.reload(quest_pointcept)
+    PointceptAdapter().install()
+    assert PointTransformerV3Encoder.__init__ is wrapped
 
 
 def test_the_hosts_own_call_is_unchanged():
@@ -363,10 +388,28 @@ def test_a_stock_checkpoint_is_pooled_on_load():
     torch.testing.assert_close(ours, torch.cat([q.flatten(0, 1), *pooled]))
 
 
-def test_narrow_keys_do_not_take_a_stock_checkpoint():
-    model = quest_core.inject(Stages(), "aft-conv(dims=1)", adapter=PointceptAdapter())[0]
+def test_the_keys_of_aft_conv_are_pooled_on_load():
+    """One feature a head: the mean of the host's. Loading before injecting, or after, comes to the same."""
+    torch.manual_seed(0)
+    stock = Stages()
+    model = quest_core.inject(Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())[0]
+    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
+    assert unexpected == []
+    assert all(".mechanism." in name for name in missing)
+    q, k, v = stock.enc0["block0"].attn.qkv.weight.detach().view(3, 4, 6, 24)
+    want = torch.cat([q.flatten(0, 1), k.mean(1), v.flatten(0, 1)])
+    torch.testing.assert_close(model.enc0["block0"].attn.qkv.weight.detach(), want)
+    quest_core.inject(stock, "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())
+    torch.testing.assert_close(stock.enc0["block0"].attn.qkv.weight.detach(), want)
+
+
+@pytest.mark.parametrize("other", ["quest+gqa(kv_heads=1)", "aft-conv(dims=1)"])
+def test_weights_of_another_shape_are_refused(other):
+    """Also where the loader does not insist on every key, as Pointcept's: no part of them is taken in silence."""
+    trained = quest_core.inject(Stages(), other, adapter=PointceptAdapter())[0]
+    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter())[0]
     with pytest.raises(RuntimeError, match=r"size mismatch for enc0.block0.attn.qkv.weight"):
-        model.load_state_dict(Stages().state_dict())
+        model.load_state_dict(OrderedDict(trained.state_dict().items()), strict=False)
 
 
 def test_calibration_scales_the_queries():
@@ -462,6 +505,33 @@ def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
     )
     with pytest.warns(AttentionMismatchWarning):
         loader.before_train()
+
+
+def test_a_model_that_starts_its_backbone_itself_is_guarded_once(tmp_path):
+    class Pretraining:
+        """Pointcept's segmentor with LoRA has the one method, Concerto and Utonia have the other."""
+
+        def __init__(self):
+            self.backbone = save(tmp_path / "other.pth", "standard")
+
+        def backbone_load(self, checkpoint):
+            self.backbone.load_state_dict(OrderedDict(checkpoint["state_dict"].items()), strict=False)
+
+        def load_sonata(self, model, path, if_loadhead=True):
+            model.load_state_dict(OrderedDict(torch.load(path)["state_dict"].items()))
+            return model, if_loadhead
+
+    guard_backbones(Pretraining)
+    wrapped = Pretraining.backbone_load, Pretraining.load_sonata
+    guard_backbones(Pretraining)
+    assert (Pretraining.backbone_load, Pretraining.load_sonata) == wrapped
+    path = tmp_path / "model_last.pth"
+    save(path, "quest")
+    model = Pretraining()
+    with pytest.warns(AttentionMismatchWarning, match="backbone_path was trained with attention 'quest'"):
+        model.backbone_load(torch.load(path))
+    with pytest.warns(AttentionMismatchWarning, match="model_last.pth was trained with attention 'quest'"):
+        assert model.load_sonata(model.backbone, str(path), if_loadhead=False) == (model.backbone, False)
 
 
 def test_a_test_is_guarded_once_and_compares_what_it_built(tmp_path):

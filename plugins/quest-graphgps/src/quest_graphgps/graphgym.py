@@ -23,6 +23,7 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError, one_of
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
+from quest_core.mechanisms.mechanism import plain_path
 from quest_core.registry import parts
 
 SECTIONS = ("gnn", "gt")
@@ -375,9 +376,9 @@ def refuse_other_attention(model: nn.Module, state_dict: Any, path: str, cfg: An
     if metadata is None:
         logging.warning(f"quest: {path} does not say with which attention it was trained; the model is not compared")
         return
-    trained = {place: entry["attention"] for place, entry in metadata.items() if "attention" in entry}
+    trained = {plain_path(place): entry["attention"] for place, entry in metadata.items() if "attention" in entry}
     built = {
-        place: module.config
+        plain_path(place): module.config
         for place, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Mechanism)
     }

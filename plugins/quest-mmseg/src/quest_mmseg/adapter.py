@@ -7,7 +7,6 @@ inject. That is before wrapping, optimizer, EMA, `init_weights` and `load_from`,
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
-from quest_core.errors import InputError, UnsupportedError
+from quest_core.errors import UnsupportedError
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_core.registry import require_host
 from quest_core.torch_mha import TorchAdapter
 
+from . import checkpoints
 from .info import INFO
 from .layers import (
     BEiTAttention,
@@ -117,15 +116,13 @@ class MmsegAdapter(Adapter):
                 (_connect_backbone if kind == "VisionTransformer" else _connect_head)(module)
 
     def install(self) -> None:
-        """Check the host's version, and let no run resume with another attention than it was trained with.
+        """Check the host's version, and let no run resume or be tested with another attention than it was trained with.
 
         Raises:
             PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        from mmengine.runner import Runner
-
-        _refuse_other_attention(Runner)
+        checkpoints.guard()
 
 
 def _connect_backbone(backbone: Any) -> None:
@@ -206,25 +203,3 @@ def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> S
             narrows_keys=any(_host_name(parent, GRID) for parent in parents),
         )
     return Site(path, module, index, module.num_heads, module.embed_dims // module.num_heads, asked)
-
-
-def _refuse_other_attention(runner: type[Any]) -> None:
-    """Wrap Runner.resume in place, once: what load_from only warns of ends a resumed run."""
-    stock: Any = runner.resume
-    if hasattr(stock, "refuses_other_attention"):
-        return
-
-    @functools.wraps(stock)
-    def resume(self: Any, filename: str, *arguments: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AttentionMismatchWarning)
-            try:
-                return stock(self, filename, *arguments, **options)
-            except AttentionMismatchWarning as warning:
-                raise InputError(
-                    f"{filename} cannot be resumed: {warning}. To fine-tune it with another attention, train anew with "
-                    "load_from"
-                ) from None
-
-    resume.refuses_other_attention = True  # type: ignore[attr-defined]
-    runner.resume = resume

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import uuid
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
-from mmengine.runner.checkpoint import load_checkpoint
+from mmengine.runner.checkpoint import CheckpointLoader, load_state_dict
 
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
 from quest_core.inject import REPORT
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 
 from . import scenes
+from .checkpoints import difference
 from .corruptions import corrupted, severities
 from .info import CORRUPTIONS
 
@@ -119,14 +118,18 @@ def load(runner: Runner, checkpoint: str, attention: str) -> None:
     Raises:
         ConfigError: the checkpoint cannot be read or is of another model or attention.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        try:
-            load_checkpoint(runner.model, checkpoint, map_location="cpu", strict=True)
-        except (AttentionMismatchWarning, RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {error}"
-            ) from None
+    try:
+        stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
+        weights = stored.get("state_dict", stored)
+        wrong = difference(runner.model, weights)
+        if wrong is None:
+            load_state_dict(runner.model, weights, strict=True)
+    except (RuntimeError, OSError) as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise ConfigError(
+            f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {wrong}"
+        )
 
 
 def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:

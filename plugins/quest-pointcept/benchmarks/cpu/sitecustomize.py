@@ -1,5 +1,6 @@
 """Lets Pointcept's trainer, which moves everything to CUDA unasked, run on a CPU: there `.cuda()` changes nothing.
 
+Its launcher of several processes insists on CUDA and NCCL, too: here it finds two devices, which are none, and gloo.
 Python imports this at start-up, where this folder is on PYTHONPATH. It is for tests alone.
 """
 
@@ -18,6 +19,24 @@ if not torch.cuda.is_available():
         return histc(x.float(), *arguments, **options).to(x.dtype)
 
     torch.histc = histogram
+
+    def launches():
+        return sys._getframe(2).f_globals.get("__name__") == "pointcept.engines.launch"
+
+    torch.cuda.is_available = lambda: launches()  # nobody else is told so
+    torch.cuda.device_count = lambda: 2 if launches() else 0
+    torch.cuda.set_device = lambda *_: None
+    if torch.distributed.is_available():
+        start, parallel = torch.distributed.init_process_group, torch.nn.parallel.DistributedDataParallel.__init__
+
+        def init_process_group(backend=None, *arguments, **options):
+            start("gloo" if backend == "NCCL" else backend, *arguments, **options)
+
+        def distributed(self, module, device_ids=None, output_device=None, *arguments, **options):
+            parallel(self, module, None, None, *arguments, **options)
+
+        torch.distributed.init_process_group = init_process_group
+        torch.nn.parallel.DistributedDataParallel.__init__ = distributed
     try:
         import torchvision  # noqa: F401
     except ImportError:

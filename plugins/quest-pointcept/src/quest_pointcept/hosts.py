@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,8 @@ def _install_pointcept(adapter: Adapter) -> None:
     carry_to_children(Config)
     guard_checkpoints(CheckpointLoader)
     guard_tests(TesterBase)
+    for model in MODELS.module_dict.values():
+        guard_backbones(model)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -196,6 +199,32 @@ def guard_tests(tester: type[Any]) -> None:
     tester.build_model = build_model
 
 
+def guard_backbones(model: type[Any]) -> None:
+    """Let a model of Pointcept that starts its own backbone from a checkpoint notice another attention, in place, once.
+
+    The segmentor with LoRA does it in `backbone_load`, pretrainings that go on from Sonata in `load_sonata`.
+    """
+    own, other = vars(model).get("backbone_load"), vars(model).get("load_sonata")
+    if own is not None and not hasattr(own, "compares_attention"):
+
+        @functools.wraps(own)
+        def backbone_load(self: Any, checkpoint: dict[str, Any]) -> None:
+            _compare("backbone_path", checkpoint, self.backbone, "start")
+            own(self, checkpoint)
+
+        backbone_load.compares_attention = True  # type: ignore[attr-defined]
+        model.backbone_load = backbone_load
+    if other is not None and not hasattr(other, "compares_attention"):
+
+        @functools.wraps(other)
+        def load_sonata(self: Any, model: nn.Module, path: str, *arguments: Any, **options: Any) -> Any:
+            compare_attention(Path(path), model, "start")
+            return other(self, model, path, *arguments, **options)
+
+        load_sonata.compares_attention = True  # type: ignore[attr-defined]
+        model.load_sonata = load_sonata
+
+
 def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resume", "test"]) -> None:
     """Refuse a checkpoint whose attention is not that of the model; one that is only a start brings a warning.
 
@@ -204,7 +233,13 @@ def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resum
     """
     # Mapped, not read, where the format allows it: only what it says about itself is of interest.
     checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
-    weights = checkpoint.get("state_dict")
+    _compare(str(path), checkpoint, model, use)
+
+
+def _compare(
+    name: str, checkpoint: Mapping[str, Any], model: nn.Module, use: Literal["start", "resume", "test"]
+) -> None:
+    weights = checkpoint.get("state_dict", checkpoint)
     metadata = getattr(weights, "_metadata", {})
     trained = {kept["attention"] for kept in metadata.values() if "attention" in kept}
     built = [part.config for part in model.modules() if isinstance(part, Mechanism)]
@@ -217,13 +252,13 @@ def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resum
     text, now = " and ".join(sorted(trained)), str(built[0]) if built else "standard"
     if use == "start":
         warnings.warn(
-            f"{path} was trained with attention '{text}' and is loaded into '{now}'",
+            f"{name} was trained with attention '{text}' and is loaded into '{now}'",
             AttentionMismatchWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return
     otherwise = ", or load it as a start with resume=False" if use == "resume" else ""
     raise ConfigError(
-        f"{path} was trained with attention '{text}' and the model has '{now}'; {use} with "
+        f"{name} was trained with attention '{text}' and the model has '{now}'; {use} with "
         f"model.backbone.attention='{text}'{otherwise}"
     )

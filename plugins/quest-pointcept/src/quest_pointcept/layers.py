@@ -2,7 +2,7 @@
 
 A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`), so a host's state
 dict loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa)
-`qkv` has fewer rows, and a host's checkpoint is pooled on load.
+or narrower keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
 
 Where the host would call flash-attn, patches keep their own lengths and `quest_core.attention_packed` attends to them:
 on a GPU by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length. flash-attn itself
@@ -194,8 +194,8 @@ class SerializedAttention(nn.Module):
         return torch.cat([q, k, v])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # What narrower keys would be made of cannot be said: such a checkpoint does not fit, and loading says so.
-        if self.kv_heads != self.num_heads and self.key_dim == self.head_dim:
+        # What loads the weights of a host must be what an injection into the loaded host would be.
+        if self.rows != 3 * self.channels:
             for name in ("qkv.weight", "qkv.bias"):
                 given = state_dict.get(prefix + name)
                 if given is not None and given.shape[0] == 3 * self.channels:

@@ -85,10 +85,14 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
 
 
 def counts_of(point: Any) -> list[int]:
-    """Points of each cloud of a Pointcept `Point`; copied from the device once for each set of points."""
+    """Points of each cloud of a Pointcept `Point`, without the clouds that have none.
+
+    They are copied from the device once for each set of points.
+    """
     key = "quest_counts"
     if key not in point:
-        point[key] = Counts(torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist())
+        every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
+        point[key] = Counts([count for count in every if count])
     counts: list[int] = point[key].values
     return counts
 

@@ -1,14 +1,16 @@
 # Segmenter (ICCV 2021) with ViT-S/16 on ADE20K, as the QUEST paper trains it: 160k iterations, batch 8, SGD 1e-3, poly.
-_base_ = "mmseg::segmenter/segmenter_vit-s_mask_8xb1-160k_ade20k-512x512.py"
+# A path, for mmengine looks mmseg:: up under the name mmsegmentation, which its maintained fork does not have.
+_base_ = __import__("mmseg").__path__[0] + "/.mim/configs/segmenter/segmenter_vit-s_mask_8xb1-160k_ade20k-512x512.py"
 
 # The paper starts from DeiT weights that were trained with the same attention. Convert them with mmseg's
 # tools/model_converters/vit2mmseg.py, then: --cfg-options model.pretrained=deit_small_standard.pth
-# DeiT expects ImageNet's mean and deviation.
+# DeiT expects ImageNet's mean and deviation, and has a bias in its patch embedding, which mmseg leaves out by default.
 data_preprocessor = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
 model = dict(
     type="quest_mmseg.EncoderDecoder",
     attention="standard",
     pretrained=None,
     data_preprocessor=data_preprocessor,
+    backbone=dict(patch_bias=True),
 )
 train_dataloader = dict(batch_size=8)

@@ -1,0 +1,44 @@
+"""Sequences of unlike length without padding: on a GPU by PyTorch's variable-length flash kernels, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import quest_core
+import quest_core.packing
+from quest_core.mechanisms.mechanism import kv_heads
+
+LENGTHS = {"cpu": [7, 1, 12], "cuda": [700, 1, 333, 64]}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)"])
+def test_packed_sequences(
+    attention: str, dtype: torch.dtype, is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients against float64: at most twice the error of one sequence at a time."""
+    lengths, heads, dim = LENGTHS[device], 4, 64 if device == "cuda" else 8
+    made = quest_core.mechanism(attention, num_heads=heads, head_dim=dim).to(device)
+    groups = kv_heads(attention, heads)
+    inputs = [torch.randn(sum(lengths), h, dim, dtype=torch.float64).to(device, dtype) for h in (heads, groups, groups)]
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    grad = torch.randn(sum(lengths), heads, dim, dtype=torch.float64).to(device)
+    calls = []
+    varlen = quest_core.packing._varlen
+    monkeypatch.setattr(quest_core.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1])
+    found = []
+    for kernels, wide in (("auto", False), ("reference", False), ("reference", True)):
+        monkeypatch.setenv("QUEST_KERNELS", kernels)
+        module = copy.deepcopy(made).double() if wide else copy.deepcopy(made).to(dtype)
+        leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in inputs]
+        out = quest_core.attention_packed(*leaves, module, cu_seqlens_q=ends, is_causal=is_causal)
+        found.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    assert calls == ([dtype] if device == "cuda" else [])
+    for got, plain, truth in zip(*found, strict=True):
+        error, yardstick = (got.double() - truth).norm(), (plain.double() - truth).norm()
+        assert got.dtype == dtype
+        assert error <= max(2 * yardstick, 4 * torch.finfo(dtype).eps * truth.norm())
