@@ -14,6 +14,7 @@ left out is standard, softmax, mha. Families (linear, aft-simple, ...) stand alo
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import math
 import re
@@ -287,8 +288,11 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
     checked: dict[str, Any] = {}
     for key, value in options.items():
         if key not in specs:
-            holders = sorted(p.name for p in known.values() if any(o.name == key for o in p.options))
-            hint = f"; '{key}' belongs to {', '.join(holders)}" if holders else ""
+            elsewhere = sorted({o.name for p in known.values() for o in p.options} - set(specs))
+            hint = ""
+            for near in difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.7):
+                holders = sorted(p.name for p in known.values() if any(o.name == near for o in p.options))
+                hint = f"; '{near}' belongs to {', '.join(holders)}"
             raise ConfigError(f"attention '{written}' has no option '{key}'; {one_of(key, specs)}{hint}")
         checked[key] = specs[key].check(value, written)
     return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))

@@ -38,5 +38,6 @@ def one_of(found: object, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     text = "choose from: " + (", ".join(names) if names else "(nothing is available)")
-    near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
-    return f"{text} (did you mean '{near[0]}'?)" if near else text
+    alike = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(found).lower(), alike, n=1, cutoff=0.6)
+    return f"{text} (did you mean '{alike[near[0]]}'?)" if near else text

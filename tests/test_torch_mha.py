@@ -269,6 +269,23 @@ def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("attention", ["sinkhorn", "quest+pgqa(kv_heads=2)", "sigmoid+pgqa(kv_heads=2)"])
+def test_padding_takes_no_part_as_a_query(attention: str, need_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the columns' mass nor of what the noise is made of; in place of random numbers it follows the weights,
+    so that more padding does not draw others."""
+    monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
+    layer = MultiheadAttention(12, 4, batch_first=True, attention=attention, dtype=torch.double)
+    x = torch.randn(1, 5, 12, dtype=torch.double)
+    want = layer(x, x, x, need_weights=need_weights)[0]
+    for length in (6, 9):
+        y = torch.cat([x, torch.randn(1, length - 5, 12, dtype=torch.double)], dim=1)
+        padding = torch.arange(length)[None] >= 5
+        torch.testing.assert_close(
+            layer(y, y, y, key_padding_mask=padding, need_weights=need_weights)[0][:, :5], want, rtol=1e-10, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: bool) -> None:
     """With padding or weights the mask does the masking, but what looks ahead by itself must still be refused."""

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quest_core import Attention, mechanism
 from quest_core.errors import UnsupportedError
-from quest_core.kernels import unit_attention, unit_logits, unit_logits_applies
+from quest_core.kernels import unit_attention, unit_attention_with_logits, unit_logits, unit_logits_applies
 from quest_core.mechanisms import mechanism as module
 from quest_core.mechanisms import reference
 
@@ -97,7 +97,7 @@ def test_attention_equals_the_reference_with_the_gradients_of_every_output(
     v = heads(batch, groups, m, value_dim, strided=strided)
     added = torch.randn(batch, groups * per_group, n, m, dtype=q.dtype) if residual else None
     inputs = [x.requires_grad_() for x in (q, k, v, added) if x is not None]
-    got, truth = unit_attention(q, k, v, scale, added), attended(q, k, v, scale, added)
+    got, truth = unit_attention_with_logits(q, k, v, scale, added), attended(q, k, v, scale, added)
     for ours, theirs in zip(got, truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     grads = [torch.randn_like(truth[i]) for i in sorted(read)]
@@ -113,7 +113,7 @@ def test_attention_equals_the_reference_with_the_gradients_of_every_output(
 
 def test_what_it_returns_may_be_changed_in_place() -> None:
     q, k, v = (heads(2, 2, 5, 4, strided=True).requires_grad_() for _ in range(3))
-    out, weights, scores = unit_attention(q, k, v, 1.0)
+    out, weights, scores = unit_attention_with_logits(q, k, v, 1.0)
     truth, _, logits = attended(q, k, v, 1.0, None)
     out *= 2
     scores.masked_fill_(scores > 0, 0)
@@ -121,7 +121,7 @@ def test_what_it_returns_may_be_changed_in_place() -> None:
     theirs = torch.autograd.grad(2 * truth.sum() + logits.masked_fill(logits > 0, 0).sum(), (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    out, weights, _ = unit_attention(q, k, v, 1.0)
+    out, weights, _ = unit_attention_with_logits(q, k, v, 1.0)
     weights.mul_(2)  # the derivative needs the weights as they were
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -132,13 +132,15 @@ def test_gradcheck() -> None:
     residual = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *x: unit_logits(*x[:2], 0.7, *x[2:]), (q, k, residual), fast_mode=True)
     v = heads(2, 2, 3, 5, strided=True).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: unit_attention(*x[:3], 0.7, *x[3:]), (q, k, v, residual), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: unit_attention_with_logits(*x[:3], 0.7, *x[3:]), (q, k, v, residual), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 def test_gives_gradients_to_those_that_want_them(wanted: tuple[bool, bool]) -> None:
     q, k = (heads(1, 2, 3, 4, strided=False).requires_grad_(wants) for wants in wanted)
-    for out in (unit_logits(q, k, 1.0), unit_attention(q, k, heads(1, 2, 3, 4, strided=False), 1.0)[0]):
+    for out in (unit_logits(q, k, 1.0), unit_attention(q, k, heads(1, 2, 3, 4, strided=False), 1.0)):
         q.grad = k.grad = None
         out.square().sum().backward()
         assert [x.grad is not None for x in (q, k)] == list(wanted)
@@ -148,7 +150,7 @@ def test_values_alone_may_want_a_gradient() -> None:
     """Frozen queries and keys make weights without one, which can be read, and nothing is computed for them."""
     q, k, v = (heads(2, 2, 5, 4, strided=True) for _ in range(3))
     v.requires_grad_()
-    out, weights, scores = unit_attention(q, k, v, 1.0)
+    out, weights, scores = unit_attention_with_logits(q, k, v, 1.0)
     truth, _, _ = attended(q, k, v, 1.0, None)
     assert (out.requires_grad, weights.requires_grad, scores.requires_grad) == (True, False, False)
     assert weights.numpy().sum(-1) == pytest.approx(1)
@@ -177,7 +179,11 @@ def test_mechanisms_take_it_and_give_the_same(spec: str, asked: str, monkeypatch
 
         return call
 
-    for name, function in (("unit_logits", unit_logits), ("unit_attention", unit_attention)):
+    for name, function in (
+        ("unit_logits", unit_logits),
+        ("unit_attention", unit_attention),
+        ("unit_attention_with_logits", unit_attention_with_logits),
+    ):
         monkeypatch.setattr(module, name, counted(name, function))
     grad = torch.randn(2, 4, 29, 8)
 
@@ -189,7 +195,9 @@ def test_mechanisms_take_it_and_give_the_same(spec: str, asked: str, monkeypatch
         return (*outs, *torch.autograd.grad(outs[0], (q, k, v), grad))
 
     fast = results()
-    expected = ["unit_logits" if mask is not None else "unit_attention"]
+    expected = ["unit_attention"]
+    if asked != "output alone":
+        expected = ["unit_logits" if mask is not None else "unit_attention_with_logits"]
     assert calls == expected
     monkeypatch.setenv("QUEST_KERNELS", "reference")
     slow = results()

@@ -6,5 +6,6 @@ from .short import short_attention as short_attention
 from .unit import unit as unit
 from .unit_logits import are_ordinary as are_ordinary
 from .unit_logits import unit_attention as unit_attention
+from .unit_logits import unit_attention_with_logits as unit_attention_with_logits
 from .unit_logits import unit_logits as unit_logits
 from .unit_logits import unit_logits_applies as unit_logits_applies

@@ -9,7 +9,7 @@ out as the norm wants it. ``benchmarks/unit_logits.py`` times both ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,23 +59,35 @@ def unit_logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = No
     return _unit_logits(q if scale == 1 else q * scale, k, residual)
 
 
-def unit_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(scale · q k̄ᵀ + residual) v, its weights and its logits, where `unit_logits_applies` and v is one of the
-    tensors that `are_ordinary`.
+def unit_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale · q k̄ᵀ) v, where `unit_logits_applies` and v is one of the tensors that `are_ordinary`.
 
     Args:
         q: [B, H, N, D].
         k: [B, G, M, D], H a multiple of G.
         v: [B, G, M, Dv], of the type of `q`.
-        residual: [B, H, N, M].
+
+    Returns:
+        [B, H, N, Dv].
+    """
+    out: Tensor = _unit_attention(q if scale == 1 else q * scale, k, v, None, True)
+    return out
+
+
+def unit_attention_with_logits(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `unit_attention`, and its weights and logits.
+
+    Args:
+        residual: [B, H, N, M], added to the logits.
 
     Returns:
         The output [B, H, N, Dv], the weights and the logits, both [B, H, N, M]; gradients flow through each to what it
         is made of.
     """
-    return _unit_attention(q if scale == 1 else q * scale, k, v, residual)
+    made: tuple[Tensor, Tensor, Tensor] = _unit_attention(q if scale == 1 else q * scale, k, v, residual, False)
+    return made
 
 
 class _UnitLogits(torch.autograd.Function):
@@ -83,51 +95,55 @@ class _UnitLogits(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, residual: Tensor | None) -> Tensor:
         queries, keys, inverse, scores = _logits(q, k, residual)
         ctx.save_for_backward(queries, keys, inverse)
-        return _own(scores, *q.shape[:3], k.shape[2])
+        return scores if q.shape[1] == k.shape[1] else _own(scores, (*q.shape[:3], k.shape[2]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _refuse_a_second_derivative()
-        queries, keys, inverse = ctx.saved_tensors
         needs_q, needs_k, needs_residual = ctx.needs_input_grad
-        inside = grad.reshape(len(keys), -1, grad.shape[3])  # [B·G, H/G·N, M]
-        for_q = _for_queries(inside, keys, grad.shape) if needs_q else None
-        for_k = _for_keys(inside, queries, keys, inverse, grad.shape[0]) if needs_k else None
+        queries, keys, inverse = ctx.saved_tensors
+        for_q, for_k = _for_inputs(grad, queries, keys, inverse, needs_q, needs_k)
         return for_q, for_k, grad if needs_residual else None
 
 
 class _UnitAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, residual: Tensor | None, output_alone: bool
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         queries, keys, inverse, scores = _logits(q, k, residual)
-        values = v.reshape(*keys.shape[:2], -1)  # [B·G, M, Dv]
-        weights = scores.softmax(-1)  # [B·G, H/G·N, M]
-        out = torch.bmm(weights, values)  # [B·G, H/G·N, Dv]
-        (batch, heads, n, _), m, dim = q.shape, k.shape[2], v.shape[3]
-        weights = _own(weights, batch, heads, n, m)  # saved as it is returned, so that a change in place is noticed
+        values = v.contiguous()  # [B, G, M, Dv]
+        weights = scores.softmax(-1)  # [B, G, H/G·N, M]
+        out = torch.matmul(weights, values)  # [B, G, H/G·N, Dv]
+        if q.shape[1] != k.shape[1]:
+            (batch, heads, n, _), m = q.shape, k.shape[2]
+            out, weights = _own(out, (batch, heads, n, v.shape[3])), _own(weights, (batch, heads, n, m))
+            scores = scores if output_alone else _own(scores, (batch, heads, n, m))
+        # The weights are saved as they are returned, so that a change in place is noticed.
         ctx.save_for_backward(queries, keys, inverse, values, weights)
         ctx.set_materialize_grads(False)
-        scores = _own(scores, batch, heads, n, m)
-        for_q, for_k, _, for_residual = ctx.needs_input_grad
+        if output_alone:
+            return out
+        for_q, for_k, _, for_residual, _ = ctx.needs_input_grad
         if not (for_q or for_k or for_residual):
             ctx.mark_non_differentiable(weights, scores)  # values alone have a derivative
-        return _own(out, batch, heads, n, dim), weights, scores
+        return out, weights, scores
 
     @staticmethod
     def backward(
-        ctx: Any, for_out: Tensor | None, for_weights: Tensor | None, for_scores: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        ctx: Any, for_out: Tensor | None, for_weights: Tensor | None = None, for_scores: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         _refuse_a_second_derivative()
         queries, keys, inverse, values, weights = ctx.saved_tensors
-        needs_q, needs_k, needs_v, needs_residual = ctx.needs_input_grad
-        shape = weights.shape
-        batch, m = shape[0], shape[3]
-        weights = weights.view(len(keys), -1, m)  # [B·G, H/G·N, M]
+        needs_q, needs_k, needs_v, needs_residual, _ = ctx.needs_input_grad
+        shape, (batch, groups, m, dim) = weights.shape, values.shape
+        rows = batch * groups
+        values, weights = values.view(rows, m, dim), weights.view(rows, -1, m)  # [B·G, M, Dv], [B·G, H/G·N, M]
         for_v = grad = None  # the latter of the weights, then of the logits, [B·G, H/G·N, M]
         if for_out is not None:
-            inside = for_out.reshape(len(keys), -1, values.shape[2])  # [B·G, H/G·N, Dv]
+            inside = for_out.reshape(rows, -1, dim)  # [B·G, H/G·N, Dv]
             if needs_v:
-                for_v = torch.bmm(weights.mT, inside).view(batch, -1, m, values.shape[2])
+                for_v = torch.bmm(weights.mT, inside).view(batch, groups, m, dim)
             if needs_q or needs_k or needs_residual:
                 grad = torch.bmm(inside, values.mT)
         if for_weights is not None:
@@ -139,48 +155,54 @@ class _UnitAttention(torch.autograd.Function):
             direct = for_scores.reshape(weights.shape)
             grad = direct if grad is None else grad.add_(direct)
         if grad is None:
-            return None, None, for_v, None
-        for_q = _for_queries(grad, keys, shape) if needs_q else None
-        for_k = _for_keys(grad, queries, keys, inverse, batch) if needs_k else None
-        return for_q, for_k, for_v, grad.view(shape) if needs_residual else None
+            return None, None, for_v, None, None
+        grad = grad.view(shape)
+        for_q, for_k = _for_inputs(grad, queries, keys, inverse, needs_q, needs_k)
+        return for_q, for_k, for_v, grad if needs_residual else None, None
 
 
 def _logits(q: Tensor, k: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries [B·G, H/G·N, D], unit keys [B·G, M, D], inverse norms [B·G·M, 1] and logits [B·G, H/G·N, M]."""
-    (batch, heads, n, dim), (groups, m) = q.shape, k.shape[1:3]
-    queries = q.reshape(batch * groups, heads // groups * n, dim)
+    """Queries [B, G, H/G·N, D], unit keys [B, G, M, D], inverse norms [B·G·M, 1] and logits [B, G, H/G·N, M].
+
+    All are contiguous, and the logits no view. (A call of torch.ops from Python costs more than some of these steps.)
+    """
+    batch, groups, m, dim = k.shape
+    queries = q.contiguous().view(batch, groups, -1, dim)
     rows = k.reshape(-1, dim)  # [B·G·M, D]
-    unit_rows, norm = torch.ops.aten._weight_norm_interface(rows, rows.new_ones(len(rows), 1), 0)
+    unit_rows, norm = torch._weight_norm_interface(rows, rows.new_ones(len(rows), 1), 0)
     inverse = norm.reciprocal()
     if not norm.all():
         unit_rows.masked_fill_(norm == 0, 0)
         inverse.masked_fill_(norm == 0, 0)
-    keys = unit_rows.view(batch * groups, m, dim)
+    keys = unit_rows.view(batch, groups, m, dim)
     if residual is None:
-        return queries, keys, inverse, torch.bmm(queries, keys.mT)
-    return queries, keys, inverse, torch.baddbmm(residual.reshape(batch * groups, -1, m), queries, keys.mT)
+        return queries, keys, inverse, torch.matmul(queries, keys.mT)
+    scores = torch.baddbmm(residual.reshape(batch * groups, -1, m), queries.flatten(0, 1), keys.flatten(0, 1).mT)
+    return queries, keys, inverse, _own(scores, (batch, groups, queries.shape[2], m))
 
 
-def _own(x: Tensor, *shape: int) -> Tensor:
+def _own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`x` in another shape, no view: the caller may change what a function returns, as that of any other attention."""
-    made: Tensor = torch.ops.aten._unsafe_view(x, shape)
+    made: Tensor = torch.ops.aten._unsafe_view.default(x, shape)
     return made
 
 
-def _for_queries(logit: Tensor, keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of the queries [B, H, N, D]; `shape` starts with B, H, N."""
-    return torch.bmm(logit, keys).view(*shape[:3], keys.shape[2])
-
-
-def _for_keys(logit: Tensor, queries: Tensor, keys: Tensor, inverse: Tensor, batch: int) -> Tensor:
-    """The gradient of the raw keys [B, G, M, D]."""
-    _, m, dim = keys.shape
-    for_unit = torch.bmm(logit.mT, queries)  # [B·G, M, D]
+def _for_inputs(
+    grad: Tensor, queries: Tensor, keys: Tensor, inverse: Tensor, needs_q: bool, needs_k: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of q [B, H, N, D] and of the raw keys [B, G, M, D], given that of the logits [B, H, N, M]."""
+    batch, groups, m, dim = keys.shape
+    keys, queries = keys.flatten(0, 1), queries.flatten(0, 1)
+    inside = grad.reshape(batch * groups, -1, m)  # [B·G, H/G·N, M]
+    for_q = torch.bmm(inside, keys).view(*grad.shape[:3], dim) if needs_q else None
+    if not needs_k:
+        return for_q, None
+    for_unit = torch.bmm(inside.mT, queries)  # [B·G, M, D]
     # The kernel's derivative of g·v/‖v‖ with v a unit vector and g = 1/‖k‖ is the derivative of k/‖k‖.
-    rows, ones = keys.view(-1, dim), torch.ones_like(inverse)
-    grad: Tensor
-    grad, _ = torch.ops.aten._weight_norm_interface_backward(for_unit.view(-1, dim), rows, inverse, ones, 0)
-    return grad.view(batch, -1, m, dim)
+    for_k: Tensor = torch.ops.aten._weight_norm_interface_backward.default(
+        for_unit.view(-1, dim), keys.view(-1, dim), inverse, torch.ones_like(inverse), 0
+    )[0]
+    return for_q, for_k.view(batch, groups, m, dim)
 
 
 def _refuse_a_second_derivative() -> None:
@@ -192,4 +214,4 @@ def _refuse_a_second_derivative() -> None:
 
 
 _unit_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _UnitLogits.apply
-_unit_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]] = _UnitAttention.apply
+_unit_attention: Callable[..., Any] = _UnitAttention.apply

@@ -235,8 +235,8 @@ class Perturbed(Grouped):
     """gqa, and noise is subtracted from each group's attention map so that its heads grow apart ([G], section 3.3).
 
     The noise is Gaussian with the mean and standard deviation of the weights of that sample's group over its heads,
-    queries and visible keys; it is zero where query and key index agree and where a key is hidden. No gradient flows
-    through it.
+    queries and visible keys, without those of padding; it is zero where query and key index agree and where a key is
+    hidden. No gradient flows through it.
     """
 
     name: ClassVar[str] = "pgqa"
@@ -310,6 +310,7 @@ PARTS = (
         Perturbed,
         (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
         reshapes=True,
+        counts_queries=True,
         causal=False,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         cached=False,

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels import are_ordinary, short_applies, short_attention, unit_attention, unit_logits, unit_logits_applies
+from ..kernels import (
+    are_ordinary,
+    short_applies,
+    short_attention,
+    unit_attention,
+    unit_attention_with_logits,
+    unit_logits,
+    unit_logits_applies,
+)
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
 from .normalisers import Softmax, product_is_faster
@@ -134,7 +142,7 @@ class Mechanism(nn.Module):
         if self._short and self.observer is None and not divided:
             by_product = product_is_faster(q, k, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
             if by_product and are_ordinary(q, k, v):
-                return unit_attention(q, k, v, self.score.scale(q.shape[-1]))[0]
+                return unit_attention(q, k, v, self.score.scale(q.shape[-1]))
             if short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
                 scale = self.score.scale(q.shape[-1])
                 return short_attention(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal)
@@ -205,7 +213,7 @@ class Mechanism(nn.Module):
         groups, scale = k.shape[1], self.score.scale(q.shape[-1])
         if self._quest and self.observer is None and unit_logits_applies(q, k, residual):
             if self._short and attn_mask is None and not is_causal and dropout_p == 0 and are_ordinary(q, v):
-                return unit_attention(q, k, v, scale, residual)
+                return unit_attention_with_logits(q, k, v, scale, residual)
             scores = unit_logits(q, k, scale, residual)
         else:
             raw = (q, k)
@@ -286,7 +294,7 @@ class Mechanism(nn.Module):
         Args:
             real: [B, M], boolean (False = padding) or additive (−inf = padding).
             same_tokens: the queries are the tokens that the keys are, as in self-attention. Where queries share the
-                columns' mass (sinkhorn), padding must not take part as a query either.
+                columns' mass (sinkhorn) or noise (pgqa), padding must not take part as a query either.
 
         Returns:
             [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
@@ -381,7 +389,7 @@ def tokens_are_divided() -> bool:
 
     What attends without that function would silently attend to the tokens of one rank.
     """
-    if torch.compiler.is_compiling():
+    if F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention or torch.compiler.is_compiling():
         return False
     where = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
     return where.startswith("torch.distributed.tensor.experimental")

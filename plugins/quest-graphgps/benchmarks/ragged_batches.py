@@ -3,14 +3,19 @@
 python plugins/quest-graphgps/benchmarks/ragged_batches.py            writes a table
 python plugins/quest-graphgps/benchmarks/ragged_batches.py --rule     the same along the ratio of areas, for the rule
 
-Padded is what PyTorch Geometric and GraphGPS do. Times are CPU seconds of this process, so that other processes on the
-machine count less; each is the median of repetitions in which the two take turns.
+Three layers take turns in an order that is drawn anew for every round: the host's own (torch.nn.MultiheadAttention,
+which PyTorch Geometric and GraphGPS give padded batches to), the chosen attention on padded batches, and ours, which
+packs them where that pays. Times are CPU seconds of this process, so that other processes on the machine count less.
+What is told of two layers is the median over rounds of their ratio within a round, with the 95 % interval of that
+median (by ranks).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
+import random
 import statistics
 import time
 
@@ -22,6 +27,8 @@ from quest_graphgps import attention
 from quest_graphgps.attention import GraphAttention
 
 WIDTH, HEADS = 64, 4
+WARM_UP, LEAST = 2, 8
+"""Rounds that are not counted, and the fewest that are."""
 
 
 def batches() -> dict[str, list[int]]:
@@ -47,57 +54,74 @@ def ratio(sizes: list[int]) -> float:
     return len(sizes) * max(sizes) ** 2 / sum(n * n for n in sizes)
 
 
-def milliseconds(sizes: list[int], name: str, dropout: float, repeat: int) -> tuple[list[float], list[float], bool]:
-    """CPU milliseconds of the padded and of our layer on such a batch, and whether ours packs it."""
+def milliseconds(sizes: list[int], name: str, dropout: float, seconds: float) -> tuple[dict[str, list[float]], bool]:
+    """CPU milliseconds of the three layers on such a batch, round by round, and whether ours packs it."""
     torch.manual_seed(0)
     host = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True)
-    padded, ours = MultiheadAttention.from_torch(host, name), GraphAttention.from_torch(host, name)
-    real = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # [B, N]
-    x = torch.zeros(*real.shape, WIDTH)
-    x[real] = torch.randn(sum(sizes), WIDTH)
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeat + 1):
-        for layer, found in zip((padded, ours), times, strict=True):
+    layers = {
+        "host": host,
+        "padded": MultiheadAttention.from_torch(host, name),
+        "ours": GraphAttention.from_torch(host, name),
+    }
+    hidden = torch.arange(max(sizes)) >= torch.tensor(sizes)[:, None]  # [B, N]
+    x = torch.zeros(*hidden.shape, WIDTH)
+    x[~hidden] = torch.randn(sum(sizes), WIDTH)
+    times: dict[str, list[float]] = {which: [] for which in layers}
+    draw = random.Random(0)
+    began = time.process_time()
+    for turn in itertools.count():
+        for which in draw.sample(list(layers), len(layers)):
             start = time.process_time()
-            step(layer, x, real)
-            if turn:  # the first one warms up
-                found.append(1e3 * (time.process_time() - start))
-    return *times, attention.ragged_plan(real) is not None
+            step(layers[which], x, hidden)
+            if turn >= WARM_UP:
+                times[which].append(1e3 * (time.process_time() - start))
+        if turn >= WARM_UP + LEAST and time.process_time() - began > seconds:
+            return times, attention.ragged_plan(hidden) is not None
+    raise AssertionError("unreachable")
 
 
-def step(layer: nn.Module, x: Tensor, real: Tensor) -> None:
+def paired_ratio(a: list[float], b: list[float]) -> tuple[float, float, float]:
+    """The median of a / b over rounds, and the interval that holds it at 95 %, from the ranks beside the middle."""
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    reach = 0.98 * len(ratios) ** 0.5
+    low, high = int(len(ratios) / 2 - reach), int(len(ratios) / 2 + reach)
+    return statistics.median(ratios), ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
+
+
+def step(layer: nn.Module, x: Tensor, hidden: Tensor) -> None:
     x = x.detach().requires_grad_()
-    out = layer(x, x, x, key_padding_mask=~real, need_weights=False)[0][real]
+    out = layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0][~hidden]
     out.square().sum().backward()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rule", action="store_true", help="batches of 32 along the ratio of areas, always packed")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--attention", default="quest")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=10, help="of CPU time for each row")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"torch {torch.__version__}, 1 thread, {platform.machine()}, {given.attention}, width {WIDTH}, {HEADS} heads\n"
+        f"torch {torch.__version__}, 1 thread, {platform.machine()}, {given.attention}, dropout {given.dropout:g}, "
+        f"width {WIDTH}, {HEADS} heads\n"
     )
     cases = batches()
     if given.rule:
         attention.RAGGED = 0.0
         cases = {f"{n} and 31 of 30": [n] + [30] * 31 for n in (30, 40, 45, 50, 60, 80, 120, 200)}
-    print("| batch of 32 graphs | dropout | padded / real area | padded | ours | padded / ours | packed |")
-    print("|---|---:|---:|---:|---:|---:|:-:|")
-    for title, sizes in cases.items():
-        for dropout in given.dropout:
-            padded, ours, packs = milliseconds(sizes, given.attention, dropout, given.repeat)
-            a, b = statistics.median(padded), statistics.median(ours)
-            spread = f"{min(padded):.1f} to {max(padded):.1f}", f"{min(ours):.1f} to {max(ours):.1f}"
-            print(
-                f"| {title} | {dropout:g} | {ratio(sizes):.1f} | {a:.1f} ms ({spread[0]}) | {b:.1f} ms ({spread[1]}) | "
-                f"{a / b:.1f} | {'yes' if packs else '–'} |",
-                flush=True,
-            )
+    print("| batch of 32 graphs | areas | host | padded | ours | host / ours | padded / ours | rounds | packed |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|:-:|")
+    for title, sizes in ((title, sizes) for title, sizes in cases.items() if given.only in title):
+        times, packs = milliseconds(sizes, given.attention, given.dropout, given.seconds)
+        cells = [f"{statistics.median(found):.2f} ms" for found in times.values()]
+        for other in ("host", "padded"):
+            gain, low, high = paired_ratio(times[other], times["ours"])
+            digits = 3 if gain < 1.5 else 1
+            cells.append(f"{gain:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
+        cells += [str(len(times["ours"])), "yes" if packs else "–"]
+        print(f"| {title} | {ratio(sizes):.1f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

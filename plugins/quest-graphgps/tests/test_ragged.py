@@ -15,8 +15,17 @@ from quest_graphgps import attention
 
 SCORES = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 NORMALISERS = ("", "+sigmoid", "+sinkhorn")
-GROUPINGS = ("", "+gqa(kv_heads=2)", "+mqa", "+kdgqa(kv_heads=2)", "+dgqa(kv_heads=2)")
+GROUPINGS = ("", "+gqa(kv_heads=2)", "+mqa", "+kdgqa(kv_heads=2)", "+dgqa(kv_heads=2)", "+pgqa(kv_heads=2)")
 FAMILIES = ("linear", "cosine", "aft-simple")
+OPTIONS = (
+    *("quest(scale=2)", "quest+sigmoid(bias=-1)", "sinkhorn(iterations=4, eps=0.5)", "quest+gqa(kv_heads=1)"),
+    *(
+        "kdgqa(kv_heads=2, min_queries=1)",
+        "dgqa(kv_heads=2, window=1, evolution=difference)",
+        "aft-simple(query=false)",
+    ),
+    "quest+pgqa(kv_heads=2, noise_in_eval=false)",
+)
 
 
 @pytest.fixture
@@ -44,10 +53,12 @@ def inputs(sizes):
 
 
 @pytest.mark.parametrize(
-    "spec", [*(s + n + g for s in SCORES for n in NORMALISERS for g in GROUPINGS), *FAMILIES], ids=str
+    "spec", [*(s + n + g for s in SCORES for n in NORMALISERS for g in GROUPINGS), *FAMILIES, *OPTIONS], ids=str
 )
 def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
-    """Outputs and gradients, for every combination of score, normaliser and grouping that draws nothing at random."""
+    """Outputs and gradients, for every family and every combination of score, normaliser and grouping."""
+    # pgqa's noise lies on other places of the random stream when nodes are packed, so here it is made of the weights.
+    monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
     one = model(spec)
     other = copy.deepcopy(one)
     if "elliptical" in spec:
@@ -57,13 +68,26 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
     results = []
     for layers, limit in ((one, attention.RAGGED), (other, float("inf"))):
         monkeypatch.setattr(attention, "RAGGED", limit)
-        out = layers(*inputs(RAGGED))
+        x, *rest = inputs(RAGGED)
+        out = layers(x.requires_grad_(), *rest)
         out.square().sum().backward()
-        results.append([out, *(p.grad for p in layers.parameters() if p.grad is not None)])
+        results.append([out, x.grad, *(p.grad for p in layers.parameters() if p.grad is not None)])
     assert len(packed) == 2  # two layers, the first model alone
     assert len(results[0]) == len(results[1])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
+    layers, without = model("quest+pgqa(kv_heads=2)"), model("quest+gqa(kv_heads=2)")
+    without.load_state_dict(layers.state_dict())
+    x = inputs(RAGGED)
+    torch.manual_seed(0)
+    one, other, plain = layers(*x), layers(*x), without(*x)
+    assert not torch.allclose(one, other)
+    assert not torch.allclose(one, plain)
+    torch.manual_seed(0)
+    assert torch.equal(layers(*x), one)
 
 
 def test_packing_follows_the_measured_rule(packed) -> None:
@@ -72,6 +96,20 @@ def test_packing_follows_the_measured_rule(packed) -> None:
     assert not packed
     layers(*inputs(RAGGED))
     assert len(packed) == 2
+
+
+def test_the_rule_looks_at_the_padding_anew(monkeypatch) -> None:
+    """Layers of one batch share what was found; another batch, also in the same tensor, and another rule do not."""
+    hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
+    plan = attention.ragged_plan(hidden)
+    assert [n for n, _ in plan.lengths] == [20, 2, 3]
+    assert attention.ragged_plan(hidden.clone()) is plan
+    hidden[1, 2] = False
+    assert [n for n, _ in attention.ragged_plan(hidden).lengths] == [20, 3, 3]
+    assert attention.ragged_plan(torch.zeros(3, 20, dtype=torch.bool)) is None
+    assert attention.ragged_plan(hidden) is not None
+    monkeypatch.setattr(attention, "RAGGED", float("inf"))
+    assert attention.ragged_plan(hidden) is None
 
 
 def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) -> None:

@@ -18,12 +18,14 @@ from torch_geometric.graphgym import load_ckpt, register, save_ckpt
 from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.nn import GPSConv
+from yacs.config import CfgNode
 
 import quest_core
 from quest_core import registry
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
+from quest_graphgps.graphgym import requested
 from quest_graphgps.info import INFO
 
 CONFIGS = sorted(path.name for path in files("quest_graphgps").joinpath("configs").iterdir())
@@ -127,6 +129,17 @@ def build(*opts: str):
         (("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2)"),
         (("gt.layer_type", "GINE+Quest", "gt.attention", "quest+sigmoid"), "quest+sigmoid"),
         (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
+        (("gt.attention", "{'name': 'quest', 'kv_heads': 2}"), "quest+gqa(kv_heads=2)"),
+        (
+            ("gt.attention", '{"name": "gqa", "kv_heads": 2, "scale": 1}', "gt.quest.scale", "1"),
+            "gqa(kv_heads=2, scale=1.0)",
+        ),
+        (("gt.attention", '{"name": "sigmoid", "bias": null}'), "sigmoid(bias=null)"),
+        (
+            ("gnn.attention", "{name: quest+pgqa, kv_heads: 2, noise_in_eval: false}"),
+            "quest+pgqa(kv_heads=2, noise_in_eval=false)",
+        ),
+        (("gnn.attention", {"name": "quest", "kv_heads": 2}), "quest+gqa(kv_heads=2)"),
         (("gt.attention", "elliptical", "gt.attn_dropout", "0.0"), "elliptical"),
         (("gt.attention", "aft-simple", "gt.attn_dropout", "0.0"), "aft-simple"),
         (("gnn.attention", "sinkhorn", "gnn.quest.iterations", "5"), "sinkhorn(iterations=5)"),
@@ -146,6 +159,15 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
         (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
         (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
+        (("gt.quest.kv_head", "2"), ConfigError, "gt.quest.kv_head: .*did you mean 'kv_heads'"),
+        (("gt.attention.kv_heads", "2"), ConfigError, r"'\{name: quest, kv_heads: 2\}' or gt.quest.kv_heads 2"),
+        (("gt.attention", "{'name': 'qest'}"), ConfigError, "gt.attention: .*did you mean 'quest'"),
+        (("gt.attention", "{name: quest, kv_head: 2}"), ConfigError, "gt.attention: .*'kv_heads' belongs to dgqa, gqa"),
+        (("gt.attention", "{'kv_heads': 2}"), ConfigError, "gt.attention: .* has no 'name'; write for example"),
+        (("gt.attention", "{name: quest"), ConfigError, "gt.attention: .*starts like JSON but is not"),
+        (("gt.attention", ""), ConfigError, "gt.attention: attention '' cannot be read"),
+        (("gt.attention", "QUEST"), ConfigError, "gt.attention: .*did you mean 'quest'"),
+        (("gt.attention", "gqa", "gt.attention_from", "{name: gq}"), ConfigError, "gt.attention_from: .*'gqa'"),
         (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
         (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
@@ -162,6 +184,53 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
 def test_configs_refuse_by_name(opts, error, said) -> None:
     with pytest.raises(error, match=said):
         build(*opts)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{name: quest, kv_heads: 2}",
+        "{name: quest+gqa, kv_heads: 2}",
+        "quest(kv_heads=2)",
+        '\'{"name": "quest", "kv_heads": 2}\'',
+    ],
+)
+@pytest.mark.parametrize("section", ["gt", "gnn"])
+def test_yaml_takes_a_name_or_a_mapping(section, written, tmp_path) -> None:
+    """And what is dumped beside a run's results says the same when it is read again."""
+    configure()
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{section}:\n  attention: {written}\n")
+    cfg.merge_from_file(str(path))
+    assert str(create_model(dim_in=3, dim_out=2).model.attention_report.attention) == "quest+gqa(kv_heads=2)"
+    path.write_text(cfg.dump())
+    again = cfg.clone()
+    again.merge_from_file(str(path))
+    assert again == cfg
+    assert requested(again) == requested(cfg)
+
+
+def test_yaml_with_a_mapping_that_means_nothing_is_refused_by_key(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    for written, said in {
+        "attention: {name: qest}": "gt.attention: .*did you mean 'quest'",
+        "attention: {kv_heads: 2}": "gt.attention: .* has no 'name'; write for example",
+        "attention: {name: quest, kv_heads: 0}": "gt.attention: .*'kv_heads' is 0",
+        "attention_from: {name: qest}": "gt.attention_from: .*did you mean 'quest'",
+        "quest: {kv_head: 2}": "gt.quest.kv_head: .*did you mean 'kv_heads'",
+    }.items():
+        configure()
+        path.write_text(f"gt: {{{written}}}\n")
+        with pytest.raises(ConfigError, match=said):
+            cfg.merge_from_file(str(path))
+
+
+def test_other_configs_of_yacs_are_untouched() -> None:
+    """Also those with a section of that name, and a node that is called attention."""
+    other = CfgNode({"gt": {"attention": {"name": "full", "heads": 2}}, "gnn": {"attention": "{none}"}})
+    other.merge_from_list(["gt.attention.heads", "3"])
+    other.merge_from_other_cfg(CfgNode({"gt": {"attention": {"name": "quest"}}}))
+    assert other == {"gt": {"attention": {"name": "quest", "heads": 3}}, "gnn": {"attention": "{none}"}}
 
 
 def test_without_attention_the_host_is_untouched() -> None:
@@ -198,10 +267,12 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
         "pattern.yaml": (3, 2, 337_201),
         "cluster.yaml": (7, 6, 502_054),
         "zinc.yaml": (1, 1, 423_717),
+        "cifar10.yaml": (5, 10, 112_726),
         "pascalvoc-sp.yaml": (14, 21, 510_453),
         "coco-sp.yaml": (14, 81, 516_273),
         "peptides-func.yaml": (9, 10, 504_362 + CHIRALITY),
         "peptides-struct.yaml": (9, 11, 504_459 + CHIRALITY),
+        "pcqm-contact.yaml": (9, 1, 512_704 + CHIRALITY),
     }
     dim_in, dim_out, parameters = sizes[name]
     cfg.share.dim_in, cfg.share.dim_out = dim_in, dim_out

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from models import write_lrgb, write_zinc
+from models import write_lrgb, write_superpixels, write_zinc
+from torch_geometric.data import Batch, Data
 
 from quest_core.benchmarks import Cell
 from quest_core.config import Option
@@ -17,6 +18,9 @@ from quest_graphgps.data import (
     add_random_walks,
     adjacency,
     cluster_graphs,
+    draw_negatives,
+    join_positions,
+    main,
     pattern_graphs,
     write_raw,
 )
@@ -62,11 +66,16 @@ def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
     assert result.details["graphs"] == [3, 2, 2]
 
 
-@pytest.mark.parametrize("suite", ["graph/zinc", "graph/superpixels", "graph/peptides-func", "graph/peptides-struct"])
+DOWNLOADED = sorted(name for name, suite in SUITES.items() if suite.get("data_required"))
+
+
+@pytest.mark.parametrize("suite", DOWNLOADED)
 def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, monkeypatch) -> None:
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (8, 4, 4))
     if suite == "graph/zinc":
         write_zinc(tmp_path)
+    elif suite == "graph/cifar10":
+        write_superpixels(tmp_path, "CIFAR10")
     else:
         write_lrgb(tmp_path, SUITES[suite]["tasks"][0])
     result = tasks.run_graph(cell(tmp_path, suite, data=tmp_path), lambda *_: None)
@@ -78,6 +87,8 @@ def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, mo
     ("suite", "data", "said"),
     [
         ("graph/zinc", None, "reads ZINC from --data DIR, .* ZINC/raw; found none, and no data was given"),
+        ("graph/cifar10", ".", "GNNBenchmarkDataset/CIFAR10/raw; found none in "),
+        ("graph/pcqm-contact", None, "LRGB/pcqm-contact/raw; found none, and no data was given"),
         ("graph/superpixels", ".", "LRGB/pascalvoc-sp/raw; found none in "),
         ("graph/pattern", "lost", "data is '.*lost', and there is no such file or folder"),
     ],
@@ -91,6 +102,16 @@ def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
 def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) -> None:
     with pytest.raises(ConfigError, match=f"option graphs is {graphs}; .*a multiple of 500"):
         tasks.splits(cell(tmp_path, "graph/pattern", smoke=False, graphs=graphs))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "said"), [(("-5", "1", "1"), "at least one graph"), (("150", "1", "1"), "150 graphs is no multiple")]
+)
+def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["PATTERN", "--graphs", *graphs, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -117,6 +138,28 @@ def test_metrics() -> None:
     assert tasks.absolute_error([(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))]) == pytest.approx(0.5)
     labels = torch.tensor([[1, 0], [0, 0], [1, 0]])
     assert tasks.average_precision([(torch.tensor([[0.9, 0.1], [0.2, 0.1], [0.8, 0.1]]), labels)]) == 1
+
+
+def contacts(nodes: int, pairs: list[tuple[int, int]], others: list[tuple[int, int]], **features) -> Data:
+    """A graph with pairs of nodes that are in contact, and others that are not."""
+    label = torch.tensor([1] * len(pairs) + [0] * len(others))
+    return Data(num_nodes=nodes, edge_label_index=torch.tensor(pairs + others).T, edge_label=label, **features)
+
+
+def test_reciprocal_ranks_are_those_of_contacts_among_all_nodes_of_their_graph() -> None:
+    first = contacts(3, [(0, 1)], [(0, 2)], x=torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]))
+    second = contacts(4, [(0, 1), (1, 3)], [(0, 2)], x=torch.tensor([[1.0, 1.0], [9.0, 9.0], [2.0, 1.0], [9.0, 9.0]]))
+    inverse, graph = tasks.reciprocal_ranks(Batch.from_data_list([first, second]))
+    # (0, 1) has scores 1, 2, 3: second. (0, 1) ties with (0, 3) for the first place, (1, 3) with (1, 1).
+    assert inverse.tolist() == pytest.approx([1 / 2, 1 / 1.5, 1 / 1.5])
+    assert graph.tolist() == [0, 1, 1]
+    other = (torch.tensor([1.0]), torch.tensor([0]))
+    assert tasks.mean_reciprocal_rank([(inverse, graph), other]) == pytest.approx((1 / 2 + 1 / 1.5 + 1) / 3)
+
+
+def test_accuracy_counts_graphs() -> None:
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert tasks.accuracy([(scores, torch.tensor([1, 1])), (scores[:1], torch.tensor([1]))]) == pytest.approx(200 / 3)
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -189,6 +232,30 @@ def test_encodings_of_position() -> None:
     small = cluster_graphs((1, 0, 0), seed=0)[0][0]
     missing = add_eigenvectors(small, small.num_nodes + 2)
     assert missing.EigVecs[:, -2:].isnan().all()
+
+
+def test_superpixels_carry_their_positions() -> None:
+    data = join_positions(Data(x=torch.zeros(2, 3), pos=torch.ones(2, 2, dtype=torch.double)))
+    assert data.x.dtype == torch.float32
+    assert data.x.tolist() == [[0, 0, 0, 1, 1]] * 2
+
+
+def test_negatives_are_two_other_pairs_to_every_contact() -> None:
+    torch.manual_seed(0)
+    pairs = [(0, 1), (1, 0), (0, 2), (2, 0)]
+    seen = set()
+    for _ in range(50):
+        data = draw_negatives(contacts(8, pairs, [(5, 6)]))
+        linked = list(map(tuple, data.edge_label_index.T.tolist()))
+        assert data.edge_label.tolist() == [1] * 4 + [0] * 8
+        assert linked[:4] == pairs
+        assert not set(linked[4:]) & set(pairs)
+        assert len(set(linked[4:])) == 8
+        assert sorted(i for i, _ in linked[4:]) == [0, 0, 0, 0, 1, 1, 2, 2]
+        seen |= set(linked[4:])
+    assert len(seen) == 8 * 3 - 4  # every pair that begins at 0, 1 or 2 and is no contact
+    crowded = draw_negatives(contacts(2, [(0, 0), (0, 1)], []))  # 0 has no other node
+    assert crowded.edge_label.tolist() == [1, 1]
 
 
 def test_gated_sum_equals_the_formula(monkeypatch) -> None:

@@ -123,6 +123,35 @@ def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path
     return path
 
 
+# --- what datasets of PyTorch Geometric need before they are trained on -----------------------------------------------
+
+
+def join_positions(data: Data) -> Data:
+    """Superpixels of MNIST and CIFAR10: x becomes their colours beside their positions, as in GraphGPS.
+
+    Args:
+        data: x [N, colours] and pos [N, 2].
+    """
+    data.x = torch.cat([data.x, data.pos], dim=1).float()
+    return data
+
+
+def draw_negatives(data: Data) -> Data:
+    """Replace the pairs that are no contacts by others: for each head i, two to every contact, at random.
+
+    Args:
+        data: edge_label_index [2, L], pairs (i, j) of nodes, and edge_label [L], 1 where they are in contact.
+    """
+    contacts = data.edge_label_index[:, data.edge_label == 1]  # [2, C]
+    linked = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.bool)
+    linked[contacts[0], contacts[1]] = True
+    order = torch.rand(linked.shape).masked_fill(linked, math.inf).argsort(1).argsort(1)  # [N, N], contacts last
+    drawn = ((order < 2 * linked.sum(1, keepdim=True)) & ~linked).nonzero().T  # a head may have too few others
+    data.edge_label_index = torch.cat([contacts, drawn], dim=1)
+    data.edge_label = (torch.arange(data.edge_label_index.shape[1]) < contacts.shape[1]).int()
+    return data
+
+
 # --- encodings of position ------------------------------------------------------------------------------------------
 
 
@@ -175,7 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("datasets"), help="dataset.dir of the config")
     given = parser.parse_args(argv)
-    path = write_raw(given.out, given.name, GENERATORS[given.name](given.graphs, given.seed))
+    if min(given.graphs) < 1:
+        parser.error(f"--graphs is {' '.join(map(str, given.graphs))}; every split has at least one graph")
+    try:
+        path = write_raw(given.out, given.name, GENERATORS[given.name](given.graphs, given.seed))
+    except ConfigError as error:
+        parser.error(f"--graphs: {error}")
     if (path.parents[1] / "processed").exists():
         print(f"{path.parents[1] / 'processed'} holds what was made of an older file; delete it", file=sys.stderr)
     print(f"wrote {path}: {' + '.join(map(str, given.graphs))} graphs, seed {given.seed}")

@@ -32,7 +32,7 @@ from yacs.config import CfgNode
 from quest_core.errors import ConfigError, PluginError, one_of
 
 from . import graphgym
-from .data import SPLITS, add_eigenvectors, add_random_walks
+from .data import SPLITS, add_eigenvectors, add_random_walks, draw_negatives, join_positions
 from .gated import gated_sum
 
 if "graphgps" in sys.modules:
@@ -65,6 +65,7 @@ def declare(cfg: Any) -> None:
     cfg.dataset.node_encoder_num_types = 0
     cfg.dataset.edge_encoder_num_types = 0
     cfg.dataset.split_mode = "standard"
+    cfg.dataset.resample_negative = False
     cfg.dataset.slic_compactness = 10
     cfg.optim.num_warmup_epochs = 50
     cfg.optim.clip_grad_norm = False
@@ -210,6 +211,19 @@ class DummyEdgeEncoder(nn.Module):
         return batch
 
 
+@register.register_edge_encoder("LinearEdge")
+class LinearEdgeEncoder(nn.Module):
+    """A linear layer on the edge's one number, edge_attr [E] or [E, 1]."""
+
+    def __init__(self, dim_emb: int) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(1, dim_emb)
+
+    def forward(self, batch: Any) -> Any:
+        batch.edge_attr = self.encoder(batch.edge_attr.view(-1, 1))
+        return batch
+
+
 @register.register_edge_encoder("VOCEdge")
 class VOCEdgeEncoder(nn.Module):
     """A linear layer on the 2 features of a boundary between superpixels."""
@@ -348,6 +362,27 @@ class InductiveNodeHead(nn.Module):
         return self.layer_post_mp(batch).x, batch.y
 
 
+@register.register_head("inductive_edge")
+class InductiveEdgeHead(nn.Module):
+    """A score for pairs of nodes: the dot product of their features, which are left in `batch.x`."""
+
+    def __init__(self, dim_in: int, dim_out: int) -> None:
+        super().__init__()
+        if cfg.model.edge_decoding != "dot" or dim_out != 1:
+            raise ConfigError(
+                f"model.edge_decoding is {cfg.model.edge_decoding!r} for {dim_out} classes of edges; here it takes "
+                "dot, for pairs that are linked or are not. The others are in GraphGPS"
+            )
+        self.layer_post_mp = MLP(
+            new_layer_config(dim_in, dim_in, cfg.gnn.layers_post_mp, has_act=False, has_bias=True, cfg=cfg)
+        )
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x = self.layer_post_mp(batch).x  # [T, E]
+        i, j = batch.edge_label_index  # [L] each
+        return (x[i] * x[j]).sum(-1), batch.edge_label
+
+
 @register.register_head("san_graph")
 class GraphHead(nn.Module):
     """A prediction for every graph: pooled nodes through layers that halve the features twice."""
@@ -415,7 +450,7 @@ class Graphs(InMemoryDataset):
     """Three splits of graphs as one dataset of GraphGym, with the encodings of position that the config enables."""
 
     def __init__(self, splits: Sequence[Iterable[Any]]) -> None:
-        super().__init__()
+        super().__init__(transform=draw_negatives if cfg.dataset.resample_negative else None)
         lists = [[_prepared(data) for data in split] for split in splits]
         self.data, self.slices = self.collate([data for split in lists for data in split])
         start = 0
@@ -443,10 +478,18 @@ MEMORY: dict[str, Sequence[Iterable[Any]]] = {}
 """Splits by name, for `dataset.format: memory`."""
 
 
+def gnn_benchmark(folder: object, name: str, split: str) -> GNNBenchmarkDataset:
+    """A split of PATTERN, CLUSTER, MNIST or CIFAR10 below `folder`."""
+    superpixels = name in ("MNIST", "CIFAR10")
+    return GNNBenchmarkDataset(
+        f"{folder}/GNNBenchmarkDataset", name, split, transform=join_positions if superpixels else None
+    )
+
+
 def _datasets(format: str, name: str, folder: str) -> list[Callable[[str], Any]] | None:
     """What makes a split of the dataset that a config names."""
     if format == "PyG-GNNBenchmarkDataset":
-        return [lambda split: GNNBenchmarkDataset(f"{folder}/GNNBenchmarkDataset", name, split)]
+        return [lambda split: gnn_benchmark(folder, name, split)]
     if format == "PyG-ZINC":
         return [lambda split: ZINC(f"{folder}/ZINC", subset=name == "subset", split=split)]
     if format == "PyG-LRGB":

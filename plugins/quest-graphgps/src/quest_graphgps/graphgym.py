@@ -8,17 +8,19 @@ once, under the names of the stock model.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from quest_core import Mechanism
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError, one_of
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
 from quest_core.mechanisms.mechanism import plain_path
@@ -38,6 +40,7 @@ NO_SITE = ("Performer", "BigBird", "None")
 
 def install() -> None:
     """Wrap what is imported already, and the rest when it is. May run twice."""
+    when_imported("yacs.config", _accept_mappings)
     when_imported("torch_geometric.graphgym.model_builder", _accept_in_graphgym)
     when_imported("torch_geometric.graphgym.checkpoint", _guard_checkpoints)
     # GraphGPS makes its node `gt` in a registered function too; ours is registered, and so runs, after that one.
@@ -70,6 +73,82 @@ def _register(section: str) -> None:
         register.register_config(name, functools.partial(declare, section=section))
         if cfg is not None and section in cfg and "attention" not in cfg[section]:
             declare(cfg, section)
+
+
+def _accept_mappings() -> None:
+    """Wrap the two ways into a config, once: yacs keeps no mapping under a key that may hold text as well.
+
+    A mapping, of yaml or of a command line, becomes the text that means the same, and that is what is kept and dumped.
+    """
+    from yacs.config import CfgNode
+
+    stock: Any = CfgNode.merge_from_other_cfg
+    if hasattr(stock, "accepts_attention"):
+        return
+    stock_list: Any = CfgNode.merge_from_list
+
+    @functools.wraps(stock)
+    def merge_from_other_cfg(self: Any, cfg_other: Any) -> None:
+        """What merge_from_file calls too."""
+        cfg_other = copy.deepcopy(cfg_other)
+        for section in _sections(self):
+            given = cfg_other.get(section)
+            if not isinstance(given, Mapping):
+                continue
+            if isinstance(given.get(OPTIONS), Mapping):
+                for option in given[OPTIONS]:
+                    _known_option(self, section, option)
+            for key in {"attention", FROM} & set(given):
+                dict.__setitem__(
+                    cfg_other[section], key, _as_text(f"{section}.{key}", given[key])
+                )  # also where it is frozen
+        stock(self, cfg_other)
+
+    @functools.wraps(stock_list)
+    def merge_from_list(self: Any, cfg_list: Sequence[Any]) -> None:
+        """What a command line goes through: keys and values in turn."""
+        given, sections = list(cfg_list), _sections(self)
+        for i in range(0, len(given) - 1, 2):
+            names = str(given[i]).split(".")
+            if len(names) < 2 or names[0] not in sections:
+                continue
+            (section, key), below = names[:2], names[2:]
+            if key == OPTIONS and below:
+                _known_option(self, section, below[0])
+            elif key in ("attention", FROM) and below:
+                text = f"{below[0]}: {given[i + 1]}"
+                raise ConfigError(
+                    f"{given[i]}: {section}.{key} is one value; write {section}.{key} '{{name: quest, {text}}}'"
+                    + (f" or {section}.{OPTIONS}.{below[0]} {given[i + 1]}" if key == "attention" else "")
+                )
+            elif key in ("attention", FROM):
+                given[i + 1] = _as_text(given[i], given[i + 1])
+        stock_list(self, given)
+
+    merge_from_other_cfg.accepts_attention = True  # type: ignore[attr-defined]
+    CfgNode.merge_from_other_cfg = merge_from_other_cfg
+    CfgNode.merge_from_list = merge_from_list
+
+
+def _sections(cfg: Any) -> list[str]:
+    """The sections of a config in which our keys were declared; none in what is no config of GraphGym."""
+    return [section for section in SECTIONS if isinstance(cfg.get(section), Mapping) and FROM in cfg[section]]
+
+
+def _as_text(key: str, value: Any) -> Any:
+    """A mapping, given as such or written as JSON or yaml, as the text of the same attention; text stays as it is."""
+    import yaml
+
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(yaml.YAMLError):  # left to the parser, which says what is wrong with it
+            value = yaml.safe_load(value)
+    return str(_parse(key, dict(value), {})) if isinstance(value, Mapping) else value
+
+
+def _known_option(cfg: Any, section: str, option: str) -> None:
+    known = cfg[section][OPTIONS]
+    if option not in known and not known.is_new_allowed():
+        raise ConfigError(f"{section}.{OPTIONS}.{option}: no attention has such an option; {one_of(option, known)}")
 
 
 def requested(cfg: Any) -> AttentionConfig | None:
@@ -118,7 +197,7 @@ def requested(cfg: Any) -> AttentionConfig | None:
 
 
 def _given(value: Any) -> bool:
-    return value not in (None, "", "None")
+    return value not in (None, "None")  # an empty text is what an unset variable leaves behind: an error, not stock
 
 
 def _parse(key: str, value: Any, options: Mapping[str, Any]) -> AttentionConfig:

@@ -86,6 +86,18 @@ INFO: dict[str, Any] = {
             "options": _options(_ALL, 0, 32, 0.001, 2000, 50),
         },
         {
+            "suite": "graph/cifar10",
+            "summary": f"what an image shows, from its superpixels, GPS with 3 layers; {_FROM_DATA}",
+            "tasks": ["CIFAR10"],
+            "metric": "accuracy",
+            "unit": "%",
+            "paper": {"CIFAR10": {"standard": 72.298, "quest": 72.843}},
+            "paper_source": _TABLE_8,
+            "data": "a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
+            "data_required": True,
+            "options": _options(_ALL, 0, 16, 0.001, 100, 5),
+        },
+        {
             "suite": "graph/molecules",
             "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP): no measurement "
             "and no benchmark of the literature, but molecules that need no download; GPS with ZINC's settings",
@@ -133,6 +145,18 @@ INFO: dict[str, Any] = {
             "data": _LRGB,
             "data_required": True,
             "options": _options(_ALL, 0, 128, 0.0003, 200, 5),
+        },
+        {
+            "suite": "graph/pcqm-contact",
+            "summary": "which atoms of a molecule lie close together in space, GPS with 4 layers (long-range graph "
+            f"benchmark); {_FROM_DATA}",
+            "tasks": ["PCQM-Contact"],
+            "metric": "mrr",
+            "paper": {"PCQM-Contact": {"standard": 0.334, "quest": 0.346}},
+            "paper_source": _TABLE_9,
+            "data": _LRGB,
+            "data_required": True,
+            "options": _options(_ALL, 0, 256, 0.0003, 200, 10),
         },
     ],
 }

@@ -15,6 +15,7 @@ import csv
 import gzip
 import importlib.util
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,12 @@ CONFIGS = {
     "graph/pattern": "pattern",
     "graph/cluster": "cluster",
     "graph/zinc": "zinc",
+    "graph/cifar10": "cifar10",
     "graph/molecules": "zinc",
     "graph/superpixels": None,  # named like the task
     "graph/peptides-func": "peptides-func",
     "graph/peptides-struct": "peptides-struct",
+    "graph/pcqm-contact": "pcqm-contact",
 }
 """Suite -> the yaml it starts from."""
 
@@ -105,8 +108,11 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
         def on_validation_epoch_start(self, trainer: Any, lightning: Any) -> None:
             self.pairs: list[tuple[Tensor, Tensor]] = []
 
-        def on_validation_batch_end(self, trainer: Any, lightning: Any, outputs: Any, *rest: Any) -> None:
-            self.pairs.append((outputs["pred_score"].cpu(), outputs["true"].cpu()))
+        def on_validation_batch_end(self, trainer: Any, lightning: Any, outputs: Any, batch: Any, *rest: Any) -> None:
+            if METRIC_NAMES[cell.suite] == "mrr":
+                self.pairs.append(reciprocal_ranks(batch))
+            else:
+                self.pairs.append((outputs["pred_score"].cpu(), outputs["true"].cpu()))
 
         on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
 
@@ -213,24 +219,64 @@ def average_precision(pairs: Pairs) -> float:
     return float(sum(scores) / max(1, len(scores)))
 
 
+def reciprocal_ranks(batch: Any) -> tuple[Tensor, Tensor]:
+    """How high each contact (i, j) ranks among all pairs (i, ·) of its graph, other contacts of i included.
+
+    Args:
+        batch: graphs with their nodes' features x [T, E] after the head, edge_label_index [2, L] and edge_label [L].
+
+    Returns:
+        1 / rank [C], where equal scores share the mean of their ranks, and the number of the graph in the batch [C].
+    """
+    contacts = batch.edge_label_index[:, batch.edge_label == 1]  # [2, C]
+    graph = batch.batch[contacts[0]]  # [C]
+    scores = batch.x[contacts[0]] @ batch.x.T  # [C, T]
+    scores = scores.masked_fill(batch.batch != graph[:, None], -math.inf)
+    own = scores.gather(1, contacts[1][:, None])  # [C, 1]
+    rank = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2
+    return rank.reciprocal().cpu(), graph.cpu()
+
+
+def mean_reciprocal_rank(pairs: Pairs) -> float:
+    """The mean over graphs of the mean over their contacts.
+
+    As in GraphGPS other contacts of the same atom count as rivals; later work also leaves them out ("filtered").
+    """
+    means = []
+    for inverse, graph in pairs:
+        count = torch.bincount(graph)
+        means.append((torch.bincount(graph, weights=inverse) / count)[count > 0])
+    return torch.cat(means).mean().item()
+
+
+def accuracy(pairs: Pairs) -> float:
+    """The share of graphs whose class is found, in %."""
+    pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return 100 * (pred.argmax(-1) == true.flatten()).float().mean().item()
+
+
 METRICS: dict[str, tuple[bool, Callable[[Pairs], float]]] = {
     "graph/pattern": (True, class_accuracy),
     "graph/cluster": (True, class_accuracy),
     "graph/zinc": (False, absolute_error),
+    "graph/cifar10": (True, accuracy),
     "graph/molecules": (False, absolute_error),
     "graph/superpixels": (True, macro_f1),
     "graph/peptides-func": (True, average_precision),
     "graph/peptides-struct": (False, absolute_error),
+    "graph/pcqm-contact": (True, mean_reciprocal_rank),
 }
 """Suite -> whether higher is better, and how it is measured."""
 METRIC_NAMES = {
     "graph/pattern": "accuracy",
     "graph/cluster": "accuracy",
     "graph/zinc": "mae",
+    "graph/cifar10": "accuracy",
     "graph/molecules": "mae",
     "graph/superpixels": "f1",
     "graph/peptides-func": "ap",
     "graph/peptides-struct": "mae",
+    "graph/pcqm-contact": "mrr",
 }
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -238,9 +284,10 @@ METRIC_NAMES = {
 
 def splits(cell: Cell) -> list[list[Any]]:
     """The graphs of training, validation and test, as many as the cell asks for."""
-    from torch_geometric.datasets import ZINC, GNNBenchmarkDataset, LRGBDataset
+    from torch_geometric.datasets import ZINC, LRGBDataset
 
     from .data import GENERATORS, PATTERNS, SPLITS
+    from .gps import gnn_benchmark
 
     if cell.data is not None and not cell.data.exists():
         raise ConfigError(f"data is '{cell.data}', and there is no such file or folder")
@@ -261,10 +308,10 @@ def splits(cell: Cell) -> list[list[Any]]:
     kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
         "graph/zinc": ("ZINC/raw", lambda split: ZINC(f"{cell.data}/ZINC", subset=True, split=split)),
     }
-    if cell.task in GENERATORS:
+    if cell.task in (*GENERATORS, "CIFAR10"):
         kinds[cell.suite] = (
             f"GNNBenchmarkDataset/{cell.task}/raw",
-            lambda split: GNNBenchmarkDataset(f"{cell.data}/GNNBenchmarkDataset", cell.task, split),
+            lambda split: gnn_benchmark(cell.data, cell.task, split),
         )
     folder, read = kinds.get(
         cell.suite,

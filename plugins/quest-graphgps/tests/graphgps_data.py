@@ -1,0 +1,91 @@
+"""Small made-up files where GraphGPS's own loaders look for downloads, in the layout of those."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import SPLITS, graph, write_superpixels, write_zinc
+
+from quest_graphgps.data import cluster_graphs, pattern_graphs, write_raw
+
+PEPTIDES = {
+    "functional": ("701eb743e899f4d793f0e13c8fa5a1b4", "peptide_multi_class_dataset", ""),
+    "structural": ("c240c1c15466b5c907c63e180fa8aa89", "peptide_structure_normalized_dataset", "_structure"),
+}
+"""Name -> the file whose presence says that the download was checked, the table, and what the splits' name ends in."""
+CONTACTS = "f7ffb27942145a2e72f6f5f51716d3bc"
+TARGETS = [f"{kind}_{axis}" for kind in ("Inertia_mass", "Inertia_valence", "length") for axis in "abc"]
+
+
+def write_all(folder: Path) -> None:
+    """All datasets that configs of `configs/GPS` name and that can be made up."""
+    write_raw(folder, "PATTERN", pattern_graphs((16, 8, 8), seed=0))
+    write_raw(folder, "CLUSTER", cluster_graphs((8, 4, 4), seed=0))
+    write_zinc(folder)
+    for name in ("CIFAR10", "MNIST"):
+        write_superpixels(folder, name)
+    for name in ("VOC", "COCO"):
+        write_classes_of_superpixels(folder / f"{name}Superpixels")
+    for name in PEPTIDES:
+        write_peptides(folder, name)
+    write_contacts(folder)
+
+
+def write_classes_of_superpixels(root: Path) -> None:
+    """PascalVOC-SP and COCO-SP: rings of 12, whose nodes are of three classes."""
+    raw = root / "slic_compactness_30" / "edge_wt_region_boundary" / "raw"
+    raw.mkdir(parents=True)
+    torch.manual_seed(0)
+    for split, graphs in SPLITS:
+        rows = []
+        for _ in range(graphs):
+            edges = graph(12).edge_index
+            rows.append((torch.randn(12, 14), torch.rand(edges.shape[1], 2), edges, torch.arange(12) % 3))
+        (raw / f"{split}.pickle").write_bytes(pickle.dumps(rows))
+
+
+def _splits() -> dict[str, np.ndarray]:
+    ends = np.cumsum([0, *(graphs for _, graphs in SPLITS)])
+    return {split: np.arange(ends[i], ends[i + 1]) for i, (split, _) in enumerate(SPLITS)}
+
+
+def write_peptides(folder: Path, name: str) -> None:
+    """Chains of glycine, with random labels; targets of the structural one have mean 0 and deviation 1, as it asks."""
+    tag, table, ending = PEPTIDES[name]
+    root = folder / f"peptides-{name}"
+    (root / "raw").mkdir(parents=True)
+    (root / tag).touch()
+    (root / f"splits_random_stratified_peptide{ending}.pickle").write_bytes(pickle.dumps(_splits()))
+    rows = sum(graphs for _, graphs in SPLITS)
+    draw = np.random.default_rng(0)
+    smiles = ["N" + "CC(=O)N" * (2 + i % 5) + "CC(=O)O" for i in range(rows)]
+    with gzip.open(root / "raw" / f"{table}.csv.gz", "wt") as file:
+        if name == "functional":
+            labels = draw.integers(2, size=(rows, 10))
+            file.write("smiles,labels\n")
+            file.writelines(f'{text},"{row.tolist()}"\n' for text, row in zip(smiles, labels, strict=True))
+        else:
+            targets = draw.standard_normal((rows, 11))
+            targets = (targets - targets.mean(0)) / targets.std(0, ddof=1)
+            file.write(",".join(["smiles", *TARGETS, "Spherocity", "Plane_best_fit"]) + "\n")
+            file.writelines(
+                ",".join([text, *map(repr, row.tolist())]) + "\n" for text, row in zip(smiles, targets, strict=True)
+            )
+
+
+def write_contacts(folder: Path) -> None:
+    """PCQM-Contact: chains of carbon, in which the first atom is close to the last; GraphGPS reads every sixth row."""
+    root = folder / "pcqm4m-v2-contact" / "530k"
+    (root / "raw").mkdir(parents=True)
+    (root / CONTACTS).touch()
+    torch.save({key: torch.from_numpy(x) for key, x in _splits().items()}, root / "530k_shuffle_split_dict.pt")
+    with gzip.open(root / "raw" / "pcqm4m-contact.tsv.gz", "wt") as file:
+        file.write("cxsmiles\n")
+        for i in range(6 * sum(graphs for _, graphs in SPLITS)):
+            length = 6 + i // 6 % 5
+            contacts = f"atomProp:0.contact.0:1.contact.1:{length - 1}.contact.0:{length}.contact.1"
+            file.write("[CH3]" + "[CH2]" * (length - 1) + f"[OH] |{contacts}|\n")
