@@ -350,8 +350,8 @@ def not_measured() -> str:
         "# Results on a GPU",
         "",
         "**Not yet measured: there was no GPU at hand.** Nothing on this page or elsewhere in the repository was timed "
-        "on one, and none of the tests below has run. With one, a single command runs them and writes this page, with "
-        "the device, versions, ratios and their spread:",
+        "on one, and none of the tests below has run on one. With one, a single command runs them and writes this "
+        "page, with the device, versions, ratios and their spread:",
         "",
         "```bash",
         COMMAND,
