@@ -265,7 +265,7 @@ def test_inference_model(folder: Path, trained: Callable[[str], Path]) -> None:
 
 
 RANKS = """
-import json, runpy, sys, torch
+import json, os, runpy, sys, torch
 from mmengine.logging import MessageHub, MMLogger
 from mmseg.visualization import SegLocalVisualizer
 torch.set_num_threads(1)
@@ -275,7 +275,10 @@ for command in json.loads(sys.argv[1]):
         kind._instance_dict.clear()
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
-torch.distributed.destroy_process_group()
+torch.distributed.barrier()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # a thread of gloo that is still there when the interpreter goes would abort the process
 """
 DDP = ["model_wrapper_cfg.type=MMDistributedDataParallel", "model_wrapper_cfg.device_ids=None"]
 FLEXIBLE = """
