@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .attention import Attention
+from .checkpoints import built_attentions
 from .config import AttentionConfig
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims
-from .mechanisms.mechanism import Mechanism, plain_path, warn_of_mismatch
+from .mechanisms.mechanism import Mechanism, warn_of_mismatch
 
 
 class HeadParallel(ParallelStyle):
@@ -180,7 +181,7 @@ class AttentionRecord:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._configs = {plain_path(path): m.config for path, m in model.named_modules() if isinstance(m, Mechanism)}
+        self._configs = built_attentions(model)
 
     def state_dict(self) -> dict[str, str]:
         """{path of the mechanism: its attention as text}."""

@@ -19,6 +19,7 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core import AttentionMismatchWarning, Mechanism
+from quest_core.checkpoints import trained_attentions
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
 
@@ -39,8 +40,7 @@ def sized(attention: Any, positions: int) -> AttentionConfig:
 
 def trained_with(state_dict: Mapping[str, Any]) -> list[str]:
     """The attentions that a state dict says it was trained with, each once."""
-    metadata = getattr(state_dict, "_metadata", {})
-    return list(dict.fromkeys(entry["attention"] for entry in metadata.values() if "attention" in entry))
+    return list(dict.fromkeys((trained_attentions(state_dict) or {}).values()))
 
 
 def configured(state: Mapping[str, Any]) -> str:

@@ -18,12 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from quest_core import Mechanism
+from quest_core.checkpoints import differences
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError, one_of
 from quest_core.import_hook import when_imported
 from quest_core.inject import inject
-from quest_core.mechanisms.mechanism import plain_path
 from quest_core.registry import parts
 
 SECTIONS = ("gnn", "gt")
@@ -371,24 +370,15 @@ def refuse_other_attention(model: nn.Module, state_dict: Any, path: str, cfg: An
     Raises:
         ConfigError: the attentions differ, naming both and the keys.
     """
-    standard = AttentionConfig.parse("standard")
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is None:
+    differ = differences(model, state_dict)
+    if differ is None:
         logging.warning(f"quest: {path} does not say with which attention it was trained; the model is not compared")
         return
-    trained = {plain_path(place): entry["attention"] for place, entry in metadata.items() if "attention" in entry}
-    built = {
-        plain_path(place): module.config
-        for place, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Mechanism)
-    }
-    pairs = [(built.get(place, standard), trained.get(place, "standard")) for place in {**trained, **built}]
-    differ = [(own, text) for own, text in pairs if not own.means(text)]
     asked = {f"{name}.{FROM}": cfg[name][FROM] for name in SECTIONS if name in cfg and _given(cfg[name].get(FROM))}
     said = [_parse(key, value, {}) for key, value in asked.items()]
-    refused = [(own, text) for own, text in differ if not any(config.means(text) for config in said)]
+    refused = [layer for layer in differ if not any(config.means(layer.trained) for config in said)]
     if refused:
-        own, text = refused[0]
+        _, own, text = refused[0]
         section = "gt" if "gt" in cfg and not _given(cfg.gnn.get("attention")) else "gnn"
         raise ConfigError(
             f"{path} was trained with attention '{text}', and the model has '{own}'"

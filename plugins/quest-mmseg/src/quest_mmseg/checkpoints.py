@@ -16,12 +16,10 @@ from mmengine.hooks import Hook
 from mmengine.runner import FlexibleRunner, Runner
 from torch import nn
 
-from quest_core import Mechanism
-from quest_core.config import AttentionConfig
+from quest_core import AttentionMismatchWarning
+from quest_core.checkpoints import built_attentions, differences
 from quest_core.errors import InputError
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning, plain_path
 
-STANDARD = AttentionConfig.parse("standard")
 ADVICE = {
     "resume": "To fine-tune it with another attention, train anew with load_from",
     "test": "Build the model with the attention that the checkpoint was trained with, for example by --cfg-options "
@@ -39,28 +37,18 @@ def difference(model: nn.Module, state_dict: Mapping[str, Any]) -> str | None:
         state_dict: the weights, whose metadata name the attention of every layer. A layer of mmseg's own names none and
             is `standard`. Weights without any metadata, which somebody copied, cannot be compared: that is warned of.
     """
-    metadata = getattr(state_dict, "_metadata", None)
-    built = {
-        plain_path(place): part.config
-        for place, part in model.named_modules(remove_duplicate=False)
-        if isinstance(part, Mechanism)
-    }
-    if not metadata:
-        if built:
+    found = differences(model, state_dict)
+    if found is None:
+        for own in list(built_attentions(model).values())[:1]:
             warnings.warn(
                 f"this checkpoint does not say with which attention it was trained; it is not compared with the "
-                f"model's, '{next(iter(built.values()))}'",
+                f"model's, '{own}'",
                 AttentionMismatchWarning,
                 stacklevel=3,
             )
         return None
-    trained = {plain_path(place): entry["attention"] for place, entry in metadata.items() if "attention" in entry}
-    for place in {**trained, **built}:
-        own, text = built.get(place, STANDARD), trained.get(place, "standard")
-        if not own.means(text):
-            return (
-                f"its {place.removesuffix('.mechanism')} was trained with attention '{text}', and the model has '{own}'"
-            )
+    for place, own, text in found:
+        return f"its {place.removesuffix('.mechanism')} was trained with attention '{text}', and the model has '{own}'"
     return None
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from quest_core.adapter import Adapter
+from quest_core.checkpoints import built_attentions, trained_attentions
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, PluginError
 from quest_core.inject import inject
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning, Mechanism
+from quest_core.mechanisms.mechanism import AttentionMismatchWarning
 from quest_core.registry import require_host
 
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
@@ -240,10 +241,9 @@ def _compare(
     name: str, checkpoint: Mapping[str, Any], model: nn.Module, use: Literal["start", "resume", "test"]
 ) -> None:
     weights = checkpoint.get("state_dict", checkpoint)
-    metadata = getattr(weights, "_metadata", {})
-    trained = {kept["attention"] for kept in metadata.values() if "attention" in kept}
-    built = [part.config for part in model.modules() if isinstance(part, Mechanism)]
-    if not trained and built and (use == "resume" or (use == "test" and metadata)):
+    says = trained_attentions(weights)
+    trained, built = set((says or {}).values()), list(built_attentions(model).values())
+    if not trained and built and (use == "resume" or (use == "test" and says is not None)):
         trained = {"standard"}  # a stock model says nothing about its attention; copied weights say nothing at all
     if not trained or (built and all(config.means(text) for config in built for text in trained)):
         return
