@@ -101,12 +101,18 @@ class Attention(nn.Module):
             raise InputError("cache holds the keys of x itself; project a fixed context without one")
         if cache is not None and not is_causal:
             raise InputError("a cache is for causal decoding; say is_causal=True, or leave it out")
+        dropout_p = self.dropout if self.training else 0.0
+        masked = is_causal or key_mask is not None or attn_mask is not None
+        if context is None and cache is None and dropout_p == 0 and not masked:
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            made = self.mechanism.project_and_attend(x, *projections, self.num_heads)
+            if made is not None:
+                return self.out_proj(made[0])  # type: ignore[no-any-return]
         source = x if context is None else context
         # Heads are counted from the width: tensor parallelism leaves each rank some of them.
         q = self._split(self.q_proj(x), self.head_dim)  # [B, H, N, D]
         k = self._split(self.k_proj(source), self.key_features)  # [B, G, M, D]
         v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
-        dropout_p = self.dropout if self.training else 0.0
         mask = attn_mask
         if key_mask is not None:
             keys = source.shape[1] + (0 if cache is None else len(cache))

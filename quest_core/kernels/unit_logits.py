@@ -9,7 +9,7 @@ out as the norm wants it. ``benchmarks/unit_logits.py`` times both ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class _UnitLogits(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, residual: Tensor | None) -> Tensor:
         queries, keys, inverse, scores = _logits(q, k, residual)
         ctx.save_for_backward(queries, keys, inverse)
-        return scores if q.shape[1] == k.shape[1] else _own(scores, (*q.shape[:3], k.shape[2]))
+        return scores if q.shape[1] == k.shape[1] else own(scores, (*q.shape[:3], k.shape[2]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -111,16 +111,13 @@ class _UnitAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, residual: Tensor | None, output_alone: bool
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        queries, keys, inverse, scores = _logits(q, k, residual)
-        values = v.contiguous()  # [B, G, M, Dv]
-        weights = scores.softmax(-1)  # [B, G, H/G·N, M]
-        out = torch.matmul(weights, values)  # [B, G, H/G·N, Dv]
+        out, weights, scores, saved = attended(q, k, v, residual)
         if q.shape[1] != k.shape[1]:
             (batch, heads, n, _), m = q.shape, k.shape[2]
-            out, weights = _own(out, (batch, heads, n, v.shape[3])), _own(weights, (batch, heads, n, m))
-            scores = scores if output_alone else _own(scores, (batch, heads, n, m))
+            out, weights = own(out, (batch, heads, n, v.shape[3])), own(weights, (batch, heads, n, m))
+            scores = scores if output_alone else own(scores, (batch, heads, n, m))
         # The weights are saved as they are returned, so that a change in place is noticed.
-        ctx.save_for_backward(queries, keys, inverse, values, weights)
+        ctx.save_for_backward(*saved, weights)
         ctx.set_materialize_grads(False)
         if output_alone:
             return out
@@ -133,32 +130,63 @@ class _UnitAttention(torch.autograd.Function):
     def backward(
         ctx: Any, for_out: Tensor | None, for_weights: Tensor | None = None, for_scores: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        _refuse_a_second_derivative()
-        queries, keys, inverse, values, weights = ctx.saved_tensors
-        needs_q, needs_k, needs_v, needs_residual, _ = ctx.needs_input_grad
-        shape, (batch, groups, m, dim) = weights.shape, values.shape
-        rows = batch * groups
-        values, weights = values.view(rows, m, dim), weights.view(rows, -1, m)  # [B·G, M, Dv], [B·G, H/G·N, M]
-        for_v = grad = None  # the latter of the weights, then of the logits, [B·G, H/G·N, M]
-        if for_out is not None:
-            inside = for_out.reshape(rows, -1, dim)  # [B·G, H/G·N, Dv]
-            if needs_v:
-                for_v = torch.bmm(weights.mT, inside).view(batch, groups, m, dim)
-            if needs_q or needs_k or needs_residual:
-                grad = torch.bmm(inside, values.mT)
-        if for_weights is not None:
-            direct = for_weights.reshape(weights.shape)
-            grad = direct if grad is None else grad.add_(direct)
-        if grad is not None:
-            grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
-        if for_scores is not None:
-            direct = for_scores.reshape(weights.shape)
-            grad = direct if grad is None else grad.add_(direct)
-        if grad is None:
-            return None, None, for_v, None, None
-        grad = grad.view(shape)
-        for_q, for_k = _for_inputs(grad, queries, keys, inverse, needs_q, needs_k)
-        return for_q, for_k, for_v, grad if needs_residual else None, None
+        needs = ctx.needs_input_grad[:4]
+        return *for_attended(ctx.saved_tensors, needs, for_out, for_weights, for_scores), None
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """The output [B, G, H/G·N, Dv], the weights and the logits [B, G, H/G·N, M], and what the derivative needs beside
+    the weights."""
+    queries, keys, inverse, scores = _logits(q, k, residual)
+    values = v.contiguous()  # [B, G, M, Dv]
+    weights = scores.softmax(-1)  # [B, G, H/G·N, M]
+    return torch.matmul(weights, values), weights, scores, (queries, keys, inverse, values)
+
+
+def for_attended(
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+    for_out: Tensor | None,
+    for_weights: Tensor | None,
+    for_scores: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of q [B, H, N, D], k [B, G, M, D], v [B, G, M, Dv] and the residual [B, H, N, M].
+
+    Args:
+        saved: what `attended` says, and the weights [B, H, N, M].
+        needs: which of the four are wanted; the others are None.
+        for_out: the gradient of the output [B, H, N, Dv]; None where it is not used, as with the other two.
+        for_weights: of the weights [B, H, N, M].
+        for_scores: of the logits [B, H, N, M].
+    """
+    _refuse_a_second_derivative()
+    queries, keys, inverse, values, weights = saved
+    needs_q, needs_k, needs_v, needs_residual = needs
+    shape, (batch, groups, m, dim) = weights.shape, values.shape
+    rows = batch * groups
+    values, weights = values.view(rows, m, dim), weights.view(rows, -1, m)  # [B·G, M, Dv], [B·G, H/G·N, M]
+    for_v = grad = None  # the latter of the weights, then of the logits, [B·G, H/G·N, M]
+    if for_out is not None:
+        inside = for_out.reshape(rows, -1, dim)  # [B·G, H/G·N, Dv]
+        if needs_v:
+            for_v = torch.bmm(weights.mT, inside).view(batch, groups, m, dim)
+        if needs_q or needs_k or needs_residual:
+            grad = torch.bmm(inside, values.mT)
+    if for_weights is not None:
+        direct = for_weights.reshape(weights.shape)
+        grad = direct if grad is None else grad.add_(direct)
+    if grad is not None:
+        grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+    if for_scores is not None:
+        direct = for_scores.reshape(weights.shape)
+        grad = direct if grad is None else grad.add_(direct)
+    if grad is None:
+        return None, None, for_v, None
+    grad = grad.view(shape)
+    for_q, for_k = _for_inputs(grad, queries, keys, inverse, needs_q, needs_k)
+    return for_q, for_k, for_v, grad if needs_residual else None
 
 
 def _logits(q: Tensor, k: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -178,10 +206,10 @@ def _logits(q: Tensor, k: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
     if residual is None:
         return queries, keys, inverse, torch.matmul(queries, keys.mT)
     scores = torch.baddbmm(residual.reshape(batch * groups, -1, m), queries.flatten(0, 1), keys.flatten(0, 1).mT)
-    return queries, keys, inverse, _own(scores, (batch, groups, queries.shape[2], m))
+    return queries, keys, inverse, own(scores, (batch, groups, queries.shape[2], m))
 
 
-def _own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`x` in another shape, no view: the caller may change what a function returns, as that of any other attention."""
     made: Tensor = torch.ops.aten._unsafe_view.default(x, shape)
     return made

@@ -79,20 +79,21 @@ def product_is_faster(q: Tensor, k: Tensor, *, mask: Tensor | None, is_causal: b
     and backward: at the lengths tried inside these conditions (20 to 60) the plain formula took 0.48 to 0.92 of its
     time, elsewhere up to 2.0. ``python benchmarks/rules.py short-softmax`` repeats it.
     """
-    n, m, dim = q.shape[2], k.shape[2], q.shape[3]
     return (
         mask is None
         and not is_causal
         and dropout_p == 0
         and q.is_cpu
         and q.dtype == torch.float32
-        and dim <= 32
-        and n > 16
-        and 16 < m < 64
-        and m % 16 >= 4
+        and suits_product(q.shape[2], k.shape[2], q.shape[3])
         and not torch.compiler.is_compiling()
         and mode() == "auto"
     )
+
+
+def suits_product(n: int, m: int, dim: int) -> bool:
+    """The sizes of `product_is_faster`: n queries, m keys and the features of a head."""
+    return dim <= 32 and n > 16 and 16 < m < 64 and m % 16 >= 4
 
 
 class Sigmoid(Normaliser):

@@ -1,14 +1,17 @@
 """Seconds per epoch of TSTPlus: tsai's own attention, `standard` and another mechanism through the plugin.
 
-    OMP_NUM_THREADS=1 python benchmarks/epoch_time.py [--attention quest] [--length 29] [--rounds 9]
+    OMP_NUM_THREADS=1 python benchmarks/epoch_time.py [--attention quest] [--length 29] [--models 3] [--rounds 21]
 
-Each round trains one epoch of every variant in turn, in an order that rotates, so that a change of the machine's load
-meets all alike. Printed are the median ratio to the stock model of the same round, and its quartiles.
+Equal models differ by up to one percent for as long as a process runs, by where their tensors lie. So there are several
+of each variant, made in turn. Each round trains one epoch of every model, in a random order, so that a change of the
+machine's load meets all alike. A model's figure is the median over the rounds of its ratio to the stock models' mean in
+the same round; printed are the mean of a variant's models, and the lowest and highest.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -51,27 +54,29 @@ def main() -> None:
     parser.add_argument("--attention", default="quest", help="the mechanism beside standard")
     parser.add_argument("--length", type=int, default=29, help="time steps")
     parser.add_argument("--series", type=int, default=302, help="series, 32 of them held out")
-    parser.add_argument("--rounds", type=int, default=9, help="epochs of each variant")
+    parser.add_argument("--models", type=int, default=3, help="models of each variant")
+    parser.add_argument("--rounds", type=int, default=21, help="epochs of each model")
     parser.add_argument("--padded", action="store_true", help="every other series ends in NaN")
     options = parser.parse_args()
     for res_attention in (True, False):
         model = {"d_model": 128, "n_heads": 8, "d_ff": 256, "dropout": 0.1, "res_attention": res_attention}
-        learners = {name: learner(name, options, model) for name in ("standard", options.attention)}
-        learners = {"stock": learner(None, options, model), **learners}
-        for learn in learners.values():
+        names = [("stock", "standard", options.attention)[i % 3] for i in range(3 * options.models)]
+        learners = [learner(None if name == "stock" else name, options, model) for name in names]
+        for learn in learners:
             epoch(learn)
-        seconds: dict[str, list[float]] = {name: [] for name in learners}
-        names = list(learners)
-        for round_ in range(options.rounds):
-            start = round_ % len(names)
-            for name in names[start:] + names[:start]:
-                seconds[name].append(epoch(learners[name]))
+        seconds: list[list[float]] = [[] for _ in learners]
+        for _ in range(options.rounds):
+            for i in random.sample(range(len(learners)), len(learners)):
+                seconds[i].append(epoch(learners[i]))
+        stock = [statistics.mean(row) for row in zip(*seconds[::3], strict=True)]
         print(f"res_attention={res_attention} length={options.length} padded={options.padded}")
-        for name, times in seconds.items():
-            ratios = [ours / stock for ours, stock in zip(times, seconds["stock"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        for first, name in enumerate(names[:3]):
+            times = seconds[first::3]
+            ratios = [statistics.median(a / b for a, b in zip(own, stock, strict=True)) for own in times]
+            middle = statistics.median(time for own in times for time in own)
             print(
-                f"  {name:10s} {statistics.median(times):.3f} s/epoch   {middle:.3f} of stock ({low:.3f} to {high:.3f})"
+                f"  {name:10s} {middle:.3f} s/epoch   {statistics.mean(ratios):.3f} of stock "
+                f"({min(ratios):.3f} to {max(ratios):.3f})"
             )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
+from quest_core.kernels import is_hooked
 from quest_core.mechanisms.mechanism import kv_heads, mechanism
 
 
@@ -91,7 +92,7 @@ class Core(nn.Module):
         gives_weights: bool = False,
     ) -> None:
         super().__init__()
-        self.gives_scores, self.gives_weights = gives_scores, gives_weights
+        self.num_heads, self.gives_scores, self.gives_weights = num_heads, gives_scores, gives_weights
         self.attn_dropout: Any = dropout
         self.learns_scale = scale is not None and scale.requires_grad
         if scale is not None:
@@ -121,8 +122,7 @@ class Core(nn.Module):
         """
         if self.learns_scale:
             q = q * self.scale
-        dropout = self.attn_dropout
-        dropout_p = dropout.p if dropout is not None and dropout.training else 0.0
+        dropout_p = self._dropout_p()
         # A family never has weights: it is refused where the host reads them, and a hook gets None.
         wanted = self.mechanism.family is None and (need_weights or dropout_p > 0 or bool(self._forward_hooks))
         mask = _one_mask(hidden, added)
@@ -132,6 +132,37 @@ class Core(nn.Module):
             q, k, v, residual=None if prev is None else plain(prev), attn_mask=mask, dropout_p=dropout_p
         )
         return out, weights, scores if self.gives_scores else None
+
+    def with_projections(
+        self,
+        x: Tensor,
+        q_proj: nn.Module,
+        k_proj: nn.Module,
+        v_proj: nn.Module,
+        prev: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """As `forward` on the projections of x [B, N, E], where the mechanism has one step for both; else None.
+
+        The output's heads are side by side [B, N, H·Dv].
+        """
+        if self.learns_scale or self._dropout_p() > 0 or is_hooked(self):
+            return None
+        with_logits = prev is not None or self.gives_scores or self.gives_weights or need_weights
+        made = self.mechanism.project_and_attend(
+            x,
+            q_proj,
+            k_proj,
+            v_proj,
+            self.num_heads,
+            residual=None if prev is None else plain(prev),
+            with_logits=with_logits,
+        )
+        return made if made is None or self.gives_scores else (*made[:2], None)
+
+    def _dropout_p(self) -> float:
+        dropout = self.attn_dropout
+        return dropout.p if dropout is not None and dropout.training else 0.0
 
 
 def _one_mask(hidden: Tensor | None, added: Tensor | None) -> Tensor | None:
@@ -241,17 +272,25 @@ class MultiheadAttention(Replacement):
         Q = plain(Q)
         K = Q if same_tokens or K is None else plain(K)
         V = Q if V is None else plain(V)
+        core: Core = self.sdp_attn
+        need_weights = bool(self._forward_hooks)
+        if K is Q and V is Q and key_padding_mask is None and attn_mask is None:
+            made = core.with_projections(Q, self.W_Q, self.W_K, self.W_V, prev, need_weights)
+            if made is not None:
+                return self._result(core, *made)
         q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
         k = split_heads(self.W_K(K), self.kv_heads)  # [B, G, M, D]
         v = split_heads(self.W_V(V), self.kv_heads)  # [B, G, M, Dv]
-        core: Core = self.sdp_attn
         seen = None
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
             seen = core.mechanism.padding_mask(real, same_tokens=same_tokens)
         hidden, added = split_masks(attn_mask, seen)
-        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
-        out = getattr(self, self.output)(merge_heads(out))
+        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=need_weights)
+        return self._result(core, merge_heads(out), weights, scores)
+
+    def _result(self, core: Core, merged: Tensor, weights: Tensor | None, scores: Tensor | None) -> Any:
+        out = getattr(self, self.output)(merged)
         return (out, weights, scores) if core.gives_scores else (out, weights)
 
 

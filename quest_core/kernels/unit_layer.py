@@ -1,0 +1,159 @@
+"""QUEST self-attention together with its projections, in one step on a CPU.
+
+`unit_layer` is :func:`~quest_core.kernels.unit_logits.unit_attention` with the three projections before it. Where
+tokens are few, a layer's time goes to calls, checks and the bookkeeping of differentiation as much as to arithmetic. In
+one step there are none between projections and attention, and the backward pass multiplies once for the parameters of
+all three projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from .mode import mode
+from .unit_logits import are_ordinary, attended, for_attended, own
+
+
+def unit_layer_parameters(
+    x: Tensor, projections: Sequence[nn.Module], num_heads: int, residual: Tensor | None = None
+) -> tuple[Tensor | None, ...] | None:
+    """What `unit_layer` takes of the projections of queries, keys and values: three weights, then three biases.
+
+    None where it cannot stand for calling them and attending to what they give: they are no plain linear layers, hooks
+    watch them, or something is not an ordinary tensor on a CPU.
+    """
+    if not x.is_cpu or torch.compiler.is_compiling() or is_hooked(*projections):
+        return None
+    dtype, weights, biases = x.dtype, [], []
+    for linear in projections:
+        if type(linear) is not nn.Linear:
+            return None
+        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+        if type(weight) is not nn.Parameter or weight.dtype != dtype or not (bias is None or bias.dtype == dtype):
+            return None
+        weights.append(weight)
+        biases.append(bias)
+    shape = x.shape  # [B, N, E]
+    (width, _), (value_width, features) = weights[0].shape, weights[2].shape
+    if (
+        dtype in (torch.float32, torch.float64)
+        and len(shape) == 3
+        and weights[0].shape == weights[1].shape == (width, shape[2])
+        and features == shape[2]
+        and width % num_heads == value_width % num_heads == 0
+        and (residual is None or residual.shape == (shape[0], num_heads, shape[1], shape[1]))
+        and (are_ordinary(x) if residual is None else are_ordinary(x, residual))
+        and mode() == "auto"
+    ):
+        return (*weights, *biases)
+    return None
+
+
+def is_hooked(*modules: nn.Module) -> bool:
+    """Whether a call of one of the modules runs more than its class's `forward`, or another one."""
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            return True
+    return bool(_has_any_global_hook())
+
+
+def unit_layer(
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    num_heads: int,
+    residual: Tensor | None = None,
+    *,
+    with_logits: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """softmax(q k̄ᵀ + residual) v of q, k, v = the projections of x.
+
+    Args:
+        x: [B, N, E].
+        parameters: the `unit_layer_parameters`: weights [H·D, E] twice and [H·Dv, E], and biases.
+        residual: [B, H, N, N], added to the logits.
+        with_logits: return the weights and logits as well.
+
+    Returns:
+        The output with its heads side by side [B, N, H·Dv], and the weights and the logits [B, H, N, N] or None twice.
+    """
+    made = _unit_layer(x, residual, num_heads, with_logits, *parameters)
+    return made if with_logits else (made, None, None)
+
+
+class _UnitLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, num_heads: int, with_logits: bool, *parameters: Any
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        batch, tokens, features = x.shape
+        rows = x.reshape(-1, features)  # [B·N, E]
+        q, k, v = (
+            F.linear(rows, weight, bias).view(batch, tokens, num_heads, -1).transpose(1, 2)  # [B, H, N, D]
+            for weight, bias in zip(parameters[:3], parameters[3:], strict=True)
+        )
+        out, weights, scores, saved = attended(q, k, v, residual)
+        merged = out.transpose(1, 2).flatten(2)  # [B, N, H·Dv]
+        if merged._is_view():  # of one head or one token there was nothing to copy
+            merged = own(merged, tuple(merged.shape))
+        ctx.save_for_backward(rows, *parameters[:3], *saved, weights)
+        ctx.set_materialize_grads(False)
+        if not with_logits:
+            return merged
+        for_x, for_residual, _, _, for_q, for_k, _, for_q_bias, for_k_bias, _ = ctx.needs_input_grad
+        if not (for_x or for_residual or for_q or for_k or for_q_bias or for_k_bias):
+            ctx.mark_non_differentiable(weights, scores)  # values alone have a derivative
+        return merged, weights, scores
+
+    @staticmethod
+    def backward(
+        ctx: Any, for_merged: Tensor | None, for_weights: Tensor | None = None, for_scores: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors[:4]  # [B·N, E]; [H·D, E] twice and [H·Dv, E]
+        saved = ctx.saved_tensors[4:]
+        batch, num_heads, tokens, _ = saved[0].shape
+        needs_x, needs_residual, _, _, *needs = ctx.needs_input_grad  # the last six: weights, then biases
+        needs_projected = [needs_x or needs[i] or needs[i + 3] for i in range(3)]
+        for_out = None
+        if for_merged is not None:
+            for_out = for_merged.reshape(batch, tokens, num_heads, -1).transpose(1, 2)  # [B, H, N, Dv]
+        *for_heads, for_residual = for_attended(
+            saved, (*needs_projected, needs_residual), for_out, for_weights, for_scores
+        )
+        widths = [len(weight) for weight in weights]
+        joined = rows.new_empty(batch, tokens, sum(widths))  # the gradients of q, k and v side by side
+        for part, grad in zip(joined.split(widths, 2), for_heads, strict=True):
+            if grad is None:
+                part.zero_()
+            else:
+                part.view(batch, tokens, num_heads, -1).copy_(grad.transpose(1, 2))
+        joined = joined.view(len(rows), -1)  # [B·N, H·(2D + Dv)]
+        for_x = None
+        if needs_x:
+            of_q, of_k, of_v = joined.split(widths, 1)
+            for_x = torch.mm(of_q, weights[0]).addmm_(of_k, weights[1]).addmm_(of_v, weights[2])
+            for_x = for_x.view(batch, tokens, -1)
+        none = (None, None, None)
+        for_parameters = (
+            *(torch.mm(joined.t(), rows).split(widths) if any(needs[:3]) else none),
+            *(joined.sum(0).split(widths) if any(needs[3:]) else none),
+        )
+        wanted = (
+            grad if needed and part is not None else None
+            for grad, needed, part in zip(for_parameters, needs, (*for_heads, *for_heads), strict=True)
+        )
+        return for_x, for_residual, None, None, *wanted
+
+
+_unit_layer: Callable[..., Any] = _UnitLayer.apply
