@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .mode import mode
-from .unit_logits import are_ordinary, attended, for_attended, own
+from .unit_logits import attended, for_attended, is_plain_call, own
 
 
 def unit_layer_parameters(
@@ -25,10 +25,10 @@ def unit_layer_parameters(
 ) -> tuple[Tensor | None, ...] | None:
     """What `unit_layer` takes of the projections of queries, keys and values: three weights, then three biases.
 
-    None where it cannot stand for calling them and attending to what they give: they are no plain linear layers, hooks
-    watch them, or something is not an ordinary tensor on a CPU.
+    None where it cannot stand for calling them and attending to what they give: they are no plain linear layers, or
+    something is not an ordinary tensor on a CPU. Whether hooks watch them is for the caller to ask.
     """
-    if not x.is_cpu or torch.compiler.is_compiling() or is_hooked(*projections):
+    if type(x) is not Tensor or not x.is_cpu or torch.compiler.is_compiling():
         return None
     dtype, weights, biases = x.dtype, [], []
     for linear in projections:
@@ -39,16 +39,23 @@ def unit_layer_parameters(
             return None
         weights.append(weight)
         biases.append(bias)
-    shape = x.shape  # [B, N, E]
-    (width, _), (value_width, features) = weights[0].shape, weights[2].shape
+    if x.dim() != 3:
+        return None
+    batch, tokens, features = x.shape
+    shape = width, _ = weights[0].shape
+    value_width, value_features = weights[2].shape
+    logits_shape = (batch, num_heads, tokens, tokens)
     if (
         dtype in (torch.float32, torch.float64)
-        and len(shape) == 3
-        and weights[0].shape == weights[1].shape == (width, shape[2])
-        and features == shape[2]
+        and shape == weights[1].shape
+        and shape[1] == value_features == features
         and width % num_heads == value_width % num_heads == 0
-        and (residual is None or residual.shape == (shape[0], num_heads, shape[1], shape[1]))
-        and (are_ordinary(x) if residual is None else are_ordinary(x, residual))
+        and x.numel() > 0
+        and (
+            residual is None
+            or (type(residual) is Tensor and residual.dtype == dtype and residual.shape == logits_shape)
+        )
+        and is_plain_call()
         and mode() == "auto"
     ):
         return (*weights, *biases)
@@ -156,4 +163,4 @@ class _UnitLayer(torch.autograd.Function):
         return for_x, for_residual, None, None, *wanted
 
 
-_unit_layer: Callable[..., Any] = _UnitLayer.apply
+_unit_layer: Callable[..., Any] = super(torch.autograd.Function, _UnitLayer).apply

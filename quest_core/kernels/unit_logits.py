@@ -38,6 +38,11 @@ def are_ordinary(*tensors: Tensor) -> bool:
     for x in tensors:
         if type(x) is not Tensor or x.dtype != first or x.numel() == 0:
             return False
+    return is_plain_call()
+
+
+def is_plain_call() -> bool:
+    """Whether this runs outside of functorch, of autocast on CPUs and of torch.jit.trace."""
     return not (
         torch._C._are_functorch_transforms_active()
         or torch.is_autocast_enabled("cpu")
@@ -241,5 +246,5 @@ def _refuse_a_second_derivative() -> None:
         )
 
 
-_unit_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _UnitLogits.apply
-_unit_attention: Callable[..., Any] = _UnitAttention.apply
+_unit_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor] = super(torch.autograd.Function, _UnitLogits).apply
+_unit_attention: Callable[..., Any] = super(torch.autograd.Function, _UnitAttention).apply

@@ -267,7 +267,9 @@ class Mechanism(nn.Module):
             The output with its heads side by side [B, N, H·Dv], the weights and the logits [B, H, N, N] or None; or
             None.
         """
-        if not self._layer or self.observer is not None or is_hooked(self) or tokens_are_divided():
+        if not self._layer or self.observer is not None or tokens_are_divided():
+            return None
+        if is_hooked(self, q_proj, k_proj, v_proj):
             return None
         parameters = unit_layer_parameters(x, (q_proj, k_proj, v_proj), num_heads, residual)
         if parameters is None:
