@@ -161,6 +161,12 @@ def test_a_layer_takes_it_and_gives_the_same(calls: list[bool], monkeypatch: pyt
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def replace_weight(linear: nn.Linear) -> None:
+    weight = linear.weight.detach().clone()
+    del linear.weight
+    linear.weight = weight  # type: ignore[assignment]  # as FullyShardedDataParallel does
+
+
 class OwnLinear(nn.Linear):
     """A linear layer that does something of its own."""
 
@@ -178,6 +184,7 @@ CHANGES: dict[str, Callable[[Attention], Any]] = {
     "a forward of one module": lambda layer: setattr(layer.k_proj, "forward", layer.k_proj.forward),
     "a subclass": lambda layer: setattr(layer, "q_proj", OwnLinear(32, 32)),
     "a parametrisation": lambda layer: parametrizations.weight_norm(layer.q_proj),
+    "a weight that is no parameter": lambda layer: replace_weight(layer.v_proj),
     "another type": lambda layer: layer.double(),
     "a monitor": lambda layer: Monitor(layer),
     "no bias in one": lambda layer: setattr(layer, "k_proj", nn.Linear(32, 32, bias=False)),

@@ -32,9 +32,10 @@ def unit_layer_parameters(
         return None
     dtype, weights, biases = x.dtype, [], []
     for linear in projections:
-        if type(linear) is not nn.Linear:
-            return None
-        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+        own_parameters = linear._parameters
+        if type(linear) is not nn.Linear or "weight" not in own_parameters or "bias" not in own_parameters:
+            return None  # FullyShardedDataParallel and pruning put other tensors in their place
+        weight, bias = own_parameters["weight"], own_parameters["bias"]
         if type(weight) is not nn.Parameter or weight.dtype != dtype or not (bias is None or bias.dtype == dtype):
             return None
         weights.append(weight)

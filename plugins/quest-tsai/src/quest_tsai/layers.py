@@ -268,10 +268,9 @@ class MultiheadAttention(Replacement):
             The output [B, N, E] and the weights [B, H, N, M], or None where nobody reads them; with the host's
             `res_attention` also the scores [B, H, N, M].
         """
-        same_tokens = K is None or K is Q  # before subclasses are taken off, which makes new objects
-        Q = plain(Q)
-        K = Q if same_tokens or K is None else plain(K)
-        V = Q if V is None else plain(V)
+        tokens, Q = Q, plain(Q)  # taking a subclass off makes a new object
+        K = Q if K is None or K is tokens else plain(K)
+        V = Q if V is None or V is tokens else plain(V)
         core: Core = self.sdp_attn
         need_weights = bool(self._forward_hooks)
         if K is Q and V is Q and key_padding_mask is None and attn_mask is None:
@@ -284,7 +283,7 @@ class MultiheadAttention(Replacement):
         seen = None
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
-            seen = core.mechanism.padding_mask(real, same_tokens=same_tokens)
+            seen = core.mechanism.padding_mask(real, same_tokens=K is Q)
         hidden, added = split_masks(attn_mask, seen)
         out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=need_weights)
         return self._result(core, merge_heads(out), weights, scores)
