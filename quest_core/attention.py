@@ -11,7 +11,7 @@ from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .convert import pool_heads
 from .errors import ConfigError, InputError
-from .mechanisms.mechanism import key_features, kv_heads, mechanism
+from .mechanisms.mechanism import key_features, kv_heads, mechanism, project_and_attend
 
 
 class Attention(nn.Module):
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         masked = is_causal or key_mask is not None or attn_mask is not None
         if context is None and cache is None and dropout_p == 0 and not masked:
             projections = (self.q_proj, self.k_proj, self.v_proj)
-            made = self.mechanism.project_and_attend(x, *projections, self.num_heads)
+            made = project_and_attend(self.mechanism, x, projections, self.num_heads, head_dim=self.head_dim)
             if made is not None:
                 return self.out_proj(made[0])  # type: ignore[no-any-return]
         source = x if context is None else context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from quest_core import Attention, Monitor
-from quest_core.errors import UnsupportedError
+from quest_core.errors import InputError, UnsupportedError
 from quest_core.kernels import unit_layer, unit_layer_parameters
 from quest_core.mechanisms import mechanism as module
 from quest_core.mechanisms import reference
@@ -101,7 +104,6 @@ def test_what_it_returns_may_be_changed_in_place(num_heads: int) -> None:
 
 
 def test_gradients_are_accumulated_cleared_and_clipped_as_any_others() -> None:
-    """The three projections' gradients are parts of one product."""
     layers, x = nn.ModuleList(projections(4, 4, 4)), torch.randn(2, 5, 4, dtype=torch.float64)
     plain = copy.deepcopy(layers)
     for owned, attend in ((layers, step), (plain, plainly)):
@@ -242,6 +244,123 @@ def test_dropout_and_autocast_do_not_take_it(calls: list[bool]) -> None:
     assert calls == []
     layer(x)
     assert calls == [True]
+
+
+def with_heads(layer: Attention, number: int) -> Attention:
+    """The layer with so many heads' projections, as pruning or dividing them by hand leaves it."""
+    width = number * layer.head_dim
+    layer.q_proj, layer.k_proj, layer.v_proj = (nn.Linear(32, width) for _ in range(3))
+    layer.out_proj = nn.Linear(width, 32)
+    return layer
+
+
+def test_heads_are_counted_from_the_projections(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = with_heads(Attention(32, 4, "quest"), 2), torch.randn(3, 29, 32)
+    out = layer(x)
+    monkeypatch.setenv("QUEST_KERNELS", "reference")
+    torch.testing.assert_close(out, layer(x))
+    assert calls == []
+
+
+def test_values_of_more_heads_are_refused() -> None:
+    layer = Attention(32, 4, "quest")
+    layer.v_proj, layer.out_proj = nn.Linear(32, 64), nn.Linear(64, 32)
+    with pytest.raises(InputError, match=r"k has \(heads, tokens\) \(4, 29\) but v has \(8, 29\)"):
+        layer(torch.randn(3, 29, 32))
+
+
+class Around(nn.Module):
+    """A module in another's place, as an adapter or a probe is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.inner(*arguments, **options)
+
+
+def test_a_module_around_the_mechanism_is_called() -> None:
+    layer, seen = Attention(32, 2, "quest"), []
+    around: Any = Around(layer.mechanism)
+    layer.mechanism = around
+    around.register_forward_hook(lambda *_: seen.append(True))
+    layer(torch.randn(3, 29, 32))
+    assert seen == [True]
+
+
+class SquaredWeights(TorchFunctionMode):
+    """Changes what a linear layer does, derivative included, as simulated quantisation does."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is nn.functional.linear:
+            arguments = (arguments[0], arguments[1] * arguments[1].abs(), *arguments[2:])
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("how", ["a mode", "another function", "another method"])
+def test_other_linear_layers_keep_their_derivative(
+    how: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.functional.linear
+    if how == "another function":
+        monkeypatch.setattr(nn.functional, "linear", lambda x, w, b=None: linear(x, w * w.abs(), b))
+    elif how == "another method":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(x, self.weight.square(), self.bias))
+    with SquaredWeights() if how == "a mode" else nullcontext():
+        Attention(32, 2, "quest")(torch.randn(3, 29, 32))
+    assert calls == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layer_can_be_computed_again_in_the_backward_pass(reentrant: bool, calls: list[bool]) -> None:
+    layer, x = Attention(32, 2, "quest"), torch.randn(3, 29, 32, requires_grad=True)
+    wanted = torch.autograd.grad(layer(x).sum(), (x, *layer.parameters()))
+    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    for parameter, truth in zip((x, *layer.parameters()), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, truth)
+    assert len(calls) == 3
+
+
+def test_gradients_may_be_asked_for_in_batches() -> None:
+    layer, x = Attention(32, 2, "quest"), torch.randn(3, 29, 32, requires_grad=True)
+    out, grads = layer(x), torch.randn(4, 3, 29, 32)
+    (batched,) = torch.autograd.grad(out, x, grads, retain_graph=True, is_grads_batched=True)
+    for ours, grad in zip(batched, grads, strict=True):
+        torch.testing.assert_close(ours, torch.autograd.grad(out, x, grad, retain_graph=True)[0])
+
+
+def test_what_no_gradient_needs_may_change_after_the_forward_pass() -> None:
+    """A linear layer keeps its input for the weight's gradient and its weight for the input's."""
+    layer, x = Attention(32, 2, "quest"), torch.randn(3, 29, 32)
+    out = layer(x)
+    with torch.no_grad():
+        layer.q_proj.weight.mul_(2)
+    out.sum().backward()
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+        projection.requires_grad_(False)
+    stream = torch.randn(3, 29, 32, requires_grad=True) * 1
+    out = layer(stream)
+    stream += out
+    stream.sum().backward()
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+        projection.bias.requires_grad_()
+    with torch.inference_mode():
+        constant = torch.randn(3, 29, 32)
+    layer(constant).sum().backward()
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_a_changed_input_is_noticed(strided: bool) -> None:
+    layer, x = Attention(32, 2, "quest"), torch.randn(3, 29, 32)
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
+    out = layer(x)
+    x += 1
+    if strided:
+        out.sum().backward()  # what was kept is a copy
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 def test_features_that_do_not_fit_are_told_by_the_projection() -> None:

@@ -2,8 +2,7 @@
 
 `unit_layer` is :func:`~quest_core.kernels.unit_logits.unit_attention` with the three projections before it. Where
 tokens are few, a layer's time goes to calls, checks and the bookkeeping of differentiation as much as to arithmetic. In
-one step there are none between projections and attention, and the backward pass multiplies once for the parameters of
-all three projections.
+one step there are none between projections and attention.
 """
 
 from __future__ import annotations
@@ -19,14 +18,21 @@ from torch.nn.modules.module import _has_any_global_hook
 from .mode import mode
 from .unit_logits import attended, for_attended, is_plain_call, own
 
+LINEAR_FORWARD = nn.Linear.forward
+
 
 def unit_layer_parameters(
-    x: Tensor, projections: Sequence[nn.Module], num_heads: int, residual: Tensor | None = None
-) -> tuple[Tensor | None, ...] | None:
+    x: Tensor,
+    projections: Sequence[nn.Module],
+    num_heads: int,
+    residual: Tensor | None = None,
+    head_dim: int | None = None,
+) -> tuple[Any, ...] | None:
     """What `unit_layer` takes of the projections of queries, keys and values: three weights, then three biases.
 
-    None where it cannot stand for calling them and attending to what they give: they are no plain linear layers, or
-    something is not an ordinary tensor on a CPU. Whether hooks watch them is for the caller to ask.
+    None where it cannot stand for calling them and attending to what they give: they are no plain linear layers, do not
+    make `num_heads` heads (of `head_dim` features each, where that is said), somebody has put something in the place of
+    linear layers, or something is not an ordinary tensor on a CPU. Whether hooks watch them is for the caller to ask.
     """
     if type(x) is not Tensor or not x.is_cpu or torch.compiler.is_compiling():
         return None
@@ -51,12 +57,16 @@ def unit_layer_parameters(
         and shape == weights[1].shape
         and shape[1] == value_features == features
         and width % num_heads == value_width % num_heads == 0
+        and (head_dim is None or width == value_width == num_heads * head_dim)
         and x.numel() > 0
         and (
             residual is None
             or (type(residual) is Tensor and residual.dtype == dtype and residual.shape == logits_shape)
         )
         and is_plain_call()
+        and F.linear is torch._C._nn.linear
+        and nn.Linear.forward is LINEAR_FORWARD
+        and torch._C._len_torch_function_stack() == 0
         and mode() == "auto"
     ):
         return (*weights, *biases)
@@ -115,12 +125,15 @@ class _UnitLayer(torch.autograd.Function):
         merged = out.transpose(1, 2).flatten(2)  # [B, N, H·Dv]
         if merged._is_view():  # of one head or one token there was nothing to copy
             merged = own(merged, tuple(merged.shape))
-        ctx.save_for_backward(rows, *parameters[:3], *saved, weights)
+        # Linear layers keep their input for the weight's sake and the weight for the input's.
+        for_x, _, _, _, *for_parameters = ctx.needs_input_grad
+        kept = (x if x.is_contiguous() else rows) if any(for_parameters[:3]) else None
+        ctx.save_for_backward(kept, *(parameters[:3] if for_x else (None, None, None)), *saved, weights)
         ctx.set_materialize_grads(False)
         if not with_logits:
             return merged
-        for_x, for_residual, _, _, for_q, for_k, _, for_q_bias, for_k_bias, _ = ctx.needs_input_grad
-        if not (for_x or for_residual or for_q or for_k or for_q_bias or for_k_bias):
+        of_queries_and_keys = (*for_parameters[:2], *for_parameters[3:5])
+        if not (for_x or ctx.needs_input_grad[1] or any(of_queries_and_keys)):
             ctx.mark_non_differentiable(weights, scores)  # values alone have a derivative
         return merged, weights, scores
 
@@ -128,8 +141,8 @@ class _UnitLayer(torch.autograd.Function):
     def backward(
         ctx: Any, for_merged: Tensor | None, for_weights: Tensor | None = None, for_scores: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors[:4]  # [B·N, E]; [H·D, E] twice and [H·Dv, E]
-        saved = ctx.saved_tensors[4:]
+        # [B, N, E] or [B·N, E]; [H·D, E] twice and [H·Dv, E]; what `for_attended` takes
+        kept, weight_q, weight_k, weight_v, *saved = ctx.saved_tensors
         batch, num_heads, tokens, _ = saved[0].shape
         needs_x, needs_residual, _, _, *needs = ctx.needs_input_grad  # the last six: weights, then biases
         needs_projected = [needs_x or needs[i] or needs[i + 3] for i in range(3)]
@@ -139,29 +152,20 @@ class _UnitLayer(torch.autograd.Function):
         *for_heads, for_residual = for_attended(
             saved, (*needs_projected, needs_residual), for_out, for_weights, for_scores
         )
-        widths = [len(weight) for weight in weights]
-        joined = rows.new_empty(batch, tokens, sum(widths))  # the gradients of q, k and v side by side
-        for part, grad in zip(joined.split(widths, 2), for_heads, strict=True):
-            if grad is None:
-                part.zero_()
-            else:
-                part.view(batch, tokens, num_heads, -1).copy_(grad.transpose(1, 2))
-        joined = joined.view(len(rows), -1)  # [B·N, H·(2D + Dv)]
+        # What the projections made, [B·N, H·D] twice and [B·N, H·Dv]
+        sides = [None if grad is None else grad.transpose(1, 2).reshape(batch * tokens, -1) for grad in for_heads]
         for_x = None
         if needs_x:
-            of_q, of_k, of_v = joined.split(widths, 1)
-            for_x = torch.mm(of_q, weights[0]).addmm_(of_k, weights[1]).addmm_(of_v, weights[2])
-            for_x = for_x.view(batch, tokens, -1)
-        none = (None, None, None)
-        for_parameters = (
-            *(torch.mm(joined.t(), rows).split(widths) if any(needs[:3]) else none),
-            *(joined.sum(0).split(widths) if any(needs[3:]) else none),
+            for side, weight in zip(sides, (weight_q, weight_k, weight_v), strict=True):
+                if side is not None:
+                    for_x = torch.mm(side, weight) if for_x is None else for_x.addmm_(side, weight)
+            for_x = None if for_x is None else for_x.view(batch, tokens, -1)
+        rows: Any = None if kept is None else kept.reshape(batch * tokens, -1)  # [B·N, E]
+        return (
+            *(for_x, for_residual, None, None),
+            *(torch.mm(s.t(), rows) if n and s is not None else None for s, n in zip(sides, needs[:3], strict=True)),
+            *(s.sum(0) if n and s is not None else None for s, n in zip(sides, needs[3:], strict=True)),
         )
-        wanted = (
-            grad if needed and part is not None else None
-            for grad, needed, part in zip(for_parameters, needs, (*for_heads, *for_heads), strict=True)
-        )
-        return for_x, for_residual, None, None, *wanted
 
 
 _unit_layer: Callable[..., Any] = super(torch.autograd.Function, _UnitLayer).apply

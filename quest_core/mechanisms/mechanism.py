@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -239,47 +239,6 @@ class Mechanism(nn.Module):
         weights = torch.dropout(weights, dropout_p, dropout_p > 0)
         return apply_weights(weights, v), weights, scores
 
-    def project_and_attend(
-        self,
-        x: Tensor,
-        q_proj: Any,
-        k_proj: Any,
-        v_proj: Any,
-        num_heads: int,
-        *,
-        residual: Tensor | None = None,
-        with_logits: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Self-attention without mask and dropout together with its projections, where that is one step.
-
-        It is for QUEST on a CPU, with projections that are plain linear layers which nobody watches: a tenth of a
-        millisecond less a layer, which shows at few tokens. Everywhere else the answer is None, and the caller projects
-        and calls `forward` or `forward_with_logits`.
-
-        Args:
-            x: [B, N, E].
-            q_proj, k_proj, v_proj: the modules that project, to heads side by side [B, N, H·D].
-            num_heads: H.
-            residual: as in `forward_with_logits`.
-            with_logits: return the weights and the logits as well.
-
-        Returns:
-            The output with its heads side by side [B, N, H·Dv], the weights and the logits [B, H, N, N] or None; or
-            None.
-        """
-        if not self._layer or self.observer is not None or tokens_are_divided():
-            return None
-        if is_hooked(self, q_proj, k_proj, v_proj):
-            return None
-        parameters = unit_layer_parameters(x, (q_proj, k_proj, v_proj), num_heads, residual)
-        if parameters is None:
-            return None
-        n, dim = x.shape[1], q_proj.out_features // num_heads
-        faster = with_logits or (x.dtype == torch.float32 and suits_product(n, n, dim))
-        if not faster or self.score.scale(dim) != 1:
-            return None
-        return unit_layer(x, parameters, num_heads, residual, with_logits=with_logits)
-
     def decode(
         self,
         q: Tensor,
@@ -427,6 +386,48 @@ class Mechanism(nn.Module):
         if trained is not None:
             warn_of_mismatch(trained, self.config)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+def project_and_attend(
+    attend: nn.Module,
+    x: Tensor,
+    projections: Sequence[nn.Module],
+    num_heads: int,
+    *,
+    head_dim: int | None = None,
+    residual: Tensor | None = None,
+    with_logits: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Self-attention without mask and dropout together with its projections, where that is one step.
+
+    It is for QUEST on a CPU, with projections that are plain linear layers which nobody watches: a tenth of a
+    millisecond less a layer, which shows at few tokens. Everywhere else the answer is None, and the caller projects and
+    calls `Mechanism.forward` or `Mechanism.forward_with_logits`.
+
+    Args:
+        attend: the layer's mechanism, or whatever was put in its place.
+        x: [B, N, E].
+        projections: the modules for queries, keys and values, to heads side by side [B, N, H·D].
+        num_heads: H.
+        head_dim: D, where the caller splits by it; None where it splits by the number of heads.
+        residual: as in `Mechanism.forward_with_logits`.
+        with_logits: return the weights and the logits as well.
+
+    Returns:
+        The output with its heads side by side [B, N, H·Dv], the weights and the logits [B, H, N, N] or None; or None.
+    """
+    if type(attend) is not Mechanism or not attend._layer or attend.observer is not None or tokens_are_divided():
+        return None
+    if is_hooked(attend, *projections):
+        return None
+    parameters = unit_layer_parameters(x, projections, num_heads, residual, head_dim)
+    if parameters is None:
+        return None
+    n, dim = x.shape[1], len(parameters[0]) // num_heads
+    faster = with_logits or (x.dtype == torch.float32 and suits_product(n, n, dim))
+    if not faster or attend.score.scale(dim) != 1:
+        return None
+    return unit_layer(x, parameters, num_heads, residual, with_logits=with_logits)
 
 
 def tokens_are_divided() -> bool:

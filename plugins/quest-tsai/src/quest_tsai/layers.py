@@ -13,6 +13,7 @@ Everything else takes the mechanism's fused path.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from quest_core.config import AttentionConfig
 from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
 from quest_core.kernels import is_hooked
-from quest_core.mechanisms.mechanism import kv_heads, mechanism
+from quest_core.mechanisms.mechanism import kv_heads, mechanism, project_and_attend
 
 
 def plain(x: Tensor) -> Tensor:
@@ -134,13 +135,7 @@ class Core(nn.Module):
         return out, weights, scores if self.gives_scores else None
 
     def with_projections(
-        self,
-        x: Tensor,
-        q_proj: nn.Module,
-        k_proj: nn.Module,
-        v_proj: nn.Module,
-        prev: Tensor | None,
-        need_weights: bool,
+        self, x: Tensor, projections: Sequence[nn.Module], prev: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """As `forward` on the projections of x [B, N, E], where the mechanism has one step for both; else None.
 
@@ -148,15 +143,10 @@ class Core(nn.Module):
         """
         if self.learns_scale or self._dropout_p() > 0 or is_hooked(self):
             return None
+        residual = None if prev is None else plain(prev)
         with_logits = prev is not None or self.gives_scores or self.gives_weights or need_weights
-        made = self.mechanism.project_and_attend(
-            x,
-            q_proj,
-            k_proj,
-            v_proj,
-            self.num_heads,
-            residual=None if prev is None else plain(prev),
-            with_logits=with_logits,
+        made = project_and_attend(
+            self.mechanism, x, projections, self.num_heads, residual=residual, with_logits=with_logits
         )
         return made if made is None or self.gives_scores else (*made[:2], None)
 
@@ -274,7 +264,7 @@ class MultiheadAttention(Replacement):
         core: Core = self.sdp_attn
         need_weights = bool(self._forward_hooks)
         if K is Q and V is Q and key_padding_mask is None and attn_mask is None:
-            made = core.with_projections(Q, self.W_Q, self.W_K, self.W_V, prev, need_weights)
+            made = core.with_projections(Q, (self.W_Q, self.W_K, self.W_V), prev, need_weights)
             if made is not None:
                 return self._result(core, *made)
         q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
