@@ -28,11 +28,15 @@ def projections(features: int, width: int, value_width: int, *, bias: bool = Tru
 
 
 def step(
-    x: Tensor, layers: tuple[nn.Linear, ...], num_heads: int, residual: Tensor | None, *, with_logits: bool = True
+    x: Tensor, layers: tuple[nn.Linear, ...], num_heads: int, residual: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     parameters = unit_layer_parameters(x, layers, num_heads, residual)
     assert parameters is not None
-    return unit_layer(x, parameters, num_heads, residual, with_logits=with_logits)
+    out, *nothing = unit_layer(x, parameters, num_heads, residual, with_logits=False)
+    made = unit_layer(x, parameters, num_heads, residual, with_logits=True)
+    torch.testing.assert_close(out, made[0], rtol=0, atol=0)
+    assert nothing == [None, None]
+    return made
 
 
 def plainly(x: Tensor, layers: tuple[nn.Linear, ...], num_heads: int, residual: Tensor | None) -> tuple[Tensor, ...]:

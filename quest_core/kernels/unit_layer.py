@@ -168,4 +168,5 @@ class _UnitLayer(torch.autograd.Function):
         )
 
 
+# `Function.apply` would ask for functorch's transforms once more, which whoever calls this has ruled out.
 _unit_layer: Callable[..., Any] = super(torch.autograd.Function, _UnitLayer).apply

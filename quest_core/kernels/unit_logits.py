@@ -246,5 +246,6 @@ def _refuse_a_second_derivative() -> None:
         )
 
 
+# `Function.apply` would ask for functorch's transforms once more, which whoever calls this has ruled out.
 _unit_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor] = super(torch.autograd.Function, _UnitLogits).apply
 _unit_attention: Callable[..., Any] = super(torch.autograd.Function, _UnitAttention).apply

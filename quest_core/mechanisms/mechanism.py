@@ -400,9 +400,9 @@ def project_and_attend(
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Self-attention without mask and dropout together with its projections, where that is one step.
 
-    It is for QUEST on a CPU, with projections that are plain linear layers which nobody watches: a tenth of a
-    millisecond less a layer, which shows at few tokens. Everywhere else the answer is None, and the caller projects and
-    calls `Mechanism.forward` or `Mechanism.forward_with_logits`.
+    It is for QUEST on a CPU, with projections that are plain linear layers which nobody watches, and shows at few
+    tokens. Everywhere else the answer is None, and the caller projects and calls `Mechanism.forward` or
+    `Mechanism.forward_with_logits`.
 
     Args:
         attend: the layer's mechanism, or whatever was put in its place.
