@@ -11,7 +11,7 @@ from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .convert import pool_heads
 from .errors import ConfigError, InputError
-from .mechanisms.mechanism import key_features, kv_heads, mechanism, project_and_attend
+from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
 
 class Attention(nn.Module):
@@ -102,12 +102,6 @@ class Attention(nn.Module):
         if cache is not None and not is_causal:
             raise InputError("a cache is for causal decoding; say is_causal=True, or leave it out")
         dropout_p = self.dropout if self.training else 0.0
-        masked = is_causal or key_mask is not None or attn_mask is not None
-        if context is None and cache is None and dropout_p == 0 and not masked:
-            projections = (self.q_proj, self.k_proj, self.v_proj)
-            made = project_and_attend(self.mechanism, x, projections, self.num_heads, head_dim=self.head_dim)
-            if made is not None:
-                return self.out_proj(made[0])  # type: ignore[no-any-return]
         source = x if context is None else context
         # Heads are counted from the width: tensor parallelism leaves each rank some of them.
         q = self._split(self.q_proj(x), self.head_dim)  # [B, H, N, D]

@@ -100,6 +100,7 @@ class Part:
     weights: bool = True  # can return the attention weights
     chained: bool = False  # reads what the previous attention layer left behind
     counts_queries: bool = False  # a query's result depends on the other queries, so padding must be told of them too
+    mixes_tokens: bool = False  # reads several tokens outside of scaled_dot_product_attention
     key_features: int | None = None  # features of a key head where they differ from the query's
     complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, InjectionError
+from .kernels.pytorch import is_recomputing
 from .mechanisms.base import Normaliser, logits
 from .mechanisms.elliptical import EllipticalQuest
 from .mechanisms.mechanism import Mechanism, Observation
@@ -193,7 +194,7 @@ class _Layer:
 
     @torch.no_grad()
     def _count(self, seen: Observation) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if is_recomputing():
             return  # inside a backward pass: activation checkpointing computes the same once more
         self.calls += seen.piece == 0
         if (self.calls - 1) % self.every or 0 in seen.q.shape or 0 in seen.k.shape:
@@ -299,7 +300,7 @@ def _blocks(
             keys = min(stop + m - n, m) if is_causal else m
             if keys <= 0:
                 continue
-            z = logits(q_some[:, :, start:stop], k_some[:, :, :keys], scale)
+            z = logits(q_some[:, :, start:stop], k_some[:, :, :keys], scale, heads != k.shape[1])
             z = _hide(z, mask_some, is_causal, start, n, m)
             yield z, _log_weights(normaliser, z, columns, start)
 
@@ -329,8 +330,8 @@ def _column_terms(
         v = k[..., :1]  # the output is not looked at
         factors: Tensor = _sinkhorn_blocks(q, k, v, scaled, scale / normaliser.eps, normaliser.iterations, 0.0, None)[2]
         return factors[-1]
-    z = _hide(logits(q, k, scale), mask, is_causal, 0, q.shape[2], k.shape[2])
-    return normaliser.weights(z, mask=z > -math.inf, is_causal=False).log()
+    z = _hide(logits(q, k, scale, q.shape[1] != k.shape[1]), mask, is_causal, 0, q.shape[2], k.shape[2])
+    return normaliser.weights(z, z > -math.inf).log()
 
 
 def _log_weights(normaliser: Normaliser, z: Tensor, columns: Tensor | None, start: int) -> Tensor:

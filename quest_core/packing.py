@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .config import AttentionSpec
 from .errors import InputError, UnsupportedError
-from .kernels import mode
+from .kernels.pytorch import autocast_dtype
 from .mechanisms.aft_conv import AttentionFreeConv
 from .mechanisms.base import Grouping, Score
 from .mechanisms.mechanism import Mechanism, stateless
@@ -167,8 +167,6 @@ class PackingPlan:
 def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]:
     """The sequences of each bucket. One without queries gives nothing and one without keys zeros: both are left out."""
     live = [b for b, (n, m) in enumerate(lengths) if n and m]
-    if kind == "single":
-        return [[b] for b in live]
     if kind == "whole":
         return [live] if live else []
     if kind == "alike":
@@ -271,7 +269,7 @@ def _unpad(rows: _Rows | None, x: Tensor) -> Tensor:
 
 
 def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
-    """How sequences may share batches: "near" in length, exactly "alike", the "whole" batch at once, or "single"."""
+    """How sequences may share batches: "near" in length, exactly "alike" or the "whole" batch at once."""
     crossed = is_causal and plan.cu_seqlens_k is not plan.cu_seqlens_q and any(n != m for n, m in plan.lengths)
     if mechanism.family is None:
         # Elliptical scores compare with the previous layer's values; key-driven groupings average over the batch.
@@ -283,8 +281,6 @@ def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
                     "packed sequence has another number of keys than of queries; call it for one sequence at a time"
                 )
             return "whole"
-    if mode() == "reference":
-        return "single"
     # Padding moves a causal diagonal when n ≠ m, and the cells of a grid.
     return "alike" if crossed or isinstance(mechanism.family, AttentionFreeConv) else "near"
 
@@ -418,7 +414,7 @@ def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
     """Whether the variable-length flash kernels compute this mechanism."""
-    if not q.is_cuda or dropout_p > 0 or mode() == "reference" or mechanism.family is not None:
+    if not q.is_cuda or dropout_p > 0 or mechanism.family is not None:
         return False
     if _varlen_dtype(q) not in (torch.float16, torch.bfloat16) or min(q.shape[0], k.shape[0]) == 0:
         return False
@@ -443,7 +439,7 @@ def _varlen_applies(
 
 def _varlen_dtype(x: Tensor) -> torch.dtype:
     """The type attention is computed in: that of autocast where it is on."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:

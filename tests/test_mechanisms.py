@@ -230,12 +230,6 @@ def test_unit_vectors_for_every_layout(
     assert unit(x).dtype == dtype
 
 
-def test_an_unknown_kernel_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUEST_KERNELS", "fast")
-    with pytest.raises(quest_core.ConfigError, match="QUEST_KERNELS is 'fast'; choose from: auto, eager"):
-        unit(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize("score", SCORES)
 def test_compiles_without_a_graph_break_and_exports(score: str) -> None:
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 2, 6, 6, 8))
@@ -392,27 +386,3 @@ def test_mappings_of_any_kind() -> None:
 def test_head_scales_cannot_start_above_their_cap() -> None:
     with pytest.raises(quest_core.ConfigError, match="init is 200, above cap=100"):
         quest_core.mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)
-
-
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize(("tokens", "fused"), [(25, False), (60, False), (32, True), (100, True)])
-def test_short_cpu_attention_takes_the_plain_formula_where_that_is_faster(
-    score: str, tokens: int, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    kernel = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *arguments, **options: (calls.append(1), kernel(*arguments, **options))[1],
-    )
-    q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 2, tokens, tokens, 8))
-    made = build(score, 4, 2, 8).float()
-    out = made(q, k, v)
-    assert bool(calls) == fused
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    want = truth(made, *exact)[0]
-    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
-    got_grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-    for got, wanted in zip(got_grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-4)

@@ -282,7 +282,7 @@ def test_numbers_that_are_none_stay_visible() -> None:
 
 def test_a_normaliser_from_elsewhere_is_asked_for_its_weights() -> None:
     class Squares(quest_core.mechanisms.base.Normaliser):
-        def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+        def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
             return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
 
     m, (q, k, v) = mechanism("quest"), inputs()

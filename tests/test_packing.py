@@ -241,14 +241,6 @@ def test_mechanisms_that_see_the_whole_batch_get_it_at_once() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_reference_mode_takes_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUEST_KERNELS", "reference")
-    check("quest", MIXED, MIXED)
-    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
-    mechanism = quest_core.mechanism("quest", num_heads=HEADS, head_dim=DIM)
-    assert packing._kind(mechanism, plan, False) == "single"
-
-
 def test_dropout_acts_on_weights() -> None:
     q, k, v = (x.detach() for x in tokens([40, 30], [40, 30]))
     cu = cumulative([40, 30])

@@ -16,9 +16,6 @@ from torch.nn import functional
 from ..cache import Cache
 from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
-from ..kernels.aft import aft_applies, tokens_first
-from ..kernels.aft import aft_biased as biased_kernel
-from ..kernels.aft import aft_simple as simple_kernel
 from .aft_ops import aft_biased, aft_running, finite
 from .base import Dims, Family, local
 
@@ -46,12 +43,6 @@ def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[B, H, T, D] -> [T, B·H·D]: no copy for one sample as its projection left it."""
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1)
-
-
-def _split(tokens: Tensor, like: Tensor) -> Tensor:
-    """[B, N, H·D] -> [B, H, N, D], a view, with H and D of `like`."""
-    heads: Tensor = tokens.unflatten(2, (like.shape[1], like.shape[3]))  # [B, N, H, D]
-    return heads.transpose(1, 2)
 
 
 def _heads(rows: Tensor, like: Tensor) -> Tensor:
@@ -86,10 +77,6 @@ class AttentionFreeSimple(Family):
         """See `Family.forward`."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        if aft_applies(k, v):
-            keys = tokens_first(k if key_mask is None else hide(widen(k), key_mask))
-            y = simple_kernel(keys, tokens_first(v), is_causal)  # [B, M or 1, H·D]
-            return gate(q, _split(_last_queries(y, q, k) if is_causal else y, q), self.query)
         keys, values = hide(widen(k), key_mask), widen(v)
         if not is_causal:
             e = (keys - finite(keys.detach().amax(2, keepdim=True))).exp()  # [B, H, M, D]
@@ -163,10 +150,6 @@ class AttentionFreeFull(Family):
             return empty
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
         left, right = self.bias(m - n + blind if is_causal else 0, n - blind, m)
-        if aft_applies(k, v, 0 if right is None else right.shape[1]):
-            keys = tokens_first(k if key_mask is None else hide(widen(k), key_mask))
-            y = biased_kernel(keys, tokens_first(v), left, right, is_causal, self.window)  # [B, N, H·D]
-            return gate(q, _split(functional.pad(y, (0, 0, blind, 0)), q), self.query)
         keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))
         left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
         y, _ = aft_biased(keys, values, left, right, is_causal, self.window)
@@ -217,6 +200,7 @@ PARTS = (
         (_LENGTH, _RANK, QUERY),
         learnable=True,
         ordered=True,
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
@@ -231,6 +215,7 @@ PARTS = (
         learnable=True,
         cross=False,
         ordered=True,
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory",
@@ -242,6 +227,7 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         complexity="O(T·d) time and memory, O(d) state while decoding",

@@ -374,6 +374,7 @@ PARTS = (
         cross=False,
         ordered=True,
         cached=False,
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         key_features=1,

@@ -76,25 +76,35 @@ class Score(nn.Module):
 
 
 class Normaliser(nn.Module):
-    """How logits become weights."""
+    """How logits become weights. A subclass overrides `weights`, and `forward` if the weights need not be formed."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool, dropout_p: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
     ) -> Tensor:
-        """The attention output [B, H, N, Dv], without the weights where a fused path can avoid them.
+        """Return the attention output [B, H, N, Dv].
 
         Args:
             q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
             v: [B, G, M, Dv].
-            mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+            mask: None, boolean (True = may attend) or additive (−inf hides), broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N.
+            grouped: H/G consecutive query heads share a key/value head; False means G = H.
         """
-        weights = self.weights(logits(q, k, scale), mask=mask, is_causal=is_causal)
-        weights = torch.dropout(weights, dropout_p, dropout_p > 0)
-        return apply_weights(weights, v)
+        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
+        weights = self.weights(logits(q, k, scale, grouped), mask)
+        return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
 
-    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Logits [B, H, N, M] -> weights [B, H, N, M]; masked weights are exactly 0, rows with no visible key too."""
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits [B, H, N, M] -> weights [B, H, N, M]; hidden weights are exactly 0, rows with no visible key too."""
         raise NotImplementedError
 
 
@@ -124,6 +134,9 @@ class Grouping(nn.Module):
 
     needs_weights: bool = False
     """Whether `perturb` does anything, so that no fused path applies."""
+
+    shares: bool = False
+    """Whether H/G consecutive query heads share a key/value head, unless `assign` says another one."""
 
 
 class Family(nn.Module):
@@ -164,34 +177,36 @@ def local(parameter: Tensor) -> Tensor:
     return local_part(parameter)
 
 
-def logits(q: Tensor, k: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
-    """scale · q kᵀ (+ residual): q [B, H, N, D], k [B, G, M, D] with H a multiple of G -> [B, H, N, M].
+def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
+    """scale · q kᵀ (+ residual): q [B, H, N, D], k [B, G, M, D] -> [B, H, N, M].
 
     Args:
+        grouped: H/G consecutive query heads share a key head; False means G = H.
         residual: [B, H, N, M] or broadcastable to it.
     """
-    batch, heads, n, dim = q.shape
-    groups, m = k.shape[1:3]
-    if scale == 1 and residual is not None and residual.shape == (batch, groups, n, m) and residual.dtype == q.dtype:
-        # The product adds as it goes, which spares a pass over the largest tensor there is.
-        return torch.baddbmm(residual.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT).view(batch, heads, n, m)
     q = q if scale == 1 else q * scale
-    if groups == heads:
-        scores = q @ k.mT
+    if grouped:
+        batch, heads, n, dim = q.shape
+        groups, m = k.shape[1:3]
+        scores = (q.reshape(batch, groups, heads // groups * n, dim) @ k.mT).reshape(batch, heads, n, m)
     else:
-        grouped = q.reshape(batch, groups, heads // groups * n, dim)
-        scores = (grouped @ k.mT).reshape(batch, heads, n, m)
-    return scores if residual is None else scores.add_(residual)  # a product does not need its result for its gradient
+        scores = q @ k.mT
+    return scores if residual is None else scores + residual
 
 
-def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
-    """weights [B, H, N, M] times v [B, G, M, Dv] -> [B, H, N, Dv]."""
+def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    """weights [B, H, N, M] times v [B, G, M, Dv] -> [B, H, N, Dv]; `grouped` as in `logits`."""
+    weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
+    if not grouped:
+        return weights @ v
     batch, heads, n, m = weights.shape
     groups = v.shape[1]
-    weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
-    if groups == heads:
-        return weights @ v
     return (weights.reshape(batch, groups, heads // groups * n, m) @ v).reshape(batch, heads, n, v.shape[-1])
+
+
+def hide_lowest(mask: Tensor) -> Tensor:
+    """Return an additive mask in which every value at or below half of its type's minimum is −inf, and so hides."""
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:

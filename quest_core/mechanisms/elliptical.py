@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import Part
 from ..errors import UnsupportedError
-from ..kernels import unit
+from ..kernels.pytorch import is_compiling, is_recomputing
+from ..kernels.unit import unit
 from .base import Dims, visible_keys
 from .scores import SCALE, Standard
 
@@ -87,7 +88,7 @@ class Elliptical(Standard):
             )
         own = v.detach()
         kept = own if self._arrangement is None else self._arrangement[0](own)
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # activation checkpointing
+        if is_recomputing():
             before = self._again(kept)
         else:
             before = self._before(kept)
@@ -192,7 +193,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+    return 0 if is_compiling() else threading.get_ident()
 
 
 def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:
@@ -230,6 +231,16 @@ PARTS = (
         Elliptical,
         (SCALE,),
         chained=True,
+        mixes_tokens=True,
     ),
-    Part("elliptical-quest", "score", "(q ⊙ m) k̄ᵀ", "QUEST, A.5.2", EllipticalQuest, (SCALE,), chained=True),
+    Part(
+        "elliptical-quest",
+        "score",
+        "(q ⊙ m) k̄ᵀ",
+        "QUEST, A.5.2",
+        EllipticalQuest,
+        (SCALE,),
+        chained=True,
+        mixes_tokens=True,
+    ),
 )

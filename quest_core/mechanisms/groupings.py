@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..config import Option, Part
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
+from ..kernels.pytorch import is_recomputing, transform
 from .base import Dims, Grouping, visible_keys
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
@@ -38,6 +39,7 @@ class Grouped(Grouping):
     """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2)."""
 
     name: ClassVar[str] = "gqa"
+    shares = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
         super().__init__()
@@ -89,13 +91,17 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
     whole = (share + 1e-9).floor()
     left = free - whole.sum()
     # Nor may it break a tie: fractions of 8/3 and 2/3 are equal.
-    rank = ((whole - share) * 1e9).round().argsort(stable=True).argsort()  # 0 for the largest fractional part
+    missing = ((whole - share) * 1e9).round()  # [G]
+    before = missing < missing[:, None]  # [G, G]: the columns that come before the row
+    ties = (missing == missing[:, None]).tril(-1)
+    rank = (before | ties).sum(1)  # 0 for the largest fractional part, ties to the lower index
     return (whole + (rank < left)).long() + min_queries
 
 
 def head_index(sizes: Tensor, num_heads: int) -> Tensor:
     """The key/value head of each query head, filled left to right: sizes [G] -> [H]."""
-    return torch.searchsorted(sizes.cumsum(0), torch.arange(num_heads, device=sizes.device), right=True)
+    query = torch.arange(num_heads, device=sizes.device)
+    return (query[:, None] >= sizes.cumsum(0)).sum(1)
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
@@ -187,8 +193,12 @@ class DynamicKeyDriven(KeyDriven):
             self.register_buffer("steps", torch.zeros((), dtype=torch.long))  # training steps so far
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if self.training and not recomputing:
+        if self.training and not is_recomputing():
+            if (active := transform()) is not None:
+                raise UnsupportedError(
+                    f"attention 'dgqa' changes its statistics while training, which {active} does not allow; call "
+                    "eval() on the model, or choose gqa"
+                )
             with torch.no_grad():
                 self.sizes.copy_(self.pending)  # before the forward pass, so that its backward pass finds the same
             self._observe(self._mean_over_ranks(key_norms(k, mask)), num_heads)
@@ -283,6 +293,7 @@ PARTS = (
         (KV_HEADS, MIN_QUERIES),
         reshapes=True,
         causal=False,
+        mixes_tokens=True,
         causal_reason="its head sizes depend on all keys, those of the future too",
         cached=False,
     ),
@@ -312,6 +323,7 @@ PARTS = (
         reshapes=True,
         counts_queries=True,
         causal=False,
+        mixes_tokens=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         cached=False,
         complexity="O(N·M·D) time, O(N·M) memory",

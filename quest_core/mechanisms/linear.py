@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import Part
 from ..errors import UnsupportedError
-from ..kernels import unit
+from ..kernels.unit import unit
 from .base import Dims, Family, local
 
 CHUNK = 64
@@ -234,6 +234,7 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
@@ -245,6 +246,7 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
+        mixes_tokens=True,
         dropout=False,
         weights=False,
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels import (
-    are_ordinary,
-    is_hooked,
-    short_applies,
-    short_attention,
-    unit_attention,
-    unit_attention_with_logits,
-    unit_layer,
-    unit_layer_parameters,
-    unit_logits,
-    unit_logits_applies,
-)
+from ..kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, tokens_are_divided
 from ..registry import parts
-from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, logits, merge_causal
-from .normalisers import Softmax, product_is_faster, suits_product
+from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, hide_lowest, logits, merge_causal
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -85,6 +71,7 @@ class Mechanism(nn.Module):
     def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
         super().__init__()
         self.config = config
+        self._text = str(config)
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
         self.keys_divided = True
@@ -95,11 +82,6 @@ class Mechanism(nn.Module):
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
-        # What kernels do from raw keys: logits (kernels.unit_logits), and outputs as well (kernels.short).
-        chosen = dict(config.parts)
-        self._quest = chosen.get("score") == "quest" and chosen["grouping"] in ("mha", "gqa", "mqa")
-        self._short = self._quest and chosen["normaliser"] == "softmax"
-        self._layer = self._short and chosen["grouping"] == "mha"  # with the projections too (kernels.unit_layer)
         specs = list(config.specs())
         self._key_features = specs[0].key_features
         self._chained = any(part.chained for part in specs)
@@ -107,6 +89,7 @@ class Mechanism(nn.Module):
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.dropout]
+        self._mixing = [part.name for part in specs if part.mixes_tokens]
 
     def forward(
         self,
@@ -134,41 +117,36 @@ class Mechanism(nn.Module):
             InputError: naming the shape or type that does not fit.
             UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
         """
-        self._check(q, k, v, attn_mask, is_causal, dropout_p)
-        divided = tokens_are_divided()
-        if divided:
-            self._check_divided()
-        raw = (q, k)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             if self.observer is not None:
-                self.observer(Observation(*raw, None, attn_mask, is_causal))
-            return self.family(q, k, v, key_mask=self._key_mask(attn_mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        if self._short and self.observer is None and not divided:
-            by_product = product_is_faster(q, k, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-            if by_product and are_ordinary(q, k, v):
-                return unit_attention(q, k, v, self.score.scale(q.shape[-1]))
-            if short_applies(q, k, v, mask=attn_mask, dropout_p=dropout_p):
-                scale = self.score.scale(q.shape[-1])
-                return short_attention(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal)
-        head = self.grouping.assign(k, q.shape[1], attn_mask)
-        q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
+                self.observer(Observation(q, k, None, mask, is_causal))
+            return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
+        head = self.grouping.assign(k, q.shape[1], mask)
+        raw = (q, k)
+        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=None, head=head)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), attn_mask, is_causal))
-        return self.attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+            self.observer(Observation(*raw, (q, k), mask, is_causal))
+        return self._attend(q, k, v, mask, is_causal, dropout_p)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, dropout_p: float
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
-        """The output for queries and keys that the score has prepared already."""
-        scale = self.score.scale(q.shape[-1])
-        if self.grouping.needs_weights:
-            mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
-            weights = self.normaliser.weights(logits(q, k, scale), mask=mask, is_causal=False)
-            weights = self.grouping.perturb(weights, k.shape[1], mask)
-            return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v)
-        return self.normaliser.forward(q, k, v, scale=scale, mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+        """The output [B, H, N, Dv] for queries and keys that the score has prepared."""
+        scale, grouped = self.score.scale(q.shape[-1]), self.grouping.shares
+        if not self.grouping.needs_weights:
+            out = self.normaliser.forward(
+                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
+            )
+            if out.requires_grad:
+                name_second_derivative(out, self._text)
+            return out
+        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
+        weights = self.normaliser.weights(logits(q, k, scale, grouped), mask)
+        weights = self.grouping.perturb(weights, k.shape[1], mask)
+        return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
 
     def forward_with_weights(
         self,
@@ -206,38 +184,32 @@ class Mechanism(nn.Module):
             residual: logits of the previous layer [B, H, N, M], added to these before the weights are formed, as
                 residual attention does (RealFormer, He et al., 2021).
         """
-        self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
-            raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output alone")
+            raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output only")
         if tokens_are_divided():
             raise UnsupportedError(
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
-                "returned; ask for the output alone (need_weights=False)"
+                "returned; ask for the output only (need_weights=False)"
             )
-        groups, scale = k.shape[1], self.score.scale(q.shape[-1])
-        if self._quest and self.observer is None and unit_logits_applies(q, k, residual):
-            if self._short and attn_mask is None and not is_causal and dropout_p == 0 and are_ordinary(q, v):
-                return unit_attention_with_logits(q, k, v, scale, residual)
-            scores = unit_logits(q, k, scale, residual)
-        else:
-            raw = (q, k)
-            head = self.grouping.assign(k, q.shape[1], attn_mask)
-            k = k.contiguous()  # the product below would copy it anyway; before the score, that makes one tensor less
-            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=is_causal, cache=None, head=head)
-            if head is not None:
-                k, v = k.index_select(1, head), v.index_select(1, head)
-            if self.observer is not None:
-                self.observer(Observation(*raw, (q, k), attn_mask, is_causal, residual))
-            scores = logits(q, k, scale, residual)
-        mask = merge_causal(attn_mask, q.shape[2], k.shape[2], q.device) if is_causal else attn_mask
+        head = self.grouping.assign(k, q.shape[1], mask)
+        raw, groups = (q, k), k.shape[1]
+        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=None, head=head)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
+        if self.observer is not None:
+            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
+        grouped = self.grouping.shares
+        scores = logits(q, k, self.score.scale(q.shape[-1]), grouped, residual)
+        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
-            mask = mask > -math.inf
-        weights = self.normaliser.weights(scores, mask=mask, is_causal=False)
+            mask = mask > -torch.inf
+        weights = self.normaliser.weights(scores, mask)
         if self.grouping.needs_weights:
             weights = self.grouping.perturb(weights, groups, mask)
         weights = torch.dropout(weights, dropout_p, dropout_p > 0)
-        return apply_weights(weights, v), weights, scores
+        return apply_weights(weights, v, grouped), weights, scores
 
     def decode(
         self,
@@ -262,22 +234,22 @@ class Mechanism(nn.Module):
         """
         if self._no_cache:
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
-        self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
+        mask = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         if self.family is not None:
             if self.observer is not None:
-                self.observer(Observation(q, k, None, attn_mask, True))
-            key_mask = self._key_mask(attn_mask)
+                self.observer(Observation(q, k, None, mask, True))
+            key_mask = self._key_mask(mask)
             out = self.family.decode(q, k, v, cache, None if key_mask is None else key_mask[:, cache.tokens :])
         else:
             raw = (q, k)
-            head = self.grouping.assign(k, q.shape[1], attn_mask)
-            q, k = self.score.prepare(q, k, v, mask=attn_mask, is_causal=True, cache=cache, head=head)
+            head = self.grouping.assign(k, q.shape[1], mask)
+            q, k = self.score.prepare(q, k, v, mask=mask, is_causal=True, cache=cache, head=head)
             k, v = cache.append("k", k), cache.append("v", v)
             if head is not None:
                 k, v = k.index_select(1, head), v.index_select(1, head)
             if self.observer is not None:
-                self.observer(Observation(*raw, (q, k), attn_mask, True))
-            out = self.attend(q, k, v, attn_mask=attn_mask, is_causal=True, dropout_p=dropout_p)
+                self.observer(Observation(*raw, (q, k), mask, True))
+            out = self._attend(q, k, v, mask, True, dropout_p)
         cache.tokens += q.shape[2]
         return out
 
@@ -290,7 +262,8 @@ class Mechanism(nn.Module):
         """
         if self.family is not None or self._chained:
             raise UnsupportedError(f"attention '{self.config}' has no logits of queries and keys alone")
-        return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]))
+        grouped = q.shape[1] != k.shape[1]
+        return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]), grouped)
 
     def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
         """The attention mask for padding.
@@ -308,7 +281,7 @@ class Mechanism(nn.Module):
             return keys
         if real.dtype == torch.bool:
             return keys & real[:, None, :, None]
-        return torch.where(real[:, None, :, None] > -math.inf, keys, -math.inf)
+        return torch.where(real[:, None, :, None] > -torch.inf, keys, -torch.inf)
 
     def _key_mask(self, mask: Tensor | None) -> Tensor | None:
         """The [B or 1, M] mask that a family takes from a [B, 1, 1, M] one."""
@@ -330,8 +303,8 @@ class Mechanism(nn.Module):
         is_causal: bool,
         dropout_p: float,
         cached: int = 0,
-    ) -> None:
-        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1], cached)
+    ) -> Tensor | None:
+        """Raise unless the arguments fit this mechanism; returns the mask, in which only −inf and False hide."""
         if is_causal and self._no_causal:
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         if dropout_p > 0 and self._no_dropout:
@@ -339,6 +312,16 @@ class Mechanism(nn.Module):
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
                 "dropout to 0"
             )
+        if self._mixing and tokens_are_divided():
+            raise UnsupportedError(
+                f"attention '{self.config}': '{self._mixing[0]}' looks at all tokens outside of "
+                "scaled_dot_product_attention, and under torch's context_parallel each rank has only some of them; "
+                "choose a score of queries and keys (standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa "
+                "or dgqa"
+            )
+        if is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
+            return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
+        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1], cached)
         if self.family is not None:
             why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
         else:
@@ -346,21 +329,7 @@ class Mechanism(nn.Module):
             why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1))
         if why:
             raise InputError(f"attention '{self.config}': {why}")
-
-    def _check_divided(self) -> None:
-        """Raise UnsupportedError unless every token takes part through scaled_dot_product_attention alone."""
-        whole = (
-            self.family is None
-            and isinstance(self.normaliser, Softmax)
-            and not self._chained
-            and self.config["grouping"] not in ("kdgqa", "pgqa")
-        )
-        if not whole:
-            raise UnsupportedError(
-                f"attention '{self.config}' looks at all tokens outside of scaled_dot_product_attention, and under "
-                "torch's context_parallel each rank has only some of them; choose a score of queries and keys alone "
-                "(standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa or dgqa"
-            )
+        return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -386,59 +355,6 @@ class Mechanism(nn.Module):
         if trained is not None:
             warn_of_mismatch(trained, self.config)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
-
-
-def project_and_attend(
-    attend: nn.Module,
-    x: Tensor,
-    projections: Sequence[nn.Module],
-    num_heads: int,
-    *,
-    head_dim: int | None = None,
-    residual: Tensor | None = None,
-    with_logits: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Self-attention without mask and dropout together with its projections, where that is one step.
-
-    It is for QUEST on a CPU, with projections that are plain linear layers which nobody watches, and shows at few
-    tokens. Everywhere else the answer is None, and the caller projects and calls `Mechanism.forward` or
-    `Mechanism.forward_with_logits`.
-
-    Args:
-        attend: the layer's mechanism, or whatever was put in its place.
-        x: [B, N, E].
-        projections: the modules for queries, keys and values, to heads side by side [B, N, H·D].
-        num_heads: H.
-        head_dim: D, where the caller splits by it; None where it splits by the number of heads.
-        residual: as in `Mechanism.forward_with_logits`.
-        with_logits: return the weights and the logits as well.
-
-    Returns:
-        The output with its heads side by side [B, N, H·Dv], the weights and the logits [B, H, N, N] or None; or None.
-    """
-    if type(attend) is not Mechanism or not attend._layer or attend.observer is not None or tokens_are_divided():
-        return None
-    if is_hooked(attend, *projections):
-        return None
-    parameters = unit_layer_parameters(x, projections, num_heads, residual, head_dim)
-    if parameters is None:
-        return None
-    n, dim = x.shape[1], len(parameters[0]) // num_heads
-    faster = with_logits or (x.dtype == torch.float32 and suits_product(n, n, dim))
-    if not faster or attend.score.scale(dim) != 1:
-        return None
-    return unit_layer(x, parameters, num_heads, residual, with_logits=with_logits)
-
-
-def tokens_are_divided() -> bool:
-    """Whether this runs inside torch's context_parallel, which replaces scaled_dot_product_attention and nothing else.
-
-    What attends without that function would silently attend to the tokens of one rank.
-    """
-    if F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention or torch.compiler.is_compiling():
-        return False
-    where = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
-    return where.startswith("torch.distributed.tensor.experimental")
 
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -545,8 +461,8 @@ def stateless(attention: AttentionSpec) -> Mechanism:
 
 
 _STATELESS = SimpleNamespace()
-"""Every mechanism that `stateless` has made, an attribute each: torch.compile reads attributes where they are, while
-it would trace into a cache and a module cannot be one of its constants."""
+"""Every mechanism that `stateless` has made, each an attribute named by its text in hexadecimal: torch.compile reads
+attributes where they are, while it would trace into a cache and a module cannot be one of its constants."""
 
 
 def _place(given: Any, mapping: bool) -> str:
@@ -568,7 +484,7 @@ def _make(spec: str | AttentionConfig) -> str:
                 f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                 f"m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
-    name = f"made{len(vars(_STATELESS))}"
+    name = f"_{str(config).encode().hex()}"  # two threads at once store equal mechanisms
     setattr(_STATELESS, name, Mechanism(config, None))
     return name
 
@@ -582,17 +498,12 @@ def check_inputs(
         key_dim: the features that k must have.
         cached: keys beside k that the mask speaks of.
     """
-    # The usual call, checked in a few steps: at few tokens the time of everything below could be measured.
-    shape, dtype, on_cpu = q.shape, q.dtype, q.is_cpu and k.is_cpu and v.is_cpu
-    alike = on_cpu and shape == k.shape == v.shape and dtype == k.dtype == v.dtype and mask is None
-    if alike and len(shape) == 4 and shape[3] == key_dim and dtype.is_floating_point and dropout_p == 0:
-        return
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features")
         if not x.is_floating_point():
             raise InputError(f"{name} is {x.dtype}; attention needs a floating-point type")
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if x.dtype != q.dtype and autocast_dtype(q.device.type) is None:
             raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
         if x.device != q.device:
             raise InputError(f"q is on {q.device} but {name} is on {x.device}")

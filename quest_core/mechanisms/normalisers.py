@@ -1,8 +1,8 @@
 """Normalisers: logits to weights. [R] is Your Attention Matters, [S] Sinkformers (Sander et al., 2022).
 
-Softmax has fused kernels. Sigmoid and sinkhorn have none; where their weights are asked for or are small, they are
-computed by the plain formula, and from `PLAIN_WEIGHTS` elements on in blocks of queries, forward and backward, so that
-no [B, H, N, M] tensor exists at any time. Both ways are one formula: a block is the plain formula on some rows.
+Softmax has fused kernels. Sigmoid and sinkhorn have none: from `PLAIN_WEIGHTS` elements on, their weights are computed
+in blocks of queries, forward and backward, so that no [B, H, N, M] tensor exists at any time. Both ways are one
+formula: a block is the plain formula on some rows.
 """
 
 from __future__ import annotations
@@ -16,84 +16,86 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import Option, Part
-from ..kernels import mode
-from .base import Dims, Normaliser, apply_weights, causal_mask, logits, merge_causal
+from ..kernels.pytorch import (
+    HAS_GROUPED_ATTENTION,
+    HAS_OPERATORS,
+    HIDES_BLIND_ROWS,
+    autocast_dtype,
+    is_compiling,
+    is_exporting,
+    no_autocast,
+    operator,
+    transform,
+)
+from .base import Dims, Normaliser, apply_weights, logits, merge_causal
 
 PLAIN_WEIGHTS = 2**23
-"""With fewer weights a call, B·H·N·M, the plain formula is taken.
-
-Measured forward and backward on a CPU core: below, keeping the weights is up to twice as fast as recomputing them
-(batch 32, 6 heads, 197 tokens); from here on blocks that stay in cache are as fast (sigmoid) or faster (sinkhorn).
-``python benchmarks/rules.py plain-weights`` repeats it.
-"""
+"""With this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32."""
 
 BLOCK_WEIGHTS = 2**20
-"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries; see ``benchmarks/rules.py block-weights``."""
+"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries."""
 
 BLOCK_ROWS = 64
 """Least number of queries a block, below which matrix products are thin."""
 
 
 class Softmax(Normaliser):
-    """exp(l) / Σ exp(l) over the visible keys, through the fastest scaled_dot_product_attention that applies."""
+    """exp(l) / Σ exp(l) over the visible keys, by scaled_dot_product_attention."""
 
     def __init__(self, dims: Dims | None) -> None:
         super().__init__()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool, dropout_p: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
     ) -> Tensor:
-        n, m = q.shape[-2], k.shape[-2]
-        # The kernels align causal masks at the first key; ours at the last, which differs for a cached prefix.
-        if is_causal and (mask is not None or n != m):
-            mask, is_causal = (None, False) if n == 1 and mask is None else (merge_causal(mask, n, m, q.device), False)
+        """See `Normaliser.forward`."""
+        if is_causal:
+            n, m = q.shape[2], k.shape[2]
+            if n == 1:
+                is_causal = False  # the last query sees every key
+            elif mask is not None or n != m:  # PyTorch aligns causal masks at the first key
+                mask, is_causal = merge_causal(mask, n, m, q.device), False
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
         if scale <= 0:
             q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
-        if product_is_faster(q, k, mask=mask, is_causal=is_causal, dropout_p=dropout_p):
-            return apply_weights(logits(q, k, scale).softmax(-1), v)
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if transform() is not None:  # the kernels have neither rules for batches nor forward derivatives
+            return super().forward(
+                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
+            )
+        blind = None
+        if mask is not None and not HIDES_BLIND_ROWS:
+            blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
+            mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+        if not grouped:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+        elif HAS_GROUPED_ATTENTION:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+        return out if blind is None else out.masked_fill(blind, 0)
 
-    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
-        if is_causal:
-            mask = merge_causal(mask, logits.shape[-2], logits.shape[-1], logits.device)
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """See `Normaliser.weights`."""
         if mask is None:
             return logits.softmax(-1)
-        hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
-        logits = logits.masked_fill(hidden, -math.inf) if mask.dtype == torch.bool else logits + mask
+        hidden = _hidden(mask)
         blind = hidden.all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]: rows with no visible key
-        # Two passes over the logits for a case that is rare; only a CPU can look first without waiting.
-        if blind.device.type == "cpu" and not torch.compiler.is_compiling() and not blind.any():
-            return logits.softmax(-1)
-        return logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-
-
-def product_is_faster(q: Tensor, k: Tensor, *, mask: Tensor | None, is_causal: bool, dropout_p: float) -> bool:
-    """Whether softmax(q kᵀ) v in three plain operations beats PyTorch's CPU kernel.
-
-    That takes exponentials 16 at a time and the rest one by one, which shows while there are few keys. Measured with
-    torch 2.13 on one core (AMD EPYC, AVX-512), batch times heads 128, head sizes 8 to 64 and 9 to 100 tokens, forward
-    and backward: at the lengths tried inside these conditions (20 to 60) the plain formula took 0.48 to 0.92 of its
-    time, elsewhere up to 2.0. ``python benchmarks/rules.py short-softmax`` repeats it.
-    """
-    return (
-        mask is None
-        and not is_causal
-        and dropout_p == 0
-        and q.is_cpu
-        and q.dtype == torch.float32
-        and suits_product(q.shape[2], k.shape[2], q.shape[3])
-        and not torch.compiler.is_compiling()
-        and mode() == "auto"
-    )
-
-
-def suits_product(n: int, m: int, dim: int) -> bool:
-    """The sizes of `product_is_faster`: n queries, m keys and the features of a head."""
-    return dim <= 32 and n > 16 and 16 < m < 64 and m % 16 >= 4
+        if mask.dtype == torch.bool:
+            logits = logits.masked_fill(hidden & ~blind, -math.inf)
+        else:
+            logits = logits + mask.masked_fill(blind, 0)
+        return logits.softmax(-1).masked_fill(blind, 0)
 
 
 class Sigmoid(Normaliser):
@@ -101,7 +103,7 @@ class Sigmoid(Normaliser):
 
     Args:
         bias: the constant b; None means −log of the number of keys that the row sees, which lets weights start out
-            summing to about 1. A key under an additive mask is seen unless the mask is −inf.
+            summing to about 1.
     """
 
     def __init__(self, dims: Dims | None, *, bias: float | None) -> None:
@@ -109,28 +111,41 @@ class Sigmoid(Normaliser):
         self.bias = bias
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool, dropout_p: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
     ) -> Tensor:
+        """See `Normaliser.forward`."""
         if not _in_blocks(q, k, mask):
-            return super().forward(q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+            return super().forward(
+                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
+            )
         q, k, v = _autocast(q, k, v)
         out: Tensor = _sigmoid_blocks(q, k, v, mask, scale, self.bias, is_causal, dropout_p, _seed(dropout_p))
         return out
 
-    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
-        return _sigmoid(logits, mask, is_causal, self.bias)
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """See `Normaliser.weights`."""
+        return _sigmoid(logits, mask, self.bias)
 
 
 class Sinkhorn(Normaliser):
     """Weights whose rows sum to 1 and whose columns share their mass evenly ([R], eq. 7–10; [S]).
 
     From exp(l/ε), half-steps alternate, rows first: scale every row to sum 1, then every column to sum N/M. Rows that
-    see no key and columns that no row sees are padding: they take no mass, and N and M count the others alone. An odd
+    see no key and columns that no row sees are padding: they take no mass, and N and M count only the others. An odd
     number of half-steps ends on rows; one is softmax(l/ε). Additive masks are added to l, before the division by ε.
 
-    A mask of keys alone, [B, 1, 1, M], leaves every query a row that takes its share of each column. Where padding
-    tokens are queries too, as in self-attention, their rows must be hidden as well, for the others' result depends on
-    it: `Mechanism.padding_mask` does that.
+    A mask of keys, [B, 1, 1, M], leaves every query a row that takes its share of each column. Where padding tokens are
+    queries too, as in self-attention, their rows must be hidden as well, because the result of the other rows depends
+    on it: `Mechanism.padding_mask` does that.
 
     Args:
         iterations: half-steps.
@@ -144,21 +159,33 @@ class Sinkhorn(Normaliser):
         self.softmax = Softmax(dims)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool, dropout_p: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
     ) -> Tensor:
+        """See `Normaliser.forward`."""
         scale = scale / self.eps
         mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
         if self.iterations == 1:
-            softmax: Tensor = self.softmax(q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-            return softmax
+            return self.softmax.forward(
+                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
+            )
         if not _in_blocks(q, k, mask):
-            weights = _sinkhorn(logits(q, k, scale), mask, self.iterations)
-            return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v)
+            weights = _sinkhorn(logits(q, k, scale, grouped), mask, self.iterations)
+            return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
         q, k, v = _autocast(q, k, v)
         out: Tensor = _sinkhorn_blocks(q, k, v, mask, scale, self.iterations, dropout_p, _seed(dropout_p))[0]
         return out
 
-    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """See `Normaliser.weights`."""
         mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
         return _sinkhorn(logits / self.eps, mask, self.iterations)
 
@@ -166,25 +193,30 @@ class Sinkhorn(Normaliser):
 # The formulas, on all rows or on a block of them.
 
 
-def _sigmoid(logits: Tensor, mask: Tensor | None, is_causal: bool, bias: float | None) -> Tensor:
-    """Logits [B, H, N, M] -> weights [B, H, N, M]; mask and is_causal as in `Normaliser`."""
-    n, m = logits.shape[-2:]
-    seen = _seen(mask)  # broadcastable to [B, H, N, M]
-    if is_causal and n > 1:
-        causal = causal_mask(n, m, logits.device)
-        seen = causal if seen is None else seen & causal
+def _hidden(mask: Tensor) -> Tensor:
+    """True where the mask hides."""
+    return ~mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
+    """The mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
+    if mask is None:
+        return torch.ones(like.shape[-1], dtype=torch.bool, device=like.device)[None]
+    return (~_hidden(mask)).expand(*mask.shape[:-1], like.shape[-1])
+
+
+def _sigmoid(logits: Tensor, mask: Tensor | None, bias: float | None) -> Tensor:
+    """Logits [B, H, N, M] -> weights [B, H, N, M]."""
+    seen = _seen(mask, logits)
     shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mask is not None and mask.dtype != torch.bool:
         shifted = shifted + mask
     if bias is not None:
         shifted = shifted + bias
-    elif seen is None:
-        shifted = shifted - math.log(max(m, 1))
     else:
-        keys = seen.expand(*seen.shape[:-1], m).sum(-1, keepdim=True)  # [..., N or 1, 1]
-        shifted = shifted - keys.clamp(min=1).to(shifted.dtype).log()
+        shifted = shifted - seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype).log()
     weights = shifted.sigmoid()
-    if seen is not None:
+    if mask is not None:
         weights = weights.masked_fill(~seen, 0)
     return weights.to(logits.dtype)
 
@@ -192,7 +224,7 @@ def _sigmoid(logits: Tensor, mask: Tensor | None, is_causal: bool, bias: float |
 def _sinkhorn(logits: Tensor, mask: Tensor | None, iterations: int) -> Tensor:
     """Logits over ε [B, H, N, M] -> weights [B, H, N, M] by `iterations` half-steps."""
     z = _masked(logits, mask)
-    target = _log_column_sum(mask, z.shape[-2], z.shape[-1], z.dtype)
+    target = _log_column_sum(mask, z)
     f: Tensor | float = 0.0  # log factors of rows [B, H, N, 1]
     g: Tensor | float = 0.0  # log factors of columns [B, H, 1, M]
     for step in range(iterations):
@@ -211,20 +243,18 @@ def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
 
 
-def _seen(mask: Tensor | None) -> Tensor | None:
-    """The mask as booleans."""
-    return mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
+def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
+    """log(N/M), where N counts the rows that see a key and M the columns that a row sees: [B or 1, H or 1, 1, 1].
 
-
-def _log_column_sum(mask: Tensor | None, n: int, m: int, dtype: torch.dtype) -> Tensor | float:
-    """log(N/M), where N counts the rows that see a key and M the columns that a row sees: [B or 1, H or 1, 1, 1]."""
-    seen = _seen(mask)
-    if seen is None:
-        return math.log(n / m) if n and m else 0.0
-    rows, columns = seen.any(-1, keepdim=True), seen.any(-2, keepdim=True)
-    rows = rows.expand(*rows.shape[:-2], n, 1).sum((-2, -1), keepdim=True)
-    columns = columns.expand(*columns.shape[:-1], m).sum((-2, -1), keepdim=True)
-    return rows.clamp(min=1).to(dtype).log() - columns.clamp(min=1).to(dtype).log()
+    Args:
+        like: the logits [B, H, N, M]. The sizes are counted and not read, so that no graph fixes them.
+    """
+    seen = _seen(mask, like)
+    seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]
+    rows, columns = (
+        seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)
+    )
+    return rows - columns
 
 
 def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
@@ -242,19 +272,18 @@ def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
 
 def _in_blocks(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     """Whether the weights are too large to keep, and can be done without."""
-    if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] < PLAIN_WEIGHTS:
+    if not HAS_OPERATORS or is_exporting() or transform() is not None:
         return False
     if mask is not None and mask.requires_grad:
         return False  # a learned bias is an N×M tensor itself, and so is its gradient
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    # A compiled graph takes blocks always: asking for sizes would give it one graph below and one above the limit.
+    return is_compiling() or q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= PLAIN_WEIGHTS
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast as autocast would for a matrix product, which it cannot see inside a custom operator."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    lower = autocast_dtype(tensors[0].device.type)
+    return [x if lower is None or x.dtype == torch.float64 else x.to(lower) for x in tensors]
 
 
 def _seed(dropout_p: float) -> Tensor | None:
@@ -280,7 +309,7 @@ class _Dropout:
 def _blocks(q: Tensor, k: Tensor, is_causal: bool = False) -> Iterator[tuple[int, int, int]]:
     """(first query, query after the last, number of keys that these can see), skipping queries that see none.
 
-    Under a causal mask the last query of a block sees all its keys, so that a block is a causal problem in itself.
+    Under a causal mask the last query of a block sees all its keys.
     """
     batch, heads, n = q.shape[:3]
     m = k.shape[2]
@@ -300,6 +329,23 @@ def _part(mask: Tensor | None, start: int, stop: int, keys: int) -> Tensor | Non
     return mask if mask.shape[-1] == 1 else mask[..., :keys]
 
 
+def _sigmoid_part(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    bias: float | None,
+    is_causal: bool,
+    start: int,
+    stop: int,
+    keys: int,
+) -> Tensor:
+    """The weights [B, H, rows, keys] of a block, which under a causal mask is a causal problem in itself."""
+    mask = _part(mask, start, stop, keys)
+    mask = merge_causal(mask, stop - start, keys, q.device) if is_causal else mask
+    return _sigmoid(logits(q[:, :, start:stop], k[:, :, :keys], scale, q.shape[1] != k.shape[1]), mask, bias)
+
+
 def _back(weights: Tensor, x: Tensor, groups: int) -> Tensor:
     """weightsᵀ x, summed over the query heads of a group: [B, H, N, M], [B, H, N, D] -> [B, G, M, D]."""
     batch, heads, n, m = weights.shape
@@ -313,13 +359,13 @@ class _Gradients:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.q, self.k, self.v = (torch.zeros_like(x, dtype=self.wide) for x in (q, k, v))
-        self.inputs, self.scale = (q, k, v), scale
+        self.inputs, self.scale, self.grouped = (q, k, v), scale, q.shape[1] != k.shape[1]
 
     def add_logits(self, grad: Tensor, start: int, stop: int, keys: int) -> None:
         """`grad` [B, H, rows, keys], of the logits of a block."""
         q, k, _ = self.inputs
         grad = grad.to(q.dtype)
-        self.q[:, :, start:stop] += apply_weights(grad, k[:, :, :keys]) * self.scale
+        self.q[:, :, start:stop] += apply_weights(grad, k[:, :, :keys], self.grouped) * self.scale
         self.k[:, :, :keys] += _back(grad, q[:, :, start:stop], k.shape[1]) * self.scale
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,9 +373,8 @@ class _Gradients:
         return q, k, v
 
 
-@torch.library.custom_op(
+@operator(
     "quest::sigmoid_attention",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, float dropout_p, "
     "Tensor? seed) -> Tensor",
 )
@@ -345,18 +390,17 @@ def _sigmoid_blocks(
     seed: Tensor | None,
 ) -> Tensor:
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    grouped = q.shape[1] != k.shape[1]
     drop = _Dropout(dropout_p, seed, q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         for start, stop, keys in _blocks(q, k, is_causal):
-            z = logits(q[:, :, start:stop], k[:, :, :keys], scale)
-            weights = _sigmoid(z, _part(mask, start, stop, keys), is_causal, bias)
-            out[:, :, start:stop] = apply_weights(drop(weights)[0], v[:, :, :keys])
+            weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
+            out[:, :, start:stop] = apply_weights(drop(weights)[0], v[:, :, :keys], grouped)
     return out
 
 
-@torch.library.custom_op(
+@operator(
     "quest::sigmoid_attention_backward",
-    mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, "
     "float dropout_p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
 )
@@ -373,12 +417,12 @@ def _sigmoid_blocks_backward(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = _Gradients(q, k, v, scale)
+    grouped = total.grouped
     drop = _Dropout(dropout_p, seed, q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         for start, stop, keys in _blocks(q, k, is_causal):
-            z = logits(q[:, :, start:stop], k[:, :, :keys], scale)
-            weights = _sigmoid(z, _part(mask, start, stop, keys), is_causal, bias)
-            change = logits(grad[:, :, start:stop], v[:, :, :keys], 1.0)  # of the weights after dropout
+            weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
+            change = logits(grad[:, :, start:stop], v[:, :, :keys], 1.0, grouped)  # of the weights after dropout
             dropped, change = drop(weights, change)
             total.v[:, :, :keys] += _back(dropped, grad[:, :, start:stop], k.shape[1])
             wide = weights.to(total.wide)
@@ -386,9 +430,11 @@ def _sigmoid_blocks_backward(
     return total.result()
 
 
-@_sigmoid_blocks.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _fake_sigmoid(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+_sigmoid_blocks.register_fake(_fake_sigmoid)
 
 
 def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -412,9 +458,8 @@ def _sigmoid_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _sigmoid_blocks.register_autograd(_sigmoid_grad, setup_context=_sigmoid_setup)
 
 
-@torch.library.custom_op(
+@operator(
     "quest::sinkhorn_attention",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, int iterations, float dropout_p, Tensor? seed) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -435,21 +480,22 @@ def _sinkhorn_blocks(
     out = q.new_empty(batch, heads, n, v.shape[-1])
     f = q.new_empty(iterations // 2, batch, heads, n, 1, dtype=wide)
     g = q.new_empty(iterations // 2, batch, heads, 1, m, dtype=wide)
+    grouped = heads != k.shape[1]
     drop = _Dropout(dropout_p, seed, q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        target = _log_column_sum(mask, n, m, wide)
+    with no_autocast(q.device.type):
+        target = _log_column_sum(mask, f.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
         for step in range(iterations // 2):
             columns = g.new_full((batch, heads, 1, m), -math.inf)
             for start, stop, _ in _blocks(q, k):
-                z = _masked(logits(q[:, :, start:stop], k, scale), _part(mask, start, stop, m))
+                z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
                 rows = f[step, :, :, start:stop]
                 rows.copy_(_negated((z if step == 0 else z + g[step - 1]).logsumexp(-1, keepdim=True)))
                 torch.logaddexp(columns, z.add_(rows).logsumexp(-2, keepdim=True), out=columns)
             g[step] = _negated(columns, target)
         for start, stop, _ in _blocks(q, k):
-            z = _masked(logits(q[:, :, start:stop], k, scale), _part(mask, start, stop, m))
+            z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
             weights = _last_step(z, f, g, iterations, start, stop)
-            out[:, :, start:stop] = apply_weights(drop(weights)[0].to(v.dtype), v)
+            out[:, :, start:stop] = apply_weights(drop(weights)[0].to(v.dtype), v, grouped)
     return out, f, g
 
 
@@ -464,9 +510,8 @@ def _last_step(z: Tensor, f: Tensor, g: Tensor, iterations: int, start: int, sto
     return z.add_(_negated(z.logsumexp(-1, keepdim=True)) if iterations % 2 else f[-1, :, :, start:stop]).exp_()
 
 
-@torch.library.custom_op(
+@operator(
     "quest::sinkhorn_attention_backward",
-    mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor f, Tensor g, float scale, "
     "int iterations, float dropout_p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
 )
@@ -485,14 +530,15 @@ def _sinkhorn_blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, m = q.shape[2], k.shape[2]
     total = _Gradients(q, k, v, scale)
+    grouped = total.grouped
     drop = _Dropout(dropout_p, seed, q.device)
     grad_f, grad_g = torch.zeros_like(f[0]), torch.zeros_like(g[0])  # [B, H, N, 1], [B, H, 1, M]
-    with torch.autocast(q.device.type, enabled=False):
-        target = _log_column_sum(mask, n, m, g.dtype)
+    with no_autocast(q.device.type):
+        target = _log_column_sum(mask, g.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
         for start, stop, _ in _blocks(q, k):
-            z = _masked(logits(q[:, :, start:stop], k, scale), _part(mask, start, stop, m))
+            z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
             weights = _last_step(z, f, g, iterations, start, stop)
-            change = logits(grad[:, :, start:stop], v, 1.0)  # of the weights after dropout
+            change = logits(grad[:, :, start:stop], v, 1.0, grouped)  # of the weights after dropout
             dropped, change = drop(weights, change)
             total.v += _back(dropped.to(v.dtype), grad[:, :, start:stop], k.shape[1])
             change = change * weights  # of the log weights
@@ -507,7 +553,7 @@ def _sinkhorn_blocks_backward(
         for step in reversed(range(iterations // 2)):
             earlier_g = torch.zeros_like(grad_g)
             for start, stop, _ in _blocks(q, k):
-                z = _masked(logits(q[:, :, start:stop], k, scale), _part(mask, start, stop, m))
+                z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
                 z += f[step, :, :, start:stop]
                 by_columns = (z + (g[step] - target)).exp_().mul_(grad_g)
                 grad_rows = grad_f[:, :, start:stop] - by_columns.sum(-1, keepdim=True)
@@ -519,8 +565,7 @@ def _sinkhorn_blocks_backward(
     return total.result()
 
 
-@_sinkhorn_blocks.register_fake
-def _(
+def _fake_sinkhorn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, iterations: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps, wide = iterations // 2, torch.promote_types(q.dtype, torch.float32)
@@ -529,6 +574,7 @@ def _(
     return q.new_empty(*q.shape[:3], v.shape[-1]), f, g
 
 
+_sinkhorn_blocks.register_fake(_fake_sinkhorn)
 _sinkhorn_blocks_backward.register_fake(_fake_gradients)
 
 
@@ -557,6 +603,7 @@ PARTS = (
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
         (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
+        mixes_tokens=True,
         complexity=_IN_BLOCKS,
     ),
     Part(
@@ -571,6 +618,7 @@ PARTS = (
         ),
         counts_queries=True,
         causal=False,
+        mixes_tokens=True,
         causal_reason="a lower-triangular doubly stochastic matrix is the identity",
         cached=False,
         complexity="O(iterations·N·M·D) time, O(N + M) memory in blocks of queries",

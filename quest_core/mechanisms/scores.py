@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..config import Option, Part
 from ..errors import ConfigError
-from ..kernels import unit
+from ..kernels.unit import unit
 from .base import Dims, Score, local
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)

@@ -401,10 +401,10 @@ class _ReferenceNormaliser(Normaliser):
         self.name = config["normaliser"]
         self.options = config.build_arguments(next(p for p in config.specs() if p.axis == "normaliser"))
 
-    def weights(self, logits: Tensor, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None and mask.dtype != torch.bool:
             logits = logits + mask
-        seen = reference.visible(logits.shape[-2], logits.shape[-1], mask, is_causal)
+        seen = reference.visible(logits.shape[-2], logits.shape[-1], mask, False)
         return reference.NORMALISERS[self.name](logits, seen, **self.options)
 
 

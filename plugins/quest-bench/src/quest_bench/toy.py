@@ -257,7 +257,7 @@ class Models:
         q = query @ w["query.weight"].mT  # [M, 1, 20]
 
         scores = self.mechanism.logits(q[None], k[None]).view(1, -1, batch, tokens)  # samples on the query axis
-        weights = self.mechanism.normaliser.weights(scores, mask=None, is_causal=False)[0]  # [M, B, T]
+        weights = self.mechanism.normaliser.weights(scores, None)[0]  # [M, B, T]
         if self.block == "prenorm":
             mean = torch.baddbmm(shift, _average(weights * inverse, design), basis)  # [M, B, 20]
         else:

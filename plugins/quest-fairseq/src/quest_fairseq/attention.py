@@ -19,6 +19,7 @@ from quest_core import Cache
 from quest_core.config import AttentionConfig
 from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
+from quest_core.mechanisms.base import merge_causal
 from quest_core.mechanisms.mechanism import kv_heads, mechanism
 
 State = dict[str, dict[str, Any]]
@@ -226,7 +227,8 @@ class Attention(MultiheadAttention):
         )
         if dropout_p > 0:
             seen = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
-            weights = self.mechanism.normaliser.weights(scores, mask=seen, is_causal=causal)
+            seen = merge_causal(seen, q.shape[2], k.shape[2], q.device) if causal else seen
+            weights = self.mechanism.normaliser.weights(scores, seen)
         return out, weights
 
 

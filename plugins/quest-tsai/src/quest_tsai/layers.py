@@ -13,7 +13,6 @@ Everything else takes the mechanism's fused path.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
-from quest_core.kernels import is_hooked
-from quest_core.mechanisms.mechanism import kv_heads, mechanism, project_and_attend
+from quest_core.mechanisms.mechanism import kv_heads, mechanism
 
 
 def plain(x: Tensor) -> Tensor:
@@ -133,22 +131,6 @@ class Core(nn.Module):
             q, k, v, residual=None if prev is None else plain(prev), attn_mask=mask, dropout_p=dropout_p
         )
         return out, weights, scores if self.gives_scores else None
-
-    def with_projections(
-        self, x: Tensor, projections: Sequence[nn.Module], prev: Tensor | None, need_weights: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """As `forward` on the projections of x [B, N, E], where the mechanism has one step for both; else None.
-
-        The output's heads are side by side [B, N, H·Dv].
-        """
-        if self.learns_scale or self._dropout_p() > 0 or is_hooked(self):
-            return None
-        residual = None if prev is None else plain(prev)
-        with_logits = prev is not None or self.gives_scores or self.gives_weights or need_weights
-        made = project_and_attend(
-            self.mechanism, x, projections, self.num_heads, residual=residual, with_logits=with_logits
-        )
-        return made if made is None or self.gives_scores else (*made[:2], None)
 
     def _dropout_p(self) -> float:
         dropout = self.attn_dropout
@@ -262,11 +244,6 @@ class MultiheadAttention(Replacement):
         K = Q if K is None or K is tokens else plain(K)
         V = Q if V is None or V is tokens else plain(V)
         core: Core = self.sdp_attn
-        need_weights = bool(self._forward_hooks)
-        if K is Q and V is Q and key_padding_mask is None and attn_mask is None:
-            made = core.with_projections(Q, (self.W_Q, self.W_K, self.W_V), prev, need_weights)
-            if made is not None:
-                return self._result(core, *made)
         q = split_heads(self.W_Q(Q), self.num_heads)  # [B, H, N, D]
         k = split_heads(self.W_K(K), self.kv_heads)  # [B, G, M, D]
         v = split_heads(self.W_V(V), self.kv_heads)  # [B, G, M, Dv]
@@ -275,11 +252,8 @@ class MultiheadAttention(Replacement):
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
             seen = core.mechanism.padding_mask(real, same_tokens=K is Q)
         hidden, added = split_masks(attn_mask, seen)
-        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=need_weights)
-        return self._result(core, merge_heads(out), weights, scores)
-
-    def _result(self, core: Core, merged: Tensor, weights: Tensor | None, scores: Tensor | None) -> Any:
-        out = getattr(self, self.output)(merged)
+        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
+        out = getattr(self, self.output)(merge_heads(out))
         return (out, weights, scores) if core.gives_scores else (out, weights)
 
 

@@ -1,0 +1,136 @@
+"""PyTorch's private names and the differences between its versions, each behind one function with a plain fallback.
+
+This is the only file of quest_core that reads a private name of PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..errors import UnsupportedError
+
+VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)
+HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
+HAS_OPERATORS = VERSION >= (2, 4)  # torch.library.custom_op
+
+_ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is reading this code."""
+    compiler = getattr(torch, "compiler", None)
+    if hasattr(compiler, "is_compiling"):
+        return bool(torch.compiler.is_compiling())
+    return bool(torch._dynamo.is_compiling())  # PyTorch 2.1 and 2.2
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen."""
+    return bool(torch._C._get_tracing_state())
+
+
+def is_exporting() -> bool:
+    """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
+    if is_tracing() or torch.onnx.is_in_onnx_export():
+        return True
+    exporting = getattr(torch.compiler, "is_exporting", None)  # PyTorch 2.7
+    return bool(exporting()) if exporting is not None else False
+
+
+def transform() -> str | None:
+    """The function transform that is active here, by name, or None: torch.func's, or forward-mode differentiation.
+
+    Transforms inside torch.compile are the compiler's business: there the answer is None.
+    """
+    if is_compiling():
+        return None
+    if getattr(torch._C, "_are_functorch_transforms_active", bool)():
+        return "torch.func"
+    return "forward-mode differentiation" if getattr(forward_ad, "_current_level", -1) >= 0 else None
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is running in this thread: activation checkpointing then repeats a forward pass."""
+    if is_compiling():
+        return False
+    return bool(getattr(torch._C, "_current_graph_task_id", lambda: -1)() != -1)
+
+
+def tokens_are_divided() -> bool:
+    """Whether this runs inside torch's context_parallel, which replaces scaled_dot_product_attention and nothing else.
+
+    A mechanism that attends without that function would attend only to the tokens of one rank.
+    """
+    current = F.scaled_dot_product_attention
+    if current is _ATTENTION or is_compiling():
+        return False
+    return (getattr(current, "__module__", None) or "").startswith("torch.distributed.tensor.experimental")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The lower type that autocast computes in on this device, or None if autocast is off there."""
+    try:
+        enabled = torch.is_autocast_enabled(device_type)
+    except TypeError:  # before PyTorch 2.4 the functions name their device
+        if device_type == "cpu":
+            return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+        return torch.get_autocast_gpu_dtype() if device_type == "cuda" and torch.is_autocast_enabled() else None
+    except RuntimeError:  # a device that autocast does not know, such as meta
+        return None
+    return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Turns autocast off: it would run products in half precision. Does nothing if autocast is off already."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
+def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return torch.library.custom_op(name, ...), or before PyTorch 2.4 a decorator whose operator refuses to run."""
+    if HAS_OPERATORS:
+        return torch.library.custom_op(name, mutates_args=(), schema=schema)
+    return lambda function: _MissingOperator(name)
+
+
+class _MissingOperator:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise UnsupportedError(
+            f"'{self.name}' needs PyTorch 2.4 or newer, here is {torch.__version__}; pip install --upgrade torch"
+        )
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
+        pass
+
+
+def name_second_derivative(out: Tensor, name: str) -> None:
+    """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
+
+    Args:
+        out: what an attention returned; it requires a gradient.
+        name: of the attention.
+    """
+    if not is_compiling() and out.grad_fn is not None and out.grad_fn.name().startswith("ScaledDotProduct"):
+        out.register_hook(functools.partial(_refuse_second_derivative, name))
+
+
+def _refuse_second_derivative(name: str, grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise UnsupportedError(
+            f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
+            "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        )

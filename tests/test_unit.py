@@ -1,0 +1,94 @@
+"""Unit vectors against the reference: every layout, type and derivative, and norms at the ends of a type's range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quest_core.kernels import unit
+from quest_core.mechanisms import reference
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of shape [..., D] as models make them."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+    return {
+        "contiguous": random(2, 3, 5, 16),
+        "tokens before heads": random(2, 5, 3, 16).transpose(1, 2),
+        "slice of packed qkv": random(2, 5, 3, 3, 16)[:, :, 1].transpose(1, 2),
+        "slice of features": random(2, 3, 5, 33)[..., 1:17],
+        "every other feature": random(2, 3, 5, 32)[..., ::2],
+        "expanded": random(2, 1, 5, 16).expand(2, 3, 5, 16),
+        "features not last in memory": random(2, 3, 16, 5).mT,
+        "four axes that do not merge": random(7, 6, 5, 4, 9).permute(3, 0, 2, 1, 4)[:, ::2, ::2, ::2],
+        "one vector": random(7),
+        "one feature": random(4, 1),
+        "no rows": random(0, 3),
+        "no features": random(2, 0),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", layouts(torch.float32))
+def test_every_layout_and_type(layout: str, dtype: torch.dtype) -> None:
+    x = layouts(dtype)[layout].detach().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    out, truth = unit(x), reference.unit(wide)
+    grad = torch.randn(out.shape, dtype=torch.float64).to(dtype)
+    (slope,) = torch.autograd.grad(out, x, grad)
+    (true_slope,) = torch.autograd.grad(truth, wide, grad.double())
+    eps = torch.finfo(dtype).eps
+    assert out.dtype == slope.dtype == dtype
+    assert out.shape == slope.shape == x.shape
+    torch.testing.assert_close(out.double(), truth, rtol=2 * eps, atol=2 * eps)
+    # The slope is a difference of terms of the size of grad / ‖x‖.
+    size = float((grad.double() / wide.detach().norm(dim=-1, keepdim=True)).abs().max()) if x.numel() else 0.0
+    torch.testing.assert_close(slope.double(), true_slope, rtol=4 * eps, atol=8 * eps * size)
+    with torch.no_grad():
+        torch.testing.assert_close(unit(x), out, rtol=0, atol=0)
+
+
+def test_derivatives_of_every_kind() -> None:
+    x = torch.randn(3, 2, 5, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    options = {"check_batched_grad": True, "check_forward_ad": True, "check_batched_forward_grad": True}
+    assert torch.autograd.gradcheck(unit, x, **options)
+    assert torch.autograd.gradgradcheck(unit, x, check_batched_grad=True)
+
+    def energy(f: object) -> object:
+        return torch.func.hessian(lambda x: f(x).pow(3).sum())(x.detach())  # type: ignore[operator]
+
+    torch.testing.assert_close(energy(unit), energy(lambda x: x / x.norm(dim=-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_zero_vector_stays_zero_with_zero_derivatives(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4, 8).to(dtype)
+    x[1, 2] = 0
+    x.requires_grad_()
+    out = unit(x)
+    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), x)
+    other = torch.func.grad(lambda x: unit(x).sum())(x.detach())
+    for value in (out, slope, second, other):
+        assert value.isfinite().all()
+        assert not value[1, 2].any()
+
+
+@pytest.mark.parametrize("exponent", [-37, -30, -22, 18, 22, 30, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_neither_overflow_nor_underflow(dtype: torch.dtype, exponent: int) -> None:
+    x = (torch.randn(4, 16, dtype=torch.float64) * 10.0**exponent).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    out, truth = unit(x), reference.unit(wide)
+    grad = torch.randn_like(truth) * 10.0 ** min(exponent, 0)
+    (slope,) = torch.autograd.grad(out, x, grad.to(dtype))
+    (true_slope,) = torch.autograd.grad(truth, wide, grad.to(dtype).double())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), truth, rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(slope.double(), true_slope, rtol=4 * eps, atol=16 * eps * float(true_slope.abs().max()))
