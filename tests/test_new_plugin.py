@@ -72,7 +72,7 @@ def test_entry_points_name_what_is_there(tmp_path: Path) -> None:
     assert about["entry-points"] == {
         "quest.adapters": {"my-lab": "quest_my_lab.adapter:MyLabAdapter"},
         "quest.adapter_info": {"my-lab": "quest_my_lab.info:INFO"},
-        "quest.benchmarks": {"my-lab/recall": "quest_my_lab.tasks:run_recall"},
+        "quest.benchmarks": {"my-lab/recall": "quest_my_lab.bench.tasks:run_recall"},
     }
     for group in about["entry-points"].values():
         for value in group.values():

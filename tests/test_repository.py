@@ -52,7 +52,7 @@ def top_level_imports(path: Path) -> Iterator[str]:
 def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
     source = f"src/{package(plugin)}"
     parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
-    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "tasks")]
+    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "bench/__init__", "bench/tasks")]
     assert [part for part in parts if not (plugin / part).exists()] == []
 
 
