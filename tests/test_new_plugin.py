@@ -163,6 +163,17 @@ def test_every_template_file_is_written(tmp_path: Path) -> None:
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == expected
 
 
+def test_a_new_plugins_wheel_carries_licence_types_and_links(tmp_path: Path) -> None:
+    folder = new_plugin.new_plugin("mini", out=tmp_path)
+    about, core = project(folder), project(ROOT)
+    assert (about["license"], about["license-files"]) == (core["license"], ["LICENSE"])
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (folder / "src/quest_mini/py.typed").is_file()
+    assert about["classifiers"] == core["classifiers"]
+    assert about["dependencies"] == ["quest-core>=0.1"]
+    assert about["urls"]
+
+
 def test_the_page_on_adapters_shows_what_is_written(tmp_path: Path) -> None:
     folder = new_plugin.new_plugin("timm", out=tmp_path)
     written = {line.strip() for path in folder.rglob("*") if path.is_file() for line in path.read_text().splitlines()}
