@@ -90,7 +90,7 @@ def contender(name: str, tokens: int, heads: int, groups: int, dim: int, device:
         spec += f"(kv_heads={groups})"
     if spec in ("aft-full", "aft-local"):
         spec += f"(max_length={tokens})"
-    return quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
+    return quest_core.Mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
 
 
 def peers(tokens: int, device: str) -> list[str]:

@@ -25,7 +25,7 @@ HEADS, DIM = 4, 64
 
 def training_peak(attention: str, tokens: int, device: str) -> int:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    made = quest_core.mechanism(attention, num_heads=HEADS, head_dim=DIM).to(device)
+    made = quest_core.Mechanism(attention, num_heads=HEADS, head_dim=DIM).to(device)
     groups = 2 if "gqa" in attention else HEADS
     q, k, v = (
         torch.randn(1, tokens, heads, DIM, device=device, dtype=dtype).transpose(1, 2).requires_grad_()

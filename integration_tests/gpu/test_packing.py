@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import quest_core
-import quest_core.packing
-from quest_core.mechanisms.mechanism import kv_heads
+import quest_core.tools.packing
+from quest_core.mechanism import kv_heads
 
 LENGTHS = {"cpu": [7, 1, 12], "cuda": [700, 1, 333, 64]}
 
@@ -22,14 +22,16 @@ def test_packed_sequences(
 ) -> None:
     """Outputs and gradients against float64: at most twice the error of one sequence at a time."""
     lengths, heads, dim = LENGTHS[device], 4, 64 if device == "cuda" else 8
-    made = quest_core.mechanism(attention, num_heads=heads, head_dim=dim).to(device)
+    made = quest_core.Mechanism(attention, num_heads=heads, head_dim=dim).to(device)
     groups = kv_heads(attention, heads)
     inputs = [torch.randn(sum(lengths), h, dim, dtype=torch.float64).to(device, dtype) for h in (heads, groups, groups)]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     grad = torch.randn(sum(lengths), heads, dim, dtype=torch.float64).to(device)
     calls = []
-    varlen = quest_core.packing._varlen
-    monkeypatch.setattr(quest_core.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1])
+    varlen = quest_core.tools.packing._varlen
+    monkeypatch.setattr(
+        quest_core.tools.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1]
+    )
     found = []
     for kernels, wide in (("auto", False), ("reference", False), ("reference", True)):
         monkeypatch.setenv("QUEST_KERNELS", kernels)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import quest_core
-import quest_core.packing
+import quest_core.tools.packing
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.layout import Counts
 
@@ -48,13 +48,13 @@ class Indexing(TorchFunctionMode):
 def calls(monkeypatch):
     """What PyTorch's variable-length attention was called with; autocast believes in CUDA."""
     seen = []
-    stock, parameters = quest_core.packing._varlen_attn()
+    stock, parameters = quest_core.tools.packing._varlen_attn()
 
     def varlen_attn(*arguments, **options):
         seen.append((*arguments, options))
         return stock(*arguments, **options)
 
-    monkeypatch.setattr(quest_core.packing, "_varlen_attn", lambda: (varlen_attn, parameters))
+    monkeypatch.setattr(quest_core.tools.packing, "_varlen_attn", lambda: (varlen_attn, parameters))
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setenv("QUEST_KERNELS", "eager")  # a Triton kernel would be launched

@@ -15,10 +15,10 @@ from tsai.models.TSTPlus import TSTPlus
 
 import quest_core
 import quest_tsai
+from quest_core import Mechanism as mechanism_module
 from quest_core import UnsupportedError
-from quest_core.mechanisms import mechanism as mechanism_module
-from quest_core.registry import parts
-from quest_core.torch_mha import MultiheadAttention as TorchAttention
+from quest_core.catalogue import parts
+from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_tsai.info import INFO
 from quest_tsai.layers import Core, Replacement
 

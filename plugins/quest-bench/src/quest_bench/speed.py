@@ -112,7 +112,7 @@ def contenders(
         if config.family is None and config["grouping"] != "mha":
             raise ConfigError(f"attention '{config}': speed compares equal shapes, and a grouping has fewer keys")
         if any(part.learnable for part in config.specs()):
-            made = quest_core.mechanism(config, num_heads=heads, head_dim=dim)
+            made = quest_core.Mechanism(config, num_heads=heads, head_dim=dim)
             alone[str(config)] = made.to(device=device, dtype=dtype)
         else:
             alone[str(config)] = lambda q, k, v, config=config: quest_core.attention(q, k, v, config)  # type: ignore[misc]

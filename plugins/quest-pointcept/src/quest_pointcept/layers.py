@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, pool_heads
 from quest_core.errors import InputError
+from quest_core.mechanism import Mechanism, key_features, kv_heads
 from quest_core.mechanisms.elliptical import Elliptical
-from quest_core.mechanisms.mechanism import key_features, kv_heads, mechanism
-from quest_core.packing import PackingPlan, attention_packed
+from quest_core.projections import Pool, pool_heads
+from quest_core.tools.packing import PackingPlan, attention_packed
 
 from .layout import Patches, counts_of, patches_of
 
@@ -75,7 +75,7 @@ class SerializedAttention(nn.Module):
         weight = host.qkv.weight
         if weight.shape[0] != self.rows:
             self.qkv = self._smaller(host.qkv, pool)
-        self.mechanism = mechanism(
+        self.mechanism = Mechanism(
             config, num_heads=self.num_heads, head_dim=self.head_dim, standard_scale=self.scale
         ).to(device=weight.device, dtype=weight.dtype)
         # A frozen encoder stays frozen, also where the mechanism learns.

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import AttentionSpec
-from .errors import InputError, UnsupportedError
-from .kernels.pytorch import autocast_dtype
-from .mechanisms.aft_conv import AttentionFreeConv
-from .mechanisms.base import Grouping, Score
-from .mechanisms.mechanism import Mechanism, stateless
-from .mechanisms.normalisers import Sigmoid, Softmax
+from ..config import AttentionSpec
+from ..errors import InputError, UnsupportedError
+from ..kernels.pytorch import autocast_dtype
+from ..mechanism import Mechanism, stateless
+from ..mechanisms.aft_conv import AttentionFreeConv
+from ..mechanisms.base import Grouping, Score
+from ..mechanisms.normalisers import Sigmoid, Softmax
 
 WASTE = 1.25
 """A bucket's padded area, sequences · N · M, is at most this many times the area Σ n·m of what it holds ..."""
