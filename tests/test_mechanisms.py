@@ -204,13 +204,9 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed() -> None:
     assert kept.mean().item() == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("mode", ["auto", "eager"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_unit_vectors_for_every_layout(
-    mode: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUEST_KERNELS", mode)
+def test_unit_vectors_for_every_layout(layout: str, dtype: torch.dtype) -> None:
     base = torch.randn(2, 6, 3, 8, dtype=torch.float64).to(dtype)
     x = {
         "contiguous": base,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quest_core
 from quest_core import PackingPlan, attention_packed
@@ -184,7 +185,13 @@ def test_padded_area_is_bounded(lengths: list[int]) -> None:
     buckets = plan.layout("near", torch.device("cpu")).buckets
     assert sum(b.size for b in buckets) == len(lengths)
     padded, real = sum(b.size * b.n * b.m for b in buckets), sum(n * n for n in lengths)
-    assert padded <= packing.WASTE * real + packing.SMALL_AREA * len(buckets)
+    assert padded <= packing.WASTE * real
+
+
+def test_short_sequences_share_a_bucket_within_the_padding_that_long_ones_leave() -> None:
+    lengths = [500, *range(2, 30)]
+    plan = PackingPlan.from_cu_seqlens(cumulative(lengths))
+    assert [(b.size, b.n) for b in plan.layout("near", torch.device("cpu")).buckets] == [(1, 500), (28, 29)]
 
 
 def test_tokens_of_equal_sequences_are_not_copied() -> None:
@@ -284,6 +291,39 @@ def test_the_variable_length_kernel_gets_what_it_needs(
     mechanism = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     check(mechanism, MIXED, MIXED, groups=2 if "gqa" in spec else HEADS, is_causal=is_causal)
     assert seen
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "runs"),
+    [
+        ("cuda", (7, 0), torch.float16, False),  # V100
+        ("cuda", (7, 5), torch.bfloat16, False),  # T4
+        ("cuda", (8, 0), torch.float16, True),  # A100
+        ("cuda", (8, 9), torch.bfloat16, True),  # L4
+        ("cuda", (9, 0), torch.bfloat16, True),  # H100
+        ("cuda", (9, 0), torch.float32, False),
+        ("cpu", (9, 0), torch.bfloat16, False),
+    ],
+)
+def test_flash_kernels_run_from_ampere_on(
+    device: str, capability: tuple[int, int], dtype: torch.dtype, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert packing.flash_runs(torch.device(device), dtype) is runs
+
+
+@pytest.mark.parametrize(("capability", "applies"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_take_padded_batches(
+    capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    names = frozenset({"scale", "window_size", "enable_gqa"})
+    monkeypatch.setattr(packing, "_varlen_attn", lambda: (lambda *_, **__: None, names))
+    mechanism = quest_core.Mechanism("quest", num_heads=HEADS, head_dim=DIM)
+    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    with FakeTensorMode():
+        q = torch.empty(sum(MIXED), HEADS, DIM, dtype=torch.float16, device="cuda")
+    assert packing._varlen_applies(q, q, q, mechanism, plan, is_causal=False, dropout_p=0.0) is applies
 
 
 def test_pytorchs_own_varlen_attn_is_recognised() -> None:
