@@ -59,7 +59,7 @@ class Cache:
         self.tokens = 0
         self._rows: dict[str, _Rows] = {}
         self._states: dict[str, Tensor] = {}
-        self._attention = ""
+        self._attention: object = ""
         self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
         self._in_place = True
 
@@ -77,11 +77,11 @@ class Cache:
     def __contains__(self, name: str) -> bool:
         return name in self._states or (name in self._rows and self.tokens > 0)
 
-    def admit(self, attention: str, k: Tensor, v: Tensor, *, in_place: bool) -> None:
+    def admit(self, attention: object, k: Tensor, v: Tensor, *, in_place: bool) -> None:
         """Begin a step; every decode calls this before it changes the cache.
 
         Args:
-            attention: the mechanism's specification, for error messages.
+            attention: the mechanism's configuration, for error messages.
             k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalisation.
             in_place: `append` may write into memory that earlier steps have returned views of.
 

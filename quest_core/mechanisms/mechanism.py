@@ -261,7 +261,7 @@ class Mechanism(nn.Module):
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
         mask = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
-        cache.admit(self._text, k, v, in_place=not recorded and transform() is None)
+        cache.admit(self.config, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
             if self.observer is not None:
                 self.observer(Observation(q, k, None, mask, True))
