@@ -17,7 +17,8 @@ from torch.nn import functional
 from ..cache import Cache
 from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
-from .aft_ops import aft_biased, aft_running, exact_arithmetic, finite
+from ..kernels.pytorch import no_autocast
+from .aft_ops import aft_biased, aft_running, finite
 from .base import Dims, Family, local
 
 
@@ -74,6 +75,9 @@ the weighted values exp(top)·weighted. A top of −inf means that every token i
 
 def add_up(keys: Tensor, values: Tensor) -> Sums:
     """The sums over all tokens: keys and values [B, H, M, D], M > 0, float32 or wider."""
+    if keys.shape[2] == 1:
+        seen = (keys > -math.inf).to(keys.dtype)
+        return keys, seen, values * seen
     top = keys.detach().amax(2, keepdim=True)  # [B, H, 1, D]
     weights = (keys - finite(top)).exp_()  # [B, H, M, D]
     return top, weights.sum(2, keepdim=True), (weights * values).sum(2, keepdim=True)
@@ -230,7 +234,7 @@ class AttentionFreeFull(Family):
         """The sums that the query at position `start` sees: keys and values [B, H, M, D] of the last M tokens."""
         m = keys.shape[2]
         left, right = self.bias(start, 1, start + 1 - m, m)
-        with exact_arithmetic(keys.device):
+        with no_autocast(keys.device.type):
             w = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, M]
         return add_up(keys + w.to(keys.dtype)[:, :, None], values)
 
