@@ -332,3 +332,34 @@ def test_compiled_steps_equal_eager_ones(attention: str) -> None:
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         close(steps(compiled, x, [Cache(max_length=20), Cache()], [4] + [1] * 8), model(x))
+
+
+@pytest.mark.parametrize("attention", ["aft-simple", "aft-local(max_length=2048, rank=3)", "aft-full(max_length=2048)"])
+def test_rounding_errors_do_not_add_up(attention: str) -> None:
+    """Keys of all sizes, in float32, against one pass in float64."""
+    made = quest_core.mechanism(attention, num_heads=1, head_dim=4).eval()
+    q, k, v = torch.randn(3, 1, 1, 1500, 4)
+    k = k * 5
+    k[:, :, 300] = 80
+    k[:, :, 301] = -80
+    k[:, :, 900:] -= 70
+    cache = Cache()
+    with torch.no_grad():
+        got = torch.cat([made.decode(*new, cache) for new in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
+        want = made.double()(q.double(), k.double(), v.double(), is_causal=True)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attention", ["quest", "quest+sigmoid", "linear", "cosine", "aft-simple", "aft-local", "aft-full"]
+)
+def test_a_mask_of_samples_applies_to_every_step(attention: str) -> None:
+    made = quest_core.mechanism(attention, num_heads=2, head_dim=4).eval()
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    mask = torch.tensor([True, False])[:, None, None, None]
+    cache = Cache()
+    with torch.no_grad():
+        parts = zip(*(x.split([3, 1, 2], 2) for x in (q, k, v)), strict=True)
+        got = torch.cat([made.decode(*new, cache, attn_mask=mask) for new in parts], 2)
+        torch.testing.assert_close(got, made(q, k, v, attn_mask=mask, is_causal=True))
+    assert not got[1].any()
