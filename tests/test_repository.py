@@ -208,13 +208,25 @@ def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Pat
 
 def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
-    for name, folder in dev["further"]().items():
-        made, replaced = dev["environment"](name), folder / "requirements.txt"
-        plugin = ROOT / "plugins" / dev["plugin_of"](name)
+    names = [name for name in dev["further"]() if dev["base"](name) != "core"]
+    for name in names:
+        made, replaced = dev["environment"](name), dev["further"]()[name] / "requirements.txt"
+        plugin = ROOT / "plugins" / dev["base"](name)
         extras = "[test]" if replaced.exists() else "[host,test]"
         assert f"{plugin}{extras}" in made.requirements
         assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
-    assert "quest-mmseg-onedl" in dev["further"]()
+    assert "quest-mmseg-onedl" in names
+
+
+def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
+    made = dev["environment"]("core-oldest")
+    assert made.requirements == ("-e", f"{ROOT}[test]")
+    assert made.for_pytorch
+    assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
+    assert dev["test_paths"]("core-oldest") == {"core-oldest tests": [ROOT / "tests"]}
+    assert "core-newest" in dev["further"]()
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
