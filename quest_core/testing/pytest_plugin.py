@@ -113,7 +113,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
     """Abort the processes of a test that runs out of time, and let pytest-timeout fail the test ABORT_S later."""
     done = yield
     if settings.method == "signal" and hasattr(time, "CLOCK_BOOTTIME"):  # a Linux
-        fail, start = signal.getsignal(signal.SIGALRM), time.clock_gettime(time.CLOCK_BOOTTIME)
+        fail = signal.getsignal(signal.SIGALRM)
+        start = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
         def abort(number: int, frame: FrameType | None) -> None:
             if ABORTED in item.stash or not (processes := _descendants(start)):
@@ -129,14 +130,14 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
     return done
 
 
-def _descendants(since: float) -> list[int]:
-    """The processes that this one and its children started after `since`, in seconds after the machine did."""
+def _descendants(since: int) -> list[int]:
+    """The processes that this one and its children started at `since` or later, in clock ticks since boot."""
     parent, started = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             fields = path.read_text().rpartition(")")[2].split()
             pid = int(path.parent.name)
-            parent[pid], started[pid] = int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            parent[pid], started[pid] = int(fields[1]), int(fields[19])
     found, generation = [], {os.getpid()}
     while generation:
         generation = {pid for pid in parent if parent[pid] in generation}
