@@ -30,9 +30,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aft_ops, "KEY_BLOCK", 4)
-    monkeypatch.setattr(aft_ops, "QUERY_BLOCK", 3)
-    monkeypatch.setattr(aft_ops, "MIN_KEY_BLOCK", 2)
+    monkeypatch.setattr(aft_ops, "ROWS", 3)
+    monkeypatch.setattr(aft_ops, "NARROW", 2)
     monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
     monkeypatch.setattr(aft_conv, "ELEMENTS", 40)
 
@@ -231,31 +230,26 @@ def test_convolution_gradients_pass_gradcheck(spec: str, spread: float) -> None:
     assert torch.autograd.gradcheck(lambda *x: made(*x[:3], attn_mask=mask), (q, k, v, *made.parameters()))
 
 
-@pytest.mark.parametrize("path", ["products", "bands", "elements"])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [0, 2])
-def test_every_path_of_a_tile_gives_the_same_gradients(path: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of exponentials where ranges allow, bands of values where not, and element by element."""
+@pytest.mark.parametrize("path", ["float32", "float64", "features"])
+def test_every_path_of_a_block_is_exact(
+    path: str, window: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product in the type of the inputs, in float64, or sums feature by feature."""
     small_tiles(monkeypatch)
-    limit = {"products": 1e9, "bands": 5.0, "elements": 1e-6}[path]
-    monkeypatch.setattr(aft_ops, "safe_range", lambda dtype: limit)
-    monkeypatch.setattr(aft_ops, "MAX_PRODUCTS", 0 if path == "elements" else 10**6)
-    taken = []
-    real = aft_ops._Tiles.products
-
-    def products(*arguments: Any) -> Any:
-        taken.append(real(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(aft_ops._Tiles, "products", products)
-    k, v, left, right = (
-        (torch.randn(shape, dtype=torch.float64) * 2).requires_grad_() for shape in ((9, 1), (9, 1), (7, 2), (9, 2))
-    )
-    assert torch.autograd.gradcheck(lambda *x: aft_ops.aft_biased(*x, True, window)[0], (k, v, left, right))
-    if path == "elements":
-        assert taken.count(None) > len(taken) / 2  # a tile of one key has no range and needs no other path
-    else:
-        most = max(len(found) for found in taken)
-        assert most == 1 if path == "products" else most > 2
+    limit = {"float32": [1e9, 0], "float64": [-1.0, 1e9], "features": [-1.0, -1.0]}[path]
+    monkeypatch.setattr(aft_ops, "safe_range", lambda dtype: limit[dtype == torch.float64])
+    made = build(f"aft-local(window={window})" if window else "aft-full", 2, 3)
+    q, k, v = tensors("aft-local", 2, 2, 9, 9, 3)
+    probe = torch.randn_like(q)
+    results = []
+    for run in (truth, lambda made, *x, is_causal: made.float()(*(y.float() for y in x), is_causal=is_causal)):
+        inputs = [*(x.clone().requires_grad_() for x in (q, k, v)), *made.parameters()]
+        out = run(made, *inputs[:3], is_causal=is_causal)
+        results.append([out, *torch.autograd.grad((out * probe).sum(), [*inputs[:3], *made.parameters()])])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -384,8 +378,6 @@ class _Largest(TorchDispatchMode):
 
     largest = 0
     opaque = (
-        aft_ops.aft_running,
-        aft_ops.aft_running_backward,
         aft_ops.aft_biased,
         aft_ops.aft_biased_backward,
         aft_conv.aft_conv,
@@ -413,12 +405,8 @@ def test_no_intermediate_grows_faster_than_the_sequence(
     """Eight times as many tokens make no tensor more than eight times as large; a tile's worth is allowed."""
     if spec.startswith("aft-conv") and is_causal:
         return
-    for module, name, size in (
-        (aft_ops, "KEY_BLOCK", 16),
-        (aft_ops, "QUERY_BLOCK", 16),
-        (aft_ops, "MIN_KEY_BLOCK", 16),
-    ):
-        monkeypatch.setattr(module, name, size)
+    for name in ("ROWS", "NARROW"):
+        monkeypatch.setattr(aft_ops, name, 16)
     for module in (aft_ops, aft_conv):
         monkeypatch.setattr(module, "ELEMENTS", 256)
     config = quest_core.AttentionConfig.parse(spec).to_dict()
@@ -505,7 +493,7 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
-    torch.library.opcheck(aft_ops.aft_running, (k, v))
+    torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
     w = torch.randn(2, 3, 3, requires_grad=True)
     x = torch.randn(2, 2, 7, 3, requires_grad=True)
     torch.library.opcheck(aft_conv.aft_conv, (x[..., 0].contiguous(), x, w, [2, 3], 1))

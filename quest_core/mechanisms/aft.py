@@ -16,7 +16,8 @@ from torch.nn import functional
 from ..cache import Cache
 from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
-from .aft_ops import aft_biased, aft_running, finite
+from ..kernels.pytorch import autocast_dtype
+from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 
 
@@ -36,8 +37,7 @@ def hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
     """σ(q) ⊙ y, or y alone, in the type the caller computes in: q [B, H, N, D], y [B, H, N or 1, D]."""
     out = torch.sigmoid(q.to(y.dtype)) * y if query else y.expand_as(q)
-    device = q.device.type
-    return out.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
+    return out.to(autocast_dtype(q.device.type) or q.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -82,6 +82,7 @@ class AttentionFreeSimple(Family):
             e = (keys - finite(keys.detach().amax(2, keepdim=True))).exp()  # [B, H, M, D]
             total = e.sum(2, keepdim=True)
             return gate(q, (e * values).sum(2, keepdim=True) / torch.where(total > 0, total, 1), self.query)
+        refuse_transforms("aft-simple(is_causal=True)")
         y, _ = aft_running(_rows(keys), _rows(values))
         return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
@@ -148,6 +149,7 @@ class AttentionFreeFull(Family):
             )
         if (empty := nothing(q, k, v)) is not None:
             return empty
+        refuse_transforms(self.name)
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
         left, right = self.bias(m - n + blind if is_causal else 0, n - blind, m)
         keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))

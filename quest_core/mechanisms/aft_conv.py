@@ -20,8 +20,9 @@ from torch.nn import functional
 
 from ..config import Option, Part
 from ..errors import ConfigError, InputError, UnsupportedError
+from ..kernels.pytorch import no_autocast
 from .aft import QUERY, gate, hide, nothing, widen
-from .aft_ops import ELEMENTS, exact_arithmetic, finite, safe_range
+from .aft_ops import ELEMENTS, finite, safe_range
 from .base import Dims, Family, local
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
@@ -123,7 +124,7 @@ def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> t
     Returns:
         [B, h, T, D], zero where nothing is visible, and [B, h, T], −inf there.
     """
-    with exact_arithmetic(k.device):
+    with no_autocast(k.device.type):
         kernel = _Kernel(k, v, w, grid, prefix)
         if kernel.convolves():
             sums = kernel.convolved()
@@ -160,7 +161,7 @@ def aft_conv_backward(
     With p_tt' = exp(k_t' + w − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p g_t·(v_t' − y_t), and the same summed over
     the pairs of a relative position for w.
     """
-    with exact_arithmetic(k.device):
+    with no_autocast(k.device.type):
         kernel = _Kernel(k, v, w, grid, prefix)
         seen = lse > -math.inf
         along = (grad * y).sum(3)  # [B, h, T]
