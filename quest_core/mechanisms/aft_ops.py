@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_tracing, no_autocast, operator, transform
+from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, transform
 
 ROWS = 256
 """Queries of a block, and the least where the window is narrower: 64. They bound memory: [ROWS, M] biases at a time."""
@@ -42,7 +42,7 @@ def refuse_transforms(name: str) -> None:
     what = transform()
     if what is None and is_tracing():
         what = "torch.jit.trace"
-    if what is None and torch.onnx.is_in_onnx_export():
+    if what is None and is_exporting_to_onnx():
         what = "torch.onnx.export"
     if what is not None:
         raise UnsupportedError(
