@@ -34,6 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aft_ops, "NARROW", 2)
     monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
     monkeypatch.setattr(aft_conv, "ELEMENTS", 40)
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
 
 
 def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed: int = 0) -> quest_core.Mechanism:
@@ -220,6 +221,7 @@ def test_gradients_pass_gradcheck(spec: str, is_causal: bool, masked: bool) -> N
         assert mask.grad.isfinite().all()
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spread", [0.5, 4.0])  # the second cancels, and takes the other path
 @pytest.mark.parametrize("spec", [*CONVOLUTIONS, "aft-conv(dims=1, window=3, prefix=2)"])
 def test_convolution_gradients_pass_gradcheck(spec: str, spread: float) -> None:
@@ -252,6 +254,7 @@ def test_every_path_of_a_block_is_exact(
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spec", ["aft-full(rank=null)", "aft-local(rank=null)", "aft-conv(dims=1, window=5)"])
 def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
@@ -312,6 +315,7 @@ def test_the_future_never_changes_the_past(spec: str) -> None:
     torch.testing.assert_close(made(q, k, v, is_causal=True)[:, :, :6], before[:, :, :6], rtol=0, atol=1e-13)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
 def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
     grown = {"2": (9, 16), "3": (8, 27)}
@@ -330,6 +334,7 @@ def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
         torch.testing.assert_close(padded[:1, :, :short], alone)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_sample_without_visible_keys_gives_zeros_and_finite_gradients(spec: str, dtype: torch.dtype) -> None:
@@ -409,6 +414,7 @@ def test_no_intermediate_grows_faster_than_the_sequence(
         monkeypatch.setattr(aft_ops, name, 16)
     for module in (aft_ops, aft_conv):
         monkeypatch.setattr(module, "ELEMENTS", 256)
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
     config = quest_core.AttentionConfig.parse(spec).to_dict()
     if config["name"] in ("aft-local", "aft-full"):
         config.update(max_length=512, rank=2)
@@ -618,8 +624,9 @@ def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
     torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)
 
 
-def test_a_bias_that_cancels_the_loudest_key_is_exact() -> None:
+def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(w) − 1 is nearly −1 where the global sum is nearly that key: their difference would be noise."""
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
     made = build("aft-conv(dims=1, window=3)", 2, 4, spread=0.0)
     with torch.no_grad():
         made.family.shift.fill_(-25.0)  # type: ignore[union-attr]
@@ -629,10 +636,11 @@ def test_a_bias_that_cancels_the_loudest_key_is_exact() -> None:
     torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
 
 
-def test_small_grids_take_blocks_and_large_ones_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     real = aft_conv._Kernel.convolved
     monkeypatch.setattr(aft_conv._Kernel, "convolved", lambda self: taken.append(self.k.shape[2]) or real(self))
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 2 * 25**2)
     made = build("aft-conv(window=5)", 2, 16, spread=0.3)
     for side in (3, 12):
         q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 16)

@@ -54,7 +54,8 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Zeros [B, H, N, D] where there is no key or nothing at all, else None; InputError where v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
-    return torch.zeros_like(q) if 0 in (*q.shape, *k.shape) else None
+    # Zeros that q has a gradient through, which is 0 too.
+    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if 0 in (*q.shape, *k.shape) else None
 
 
 def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """aft-conv: biases by relative position on a grid, one set a head, one key feature a head. [A] equations 6, 8, 9, 10.
 
-Two paths compute the same. Where no number is lost by it, a depth-wise convolution with exp(w) − 1 and a global sum,
-as the paper writes it; where keys or biases make that cancel or underflow, and on grids so small that it is faster,
-blocks of queries against all keys.
+The plain formula is a softmax of keys and biases over all tokens. From `PLAIN_WEIGHTS` weights on it does not fit, and
+one operator computes the same in less memory: where no number is lost by it, a depth-wise convolution with exp(w) − 1
+and a global sum, as the paper writes it; where keys or biases make that cancel or underflow, blocks of queries.
 
 Reference: :func:`quest_core.mechanisms.reference_aft.conv_bias`.
 """
@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from ..config import Option, Part
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.pytorch import no_autocast
+from ..kernels.pytorch import HAS_OPERATORS, is_compiling, is_exporting, is_tracing, no_autocast, operator, transform
 from .aft import QUERY, gate, hide, nothing, widen
-from .aft_ops import ELEMENTS, finite, safe_range
+from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
 from .base import Dims, Family, local
+from .normalisers import PLAIN_WEIGHTS
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32
@@ -35,6 +36,47 @@ def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     flags = torch.backends.cudnn
     return flags.flags(flags.enabled, flags.benchmark, flags.benchmark_limit, flags.deterministic, False)
+
+
+def _places(grid: list[int], prefix: int, size: int, device: torch.device) -> Tensor:
+    """Where each token stands on the grid, [T, dims]."""
+    axes = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
+    place = torch.stack([axis.flatten() for axis in axes], dim=1)  # [T − prefix, dims]
+    # Prefix tokens lie so far outside the grid, and from each other, that no window reaches them.
+    outside = torch.arange(1, prefix + 1, device=device)[:, None] * -(size + sum(grid))
+    return torch.cat([outside.expand(-1, len(grid)), place])
+
+
+def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
+    """The bias of tokens at `place` [T, dims] for queries `here` [N, dims]: indices [N, T], size^dims for none."""
+    offset = place - here[:, None] + size // 2  # [N, T, dims]
+    inside = ((offset >= 0) & (offset < size)).all(2)
+    bins = offset[..., 0]
+    for axis in range(1, place.shape[1]):
+        bins = bins * size + offset[..., axis]
+    # A token is its own neighbour at the centre; a prefix token has no bias even to itself.
+    return torch.where(inside & (here[:, :1] >= 0), bins, size ** place.shape[1])
+
+
+def _table(w: Tensor) -> Tensor:
+    """Biases and a zero at the end: [h, s, ...] -> [h, s^dims + 1]."""
+    return functional.pad(w.flatten(1), (0, 1))
+
+
+def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The average [B, h, N, D] of v and the log normaliser [B, h, N]: 0 and −inf where nothing is visible."""
+    top = finite(logits.detach().amax(3, keepdim=True))
+    e = (logits - top).exp()
+    total = e.sum(3, keepdim=True)
+    return e @ v / torch.where(total > 0, total, 1), (top + total.log()).squeeze(3)
+
+
+def _in_plain(k: Tensor) -> bool:
+    """Whether the weights may be formed: they are small, or the operator cannot run here."""
+    if not HAS_OPERATORS or is_exporting() or transform() is not None:
+        return True
+    # A compiled graph takes the operator always: asking for sizes would make two graphs, below and above the limit.
+    return not is_compiling() and k.shape[0] * k.shape[1] * k.shape[2] ** 2 < PLAIN_WEIGHTS
 
 
 class _Kernel:
@@ -57,15 +99,7 @@ class _Kernel:
         return x.reshape(batch, -1, heads, math.prod(self.grid)).permute(0, 2, 3, 1)
 
     def convolves(self) -> bool:
-        """Whether the convolution is worth trying: exp(w) stays far inside float range, and the grid is large.
-
-        The rule for small grids is measured on a CPU (`python benchmarks/rules.py aft-conv`): forward and backward in
-        float32 cost, in units of a tap of the convolution, about T·(1 + 120/D)/7 by blocks.
-        """
-        if self.k.device.type == "cpu":
-            tokens, features = self.x.shape[2], self.v.shape[3]
-            if tokens * (1 + 120 / features) < 7 * self.w[0].numel():
-                return False
+        """Whether exp(w) stays far inside float range."""
         return bool(self.w.abs().amax() <= safe_range(self.k.dtype) / 2)
 
     def loses_nothing(self, denominator: Tensor) -> bool:
@@ -86,29 +120,16 @@ class _Kernel:
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(queries, logits [B, h, queries, T], bins [queries, T]) for blocks of queries, the bin s^dims for no bias."""
         batch, heads, tokens = self.k.shape
-        device, size = self.k.device, self.w.shape[1]
-        axes = torch.meshgrid(*(torch.arange(n, device=device) for n in self.grid), indexing="ij")
-        place = torch.stack([axis.flatten() for axis in axes], dim=1)  # [T − prefix, dims]
-        # Prefix tokens lie so far outside the grid, and from each other, that no window reaches them.
-        outside = torch.arange(1, self.prefix + 1, device=device)[:, None] * -(size + max(self.grid))
-        place = torch.cat([outside.expand(-1, len(self.grid)), place])
-        table = functional.pad(self.w.flatten(1), (0, 1))  # [h, s^dims + 1]
+        place, table = _places(self.grid, self.prefix, self.w.shape[1], self.k.device), _table(self.w)
         step = max(1, ELEMENTS // (batch * heads * tokens))
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
-            offset = place - place[rows, None] + size // 2  # [queries, T, dims]
-            inside = ((offset >= 0) & (offset < size)).all(2)
-            bins = offset[..., 0]
-            for axis in range(1, len(self.grid)):
-                bins = bins * size + offset[..., axis]
-            # A token is its own neighbour at the centre; a prefix token has no bias even to itself.
-            bins = torch.where(inside & (place[rows, None, 0] >= 0), bins, table.shape[1] - 1)
+            bins = _bins(place[rows], place, self.w.shape[1])
             yield rows, self.k.unsqueeze(2) + table[:, bins], bins
 
 
-@torch.library.custom_op(
+@operator(
     "quest::aft_conv",
-    mutates_args=(),
     schema="(Tensor k, Tensor v, Tensor w, SymInt[] grid, int prefix) -> (Tensor average, Tensor log_normaliser)",
 )
 def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
@@ -134,22 +155,16 @@ def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> t
                 return y, torch.where(total > 0, kernel.top + total.log(), -math.inf)
         y, lse = v.new_empty(v.shape), k.new_empty(k.shape)
         for rows, logits, _ in kernel.blocks():
-            top = finite(logits.amax(3))
-            e = logits.sub_(top.unsqueeze(3)).exp_()
-            total = e.sum(3)
-            y[:, :, rows] = (e @ v).div_(torch.where(total > 0, total, 1).unsqueeze(3))
-            lse[:, :, rows] = top + total.log()
+            y[:, :, rows], lse[:, :, rows] = _softmax(logits, v)
         return y, lse
 
 
-@aft_conv.register_fake
-def _(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
+def _fake_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op(
+@operator(
     "quest::aft_conv_backward",
-    mutates_args=(),
     schema="(Tensor grad, Tensor k, Tensor v, Tensor w, Tensor y, Tensor lse, SymInt[] grid, int prefix) "
     "-> (Tensor k, Tensor v, Tensor w)",
 )
@@ -202,8 +217,7 @@ def aft_conv_backward(
         return d_k, d_v, d_table[:, :-1].reshape(w.shape)
 
 
-@aft_conv_backward.register_fake
-def _(
+def _fake_gradients(
     grad: Tensor, k: Tensor, v: Tensor, w: Tensor, y: Tensor, lse: Tensor, grid: list[int], prefix: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return k.new_empty(k.shape), v.new_empty(v.shape), w.new_empty(w.shape)
@@ -215,10 +229,17 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return (*torch.ops.quest.aft_conv_backward(grad, *ctx.saved_tensors, ctx.grid, ctx.prefix), None, None)
+    return (*aft_conv_backward(grad, *ctx.saved_tensors, ctx.grid, ctx.prefix), None, None)
 
 
+def _second(ctx: Any, *_: Any) -> Any:
+    no_second_derivative("aft-conv")
+
+
+aft_conv.register_fake(_fake_conv)
 aft_conv.register_autograd(_gradients, setup_context=_saves)
+aft_conv_backward.register_fake(_fake_gradients)
+aft_conv_backward.register_autograd(_second, setup_context=lambda ctx, inputs, output: None)
 
 
 class AttentionFreeConv(Family):
@@ -310,15 +331,28 @@ class AttentionFreeConv(Family):
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = hide(widen(k), key_mask).squeeze(3), widen(v)
-        y, _ = aft_conv(keys, values, self._positions().to(keys.dtype), grid, self.prefix)
+        w = self._positions().to(keys.dtype)
+        if _in_plain(keys):
+            place = _places(grid, self.prefix, w.shape[1], w.device)
+            with no_autocast(w.device.type):
+                y, _ = _softmax(keys.unsqueeze(2) + _table(w)[:, _bins(place, place, w.shape[1])], values)
+        else:
+            y, _ = aft_conv(keys, values, w, grid, self.prefix)
         return gate(q, y, self.query)
 
     def _extents(self, count: int) -> list[int]:
         """The grid that `count` tokens fill."""
+        if is_exporting():
+            if isinstance(count, torch.SymInt) and self.grid is None and self.axes > 1:
+                raise UnsupportedError(
+                    "attention 'aft-conv' does not support torch.export with a dynamic length: the square or cube is "
+                    "inferred from the number of tokens; set grid, such as grid='*x14', or dims=1, or export one length"
+                )
+            count = int(count) if is_tracing() else count
         if self.axes == 1 and self.grid is None:
             wanted = [count]
         elif self.grid is None:
-            wanted = [round(max(count, 0) ** (1 / self.axes))] * self.axes
+            wanted = [_root(count, self.axes)] * self.axes
         else:
             fixed = math.prod(extent for extent in self.grid if extent is not None)
             wanted = [count // fixed if extent is None else extent for extent in self.grid]
@@ -331,6 +365,13 @@ class AttentionFreeConv(Family):
                 "for a sequence, or assign the family's `grid` before the call"
             )
         return wanted
+
+
+def _root(count: int, power: int) -> int:
+    """The whole number whose `power` is nearest to `count`."""
+    if is_exporting():
+        return next(i for i in range(max(count, 0) + 1) if i**power >= count)  # for one length
+    return round(max(count, 0) ** (1 / power))
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:

@@ -46,7 +46,7 @@ def refuse_transforms(name: str) -> None:
         what = "torch.onnx.export"
     if what is not None:
         raise UnsupportedError(
-            f"attention '{name}' does not support {what}: it runs as one opaque operator; use attention 'linear', which "
+            f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
             "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"
         )
 
@@ -54,7 +54,7 @@ def refuse_transforms(name: str) -> None:
 def no_second_derivative(name: str) -> None:
     """Raise UnsupportedError: called where a gradient of attention `name` is differentiated."""
     raise UnsupportedError(
-        f"attention '{name}' does not support double backward (create_graph=True): its gradient is one opaque operator; "
+        f"attention '{name}' does not support double backward (create_graph=True): its gradient is one operator; "
         "use attention 'linear', which can be differentiated any number of times"
     )
 

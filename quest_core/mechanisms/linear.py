@@ -117,7 +117,8 @@ class _Feature(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
-        return out.clamp(max=1) * grad
+        change: Tensor = out.clamp(max=1) * grad
+        return change
 
 
 _by_hand: Callable[[Tensor], Tensor] = _Feature.apply
@@ -152,7 +153,7 @@ def _visible(key_mask: Tensor | None) -> Tensor | None:
 
 
 def _relative(key_mask: Tensor | None) -> Tensor | None:
-    """An additive mask less a constant for each sample, which a ratio of weights ignores, so that exp cannot overflow."""
+    """An additive mask less a constant for each sample: a ratio of weights ignores it, and exp cannot overflow."""
     if key_mask is None or key_mask.dtype == torch.bool:
         return key_mask
     key_mask = _wide(key_mask)
