@@ -371,7 +371,8 @@ def _root(count: int, power: int) -> int:
     """The whole number whose `power` is nearest to `count`."""
     if is_exporting():
         return next(i for i in range(max(count, 0) + 1) if i**power >= count)  # for one length
-    return round(max(count, 0) ** (1 / power))
+    root: int = round(max(count, 0) ** (1 / power))
+    return root
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
