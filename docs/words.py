@@ -45,9 +45,7 @@ def main() -> int:
     for pattern, bound in BOUNDS.items():
         if found[pattern] > bound:
             status = 1
-            print(
-                f"{pattern} occurs {found[pattern]} times, {bound} are allowed (docs/development.md):"
-            )
+            print(f"{pattern} occurs {found[pattern]} times, {bound} are allowed (docs/development.md):")
             print("\n".join(places[pattern]))
     print(f"{sum(found.values())} avoided phrases, {sum(BOUNDS.values())} allowed")
     return status

@@ -48,9 +48,18 @@ def size(x: Tensor, axis: int) -> int:
         return int(x.shape[axis])
 
 
+def is_exporting_to_onnx() -> bool:
+    """Whether torch.onnx.export is reading this code."""
+    return bool(torch.onnx.is_in_onnx_export())
+
+
+# What torch.compiler.assume_constant_result does: Dynamo itself always answers False.
+is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_exporting() -> bool:
     """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
-    if is_tracing() or torch.onnx.is_in_onnx_export():
+    if is_tracing() or is_exporting_to_onnx():
         return True
     exporting = getattr(torch.compiler, "is_exporting", None)  # PyTorch 2.7
     return bool(exporting()) if exporting is not None else False
