@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..kernels.pytorch import (
     HAS_GROUPED_ATTENTION,
     HAS_OPERATORS,
@@ -371,6 +373,17 @@ class _Gradients:
         return q, k, v
 
 
+def _second(name: str, ctx: Any, *_: Any) -> Any:
+    raise UnsupportedError(
+        f"attention '{name}' does not support double backward (create_graph=True) from {PLAIN_WEIGHTS:,} weights a call "
+        "on, or under torch.compile: its gradient is one operator; use fewer tokens or heads a call, or softmax"
+    )
+
+
+def _nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """A gradient that refuses to be differentiated keeps nothing."""
+
+
 @operator(
     "quest::sigmoid_attention",
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, float dropout_p, "
@@ -440,6 +453,7 @@ def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
 
 
 _sigmoid_blocks_backward.register_fake(_fake_gradients)
+_sigmoid_blocks_backward.register_autograd(partial(_second, "sigmoid"), setup_context=_nothing)
 
 
 def _sigmoid_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -574,6 +588,7 @@ def _fake_sinkhorn(
 
 _sinkhorn_blocks.register_fake(_fake_sinkhorn)
 _sinkhorn_blocks_backward.register_fake(_fake_gradients)
+_sinkhorn_blocks_backward.register_autograd(partial(_second, "sinkhorn"), setup_context=_nothing)
 
 
 def _sinkhorn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
