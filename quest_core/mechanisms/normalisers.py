@@ -375,8 +375,8 @@ class _Gradients:
 
 def _second(name: str, ctx: Any, *_: Any) -> Any:
     raise UnsupportedError(
-        f"attention '{name}' does not support double backward (create_graph=True) from {PLAIN_WEIGHTS:,} weights a call "
-        "on, or under torch.compile: its gradient is one operator; use fewer tokens or heads a call, or softmax"
+        f"attention '{name}' does not support double backward (create_graph=True) from {PLAIN_WEIGHTS} weights "
+        "a call on, or under torch.compile: its gradient is one operator; use fewer tokens or heads a call, or softmax"
     )
 
 
