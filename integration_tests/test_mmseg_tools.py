@@ -24,7 +24,7 @@ from mmseg.visualization import SegLocalVisualizer
 
 from quest_core.errors import ConfigError, InputError
 from quest_core.mechanisms.mechanism import AttentionMismatchWarning
-from quest_mmseg import scenes
+from quest_mmseg.bench import scenes
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
 BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"

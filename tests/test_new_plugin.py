@@ -72,7 +72,7 @@ def test_entry_points_name_what_is_there(tmp_path: Path) -> None:
     assert about["entry-points"] == {
         "quest.adapters": {"my-lab": "quest_my_lab.adapter:MyLabAdapter"},
         "quest.adapter_info": {"my-lab": "quest_my_lab.info:INFO"},
-        "quest.benchmarks": {"my-lab/recall": "quest_my_lab.tasks:run_recall"},
+        "quest.benchmarks": {"my-lab/recall": "quest_my_lab.bench.tasks:run_recall"},
     }
     for group in about["entry-points"].values():
         for value in group.values():
@@ -161,6 +161,17 @@ def test_every_template_file_is_written(tmp_path: Path) -> None:
         if path.is_file()
     }
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == expected
+
+
+def test_a_new_plugins_wheel_carries_licence_types_and_links(tmp_path: Path) -> None:
+    folder = new_plugin.new_plugin("mini", out=tmp_path)
+    about, core = project(folder), project(ROOT)
+    assert (about["license"], about["license-files"]) == (core["license"], ["LICENSE"])
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (folder / "src/quest_mini/py.typed").is_file()
+    assert about["classifiers"] == core["classifiers"]
+    assert about["dependencies"] == ["quest-core>=0.1"]
+    assert about["urls"]
 
 
 def test_the_page_on_adapters_shows_what_is_written(tmp_path: Path) -> None:

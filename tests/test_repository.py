@@ -52,7 +52,7 @@ def top_level_imports(path: Path) -> Iterator[str]:
 def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
     source = f"src/{package(plugin)}"
     parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
-    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "tasks")]
+    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "bench/__init__", "bench/tasks")]
     assert [part for part in parts if not (plugin / part).exists()] == []
 
 
@@ -87,6 +87,22 @@ def test_a_plugin_pins_its_environment_and_not_its_users(plugin: Path) -> None:
     extras = project(plugin)["optional-dependencies"]
     assert {"host", "test"} <= extras.keys()
     assert [r for r in extras["host"] if "==" in r] == []
+
+
+@pytest.mark.parametrize("folder", [p.parent for p in PROJECTS], ids=lambda p: p.name)
+def test_a_wheel_carries_licence_types_and_links(folder: Path) -> None:
+    """Checks the files and settings that hatchling reads; hatchling itself is not in the environment."""
+    about, core, source = project(folder), project(ROOT), folder / "src" / package(folder)
+    assert about["license"] == core["license"]
+    assert about["license-files"] == ["LICENSE"]
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert about["classifiers"] == core["classifiers"]
+    assert (source / "py.typed").is_file()
+    wheel = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": [f"src/{package(folder)}"]}  # every file below that git does not ignore
+    assert [r for r in about["dependencies"] if r.startswith("quest-core")] == ["quest-core>=0.1"]
+    assert {"Homepage", "Documentation", "Source", "Issues"} <= about["urls"].keys()
+    assert all(url.startswith("https://github.com/quest-attention/quest") for url in about["urls"].values())
 
 
 @pytest.mark.parametrize("folder", [ROOT, *(p.parent for p in PROJECTS)], ids=lambda p: p.name)

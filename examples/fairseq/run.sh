@@ -10,7 +10,7 @@ python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
 
-from quest_fairseq.corpus import BytePairs, pydocs
+from quest_fairseq.bench.corpus import BytePairs, pydocs
 
 splits = dict(zip(("train", "valid", "test"), pydocs(), strict=True))
 pairs = BytePairs(splits["train"], 500)

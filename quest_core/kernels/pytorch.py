@@ -117,18 +117,26 @@ class _MissingOperator:
         pass
 
 
-def name_second_derivative(out: Tensor, name: str) -> None:
+def second_derivative(name: str) -> Callable[[Any], None]:
+    """Return the hook of attention `name` for `name_second_derivative`."""
+    return functools.partial(_refuse_second_derivative, name)
+
+
+def name_second_derivative(out: Tensor, hook: Callable[[Any], None]) -> None:
     """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
 
     Args:
         out: what an attention returned; it requires a gradient.
-        name: of the attention.
+        hook: what `second_derivative` returned.
     """
-    if not is_compiling() and out.grad_fn is not None and out.grad_fn.name().startswith("ScaledDotProduct"):
-        out.register_hook(functools.partial(_refuse_second_derivative, name))
+    if is_compiling():
+        return
+    node = out.grad_fn
+    if node is not None and node.name().startswith("ScaledDotProduct"):
+        node.register_prehook(hook)
 
 
-def _refuse_second_derivative(name: str, grad: Tensor) -> None:
+def _refuse_second_derivative(name: str, grads: Any) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "

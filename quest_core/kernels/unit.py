@@ -41,8 +41,8 @@ def inverse_norm(x: Tensor) -> Tensor:
     """
     narrow = x.dtype == torch.float16 or x.device.type == "mps"
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
-    # 1/inf is 0, also in every derivative.
-    inverse = norm.masked_fill(norm < SMALLEST, math.inf).reciprocal()
+    # 1/inf is 0, and so is every derivative of it.
+    inverse = torch.threshold(norm, SMALLEST, math.inf).reciprocal()
     return inverse.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, tokens_are_divided
+from ..kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, second_derivative, tokens_are_divided
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, hide_lowest, logits, merge_causal
 
@@ -71,7 +71,7 @@ class Mechanism(nn.Module):
     def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
         super().__init__()
         self.config = config
-        self._text = str(config)
+        self._second_derivative = second_derivative(str(config))
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
         self.keys_divided = True
@@ -122,30 +122,47 @@ class Mechanism(nn.Module):
             if self.observer is not None:
                 self.observer(Observation(q, k, None, mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        head = self.grouping.assign(k, q.shape[1], mask)
+        q, k, v = self._prepare(q, k, v, mask, is_causal)
+        return self._attend(q, k, v, mask, is_causal, dropout_p)
+
+    def _prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: Cache | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Grouping and score: q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv], ready to be attended to."""
         raw = (q, k)
-        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=None, head=head)
+        head = self.grouping.assign(k, q.shape[1], mask)
+        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
+        if cache is not None:
+            k, v = cache.append("k", k), cache.append("v", v)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), mask, is_causal))
-        return self._attend(q, k, v, mask, is_causal, dropout_p)
+            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
+        return q, k, v
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
-        """The output [B, H, N, Dv] for queries and keys that the score has prepared."""
-        scale, grouped = self.score.scale(q.shape[-1]), self.grouping.shares
-        if not self.grouping.needs_weights:
+        """Normaliser: the output [B, H, N, Dv]."""
+        grouping, scale = self.grouping, self.score.scale(q.shape[-1])
+        grouped = grouping.shares
+        if not grouping.needs_weights:
             out = self.normaliser.forward(
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
             if out.requires_grad:
-                name_second_derivative(out, self._text)
+                name_second_derivative(out, self._second_derivative)
             return out
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
         weights = self.normaliser.weights(logits(q, k, scale, grouped), mask)
-        weights = self.grouping.perturb(weights, k.shape[1], mask)
+        weights = grouping.perturb(weights, k.shape[1], mask)
         return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
 
     def forward_with_weights(
@@ -192,13 +209,8 @@ class Mechanism(nn.Module):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        head = self.grouping.assign(k, q.shape[1], mask)
-        raw, groups = (q, k), k.shape[1]
-        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=None, head=head)
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
-        if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
+        groups = k.shape[1]
+        q, k, v = self._prepare(q, k, v, mask, is_causal, residual=residual)
         grouped = self.grouping.shares
         scores = logits(q, k, self.score.scale(q.shape[-1]), grouped, residual)
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
@@ -241,14 +253,7 @@ class Mechanism(nn.Module):
             key_mask = self._key_mask(mask)
             out = self.family.decode(q, k, v, cache, None if key_mask is None else key_mask[:, cache.tokens :])
         else:
-            raw = (q, k)
-            head = self.grouping.assign(k, q.shape[1], mask)
-            q, k = self.score.prepare(q, k, v, mask=mask, is_causal=True, cache=cache, head=head)
-            k, v = cache.append("k", k), cache.append("v", v)
-            if head is not None:
-                k, v = k.index_select(1, head), v.index_select(1, head)
-            if self.observer is not None:
-                self.observer(Observation(*raw, (q, k), mask, True))
+            q, k, v = self._prepare(q, k, v, mask, True, cache)
             out = self._attend(q, k, v, mask, True, dropout_p)
         cache.tokens += q.shape[2]
         return out

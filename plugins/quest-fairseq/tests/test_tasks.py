@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +13,9 @@ import pytest
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
-from quest_fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
+from quest_fairseq.bench.corpus import SWAPPED, BytePairs, pydocs, swap_words
+from quest_fairseq.bench.tasks import RATES, run_pydocs, run_wikitext103
 from quest_fairseq.info import INFO
-from quest_fairseq.tasks import RATES, run_pydocs, run_wikitext103
 
 SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
 
@@ -104,3 +107,18 @@ def test_a_cell_of_wikitext(tmp_path: Path) -> None:
         run_wikitext103(cell("lm/wikitext103", "small", work), lambda fraction, text: None)
     with pytest.raises(ConfigError, match=r"has no wiki.train.tokens, .*unpack"):
         run_wikitext103(cell("lm/wikitext103", "small", work, work), lambda fraction, text: None)
+
+
+USE = """
+import sys, quest_fairseq
+from fairseq.models import ARCH_MODEL_REGISTRY
+assert 'quest_transformer_lm' in ARCH_MODEL_REGISTRY
+print([name for name in sys.modules if name.startswith('quest_fairseq.bench')])
+"""
+
+
+def test_a_users_import_loads_no_benchmark_code() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

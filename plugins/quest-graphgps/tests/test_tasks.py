@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,8 +15,8 @@ from torch_geometric.data import Batch, Data
 from quest_core.benchmarks import Cell
 from quest_core.config import Option
 from quest_core.errors import ConfigError
-from quest_graphgps import gated, tasks
-from quest_graphgps.data import (
+from quest_graphgps.bench import gated, tasks
+from quest_graphgps.bench.data import (
     add_eigenvectors,
     add_random_walks,
     adjacency,
@@ -90,7 +93,7 @@ def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, mo
         ("graph/cifar10", ".", "GNNBenchmarkDataset/CIFAR10/raw; found none in "),
         ("graph/pcqm-contact", None, "LRGB/pcqm-contact/raw; found none, and no data was given"),
         ("graph/superpixels", ".", "LRGB/pascalvoc-sp/raw; found none in "),
-        ("graph/pattern", "lost", "data is '.*lost', and there is no such file or folder"),
+        ("graph/pattern", "lost", "data is '.*lost', which does not exist"),
     ],
 )
 def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
@@ -105,7 +108,7 @@ def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) 
 
 
 @pytest.mark.parametrize(
-    ("graphs", "said"), [(("-5", "1", "1"), "at least one graph"), (("150", "1", "1"), "150 graphs is no multiple")]
+    ("graphs", "said"), [(("-5", "1", "1"), "at least one graph"), (("150", "1", "1"), "150 graphs is not a multiple")]
 )
 def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -209,7 +212,7 @@ def test_data_is_a_function_of_its_seed() -> None:
     one, two, other = (pattern_graphs((3, 1, 1), seed)[0] for seed in (0, 0, 1))
     assert all(torch.equal(a.edge_index, b.edge_index) for a, b in zip(one, two, strict=True))
     assert one[0].num_nodes != other[0].num_nodes or not torch.equal(one[0].edge_index, other[0].edge_index)
-    with pytest.raises(ConfigError, match="150 graphs is no multiple"):
+    with pytest.raises(ConfigError, match="150 graphs is not a multiple"):
         pattern_graphs((150, 1, 1), seed=0)
 
 
@@ -271,3 +274,18 @@ def test_gated_sum_equals_the_formula(monkeypatch) -> None:
     torch.testing.assert_close(total, empty.index_add(0, target, want.sigmoid() * values[source]))
     torch.testing.assert_close(weight, empty.index_add(0, target, want.sigmoid()))
     assert torch.autograd.gradcheck(lambda *t: gated.gated_sum(*t, source, target), tensors)
+
+
+USE = """
+import sys, quest_graphgps, torch_geometric.graphgym
+from torch_geometric.nn import GPSConv
+GPSConv(8, None, heads=2, attn_kwargs={'attention': 'quest'})
+print([name for name in sys.modules if name.startswith('quest_graphgps.bench')])
+"""
+
+
+def test_a_users_import_loads_no_benchmark_code() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

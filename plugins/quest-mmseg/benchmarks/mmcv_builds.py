@@ -107,7 +107,7 @@ def main() -> None:
         for python in given.python:
             print(run(python, "-W", "ignore", "-c", VERSIONS, folder=folder).strip(), flush=True)
         sizes = ["--train", "24", "--validation", "4"]
-        run(given.python[0], "-m", "quest_mmseg.scenes", "scenes", *sizes, folder=folder)
+        run(given.python[0], "-m", "quest_mmseg.bench.scenes", "scenes", *sizes, folder=folder)
         for index, attention in enumerate(ATTENTIONS):
             works = [f"{index}-{side}" for side in (0, 1)]
             (printed, stored), (others, other_stored) = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,10 +22,10 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from quest_core.benchmarks import Cell
 from quest_core.config import Option
 from quest_core.errors import ConfigError
-from quest_mmseg import scenes, tasks
-from quest_mmseg.corruptions import Corrupt, corrupted, severities
+from quest_mmseg.bench import scenes, tasks
+from quest_mmseg.bench.corruptions import Corrupt, corrupted, severities
+from quest_mmseg.bench.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
 from quest_mmseg.info import CORRUPTIONS, INFO
-from quest_mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
 
 SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
 
@@ -113,7 +115,7 @@ def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
     for name, value in standard.model.state_dict().items():
         assert torch.equal(value, stock.state_dict()[name]), name
     torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(ConfigError, match=r"list.pth'.*no weights but a list"):
+    with pytest.raises(ConfigError, match=r"list.pth'.*it holds a list instead of weights"):
         tasks.load(standard, str(tmp_path / "list.pth"), "standard")
     with pytest.raises(ConfigError, match="trained with attention 'standard', and the model has 'quest'"):
         tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
@@ -229,3 +231,24 @@ def test_a_corruption_follows_the_loading_of_the_image():
     assert len(pipeline) == 2
     with pytest.raises(ConfigError, match="no LoadImageFromFile"):
         corrupted(pipeline[1:], "fog", 3)
+
+
+USE = """
+import sys, quest_mmseg_environment
+from mmcv.transforms import Compose
+from mmengine.config import Config
+from mmseg.registry import MODELS
+from mmseg.utils import register_all_modules
+register_all_modules()
+config = Config.fromfile(sys.argv[1])
+Compose(config.test_pipeline)
+MODELS.build(config.model)
+print([name for name in sys.modules if name.startswith('quest_mmseg.bench')])
+"""
+
+
+def test_a_users_import_loads_no_benchmark_code():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE, str(tasks.CONFIGS / "segmenter_laptop_scenes-64x64.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

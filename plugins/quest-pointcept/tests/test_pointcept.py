@@ -31,9 +31,9 @@ from quest_core import Mechanism
 from quest_core.benchmarks import Cell
 from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
+from quest_pointcept.bench.tasks import run_nuscenes
 from quest_pointcept.configs import install_configs
 from quest_pointcept.info import INFO
-from quest_pointcept.tasks import run_nuscenes
 
 SMALL = {
     "in_channels": 4,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from quest_core.benchmarks import Cell
 from quest_core.config import Option
 from quest_core.errors import ConfigError, PluginError
 from quest_core.registry import load_info
-from quest_pointcept import scenes, tasks
+from quest_pointcept.bench import scenes, tasks
 from quest_pointcept.info import INFO
 
 DEFAULTS = {suite["suite"]: {o["name"]: o["default"] for o in suite["options"]} for suite in INFO["suites"]}
@@ -187,3 +190,18 @@ def test_info_is_read_alone_and_declares_what_runs():
             kind = {"int": int, "float": float, "str": str}[option["kind"]]
             rule = Option(option["name"], kind, option["default"], option["doc"], option.get("minimum"))
             assert rule.check(option["default"], suite["suite"]) == option["default"]
+
+
+USE = """
+import sys, quest_pointcept_environment, quest_pointcept
+from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
+PointTransformerV3Segmentation(in_channels=4, num_classes=3, attention='quest')
+print([name for name in sys.modules if name.startswith('quest_pointcept.bench')])
+"""
+
+
+def test_a_users_import_loads_no_benchmark_code():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

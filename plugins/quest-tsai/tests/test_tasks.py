@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,8 +16,8 @@ from quest_core.benchmarks import Cell
 from quest_core.config import Option
 from quest_core.errors import ConfigError
 from quest_core.registry import load_info
+from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, last_best, load, run_uea
 from quest_tsai.info import INFO
-from quest_tsai.tasks import ClassTokenTransformer, evaluation_batch, last_best, load, run_uea
 
 SUITE = INFO["suites"][0]
 DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
@@ -93,7 +96,7 @@ def test_the_class_token_alone_decides():
 
 
 def test_data_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         run_uea(cell(tmp_path, data=tmp_path / "none"), print)
     with pytest.raises(ConfigError, match="no Heartbeat_TRAIN.ts and Heartbeat_TEST.ts"):
         run_uea(cell(tmp_path, "Heartbeat", data=tmp_path), print)
@@ -124,3 +127,18 @@ def test_info_is_read_alone_and_declares_what_runs():
             choices=tuple(option.get("choices", ())),
         )  # fmt: skip
         assert rule.check(option["default"], "ts/uea") == option["default"]
+
+
+USE = """
+import sys, quest_tsai_environment, quest_tsai
+from tsai.models.TSTPlus import TSTPlus
+TSTPlus(3, 2, 8, attention='quest')
+print([name for name in sys.modules if name.startswith('quest_tsai.bench')])
+"""
+
+
+def test_a_users_import_loads_no_benchmark_code():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

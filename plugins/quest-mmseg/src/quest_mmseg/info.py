@@ -22,7 +22,7 @@ CORRUPTIONS = (
     "fog",
     "frost",
 )
-"""The 16 corruptions of the segmentation protocol; see quest_mmseg.corruptions."""
+"""The 16 corruptions of the segmentation protocol; see quest_mmseg.bench.corruptions."""
 
 # mIoU in % (arXiv 2604.00199, table 5): (clean, corrupted).
 _PAPER = {

@@ -7,4 +7,6 @@ from mmseg.registry import MODELS as MMSEG_MODELS
 from mmseg.registry import TRANSFORMS as MMSEG_TRANSFORMS
 
 MODELS = Registry("model", scope="quest_mmseg", parent=MMSEG_MODELS, locations=["quest_mmseg.models"])
-TRANSFORMS = Registry("transform", scope="quest_mmseg", parent=MMSEG_TRANSFORMS, locations=["quest_mmseg.corruptions"])
+TRANSFORMS = Registry(
+    "transform", scope="quest_mmseg", parent=MMSEG_TRANSFORMS, locations=["quest_mmseg.bench.corruptions"]
+)

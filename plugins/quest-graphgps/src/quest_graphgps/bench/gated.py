@@ -1,7 +1,8 @@
 """The sum over neighbours of a gated graph convolution, block by block of edges, so that a block stays in the cache.
 
-Message passing writes tensors as long as the list of edges for every step; on a CPU their way to memory and back is
-most of the time that graphs as dense as PATTERN's take. Here one such tensor is written in each direction.
+Ordinary message passing writes a tensor with one row per edge in every step. On a CPU, dense graphs such as PATTERN's
+spend most of their time on that memory traffic. `gated_sum` writes one such tensor in the forward pass and one in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _GatedSum(torch.autograd.Function):
 def gated_sum(
     edges: Tensor, to: Tensor, fro: Tensor, values: Tensor, source: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of edges j → i, and what their gates let through.
+    """Return the scores of edges j → i and the gated sums over neighbours.
 
     Args:
         edges: c [edges, E].

@@ -1,7 +1,7 @@
 """Segmenter trained and evaluated by mmengine's own Runner: on ADE20K, and on generated scenes in its layout.
 
-Corrupted data follow the protocol in quest_mmseg.corruptions. Every cell runs a config of quest_mmseg/configs, with the
-options of the suite on top.
+Corrupted data follow the protocol in quest_mmseg.bench.corruptions. Every cell runs a config of quest_mmseg/configs
+with the options of the suite applied.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
 from quest_core.inject import REPORT
 
+from ..checkpoints import difference
+from ..info import CORRUPTIONS
 from . import scenes
-from .checkpoints import difference
 from .corruptions import corrupted, severities
-from .info import CORRUPTIONS
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 SMOKE_ITERATIONS = 4
 SMOKE_CORRUPTIONS = ("gaussian_noise", "fog")
 SMOKE_IMAGES = 8
@@ -48,7 +48,7 @@ def run_shapes(cell: Cell, progress: Progress) -> Result:
     options = cell.options
     config = Config.fromfile(CONFIGS / "segmenter_laptop_scenes-64x64.py")
     folder = cell.workdir / "scenes"
-    # The same scenes for every attention and seed: what differs between seeds is the training.
+    # Scenes are the same for every attention and seed; the seed changes only the training.
     images = (SMOKE_IMAGES, SMOKE_IMAGES) if cell.smoke else (options["train_images"], options["validation_images"])
     scenes.write(folder, train=images[0], validation=images[1])
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
@@ -74,7 +74,7 @@ def run_ade20k(cell: Cell, progress: Progress) -> Result:
 
 
 def run_ade20k_corrupted(cell: Cell, progress: Progress) -> Result:
-    """seg/ade20k-c: as seg/ade20k, evaluated on the corrupted validation images too.
+    """seg/ade20k-c: as seg/ade20k, and evaluate on the corrupted validation images too.
 
     Returns:
         Metrics ``mIoU corrupted``, ``mIoU``, ``aAcc`` and ``mIoU corrupted/<name>`` in %; the series ``loss``.
@@ -84,7 +84,7 @@ def run_ade20k_corrupted(cell: Cell, progress: Progress) -> Result:
 
 
 def train_ade20k(cell: Cell, progress: Progress) -> Runner:
-    """Train with a shipped config, or only load the option `checkpoint`."""
+    """Train with a shipped config, or load the option `checkpoint` without training."""
     if cell.data is None or not (cell.data / "annotations" / "validation").is_dir():
         raise ConfigError(
             f"data is '{cell.data}'; give the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/ and "
@@ -106,22 +106,22 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
     if options["checkpoint"] is not None:
         runner = build(config, cell, iterations, resume=False)
         load(runner, options["checkpoint"], cell.attention)
-        runner.call_hook("before_run")  # hooks learn there where to write
+        runner.call_hook("before_run")  # sets the folders that hooks write to
         runner.model.eval()
         return runner
     return train(config, cell, iterations, progress)
 
 
 def load(runner: Runner, checkpoint: str, attention: str) -> None:
-    """Load all of what is to be evaluated; where names, shapes or the attention differ, mmengine would only warn.
+    """Load a checkpoint strictly; mmengine only warns if names, shapes or the attention differ.
 
     Raises:
-        ConfigError: the checkpoint cannot be read or is of another model or attention.
+        ConfigError: the checkpoint cannot be read, or its model or attention differs.
     """
     try:
         stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
         if not isinstance(stored, dict):
-            raise RuntimeError(f"it holds no weights but a {type(stored).__name__}")
+            raise RuntimeError(f"it holds a {type(stored).__name__} instead of weights")
         wrong = difference(runner.model, stored.get("state_dict", stored))
         if wrong is None:
             _load_checkpoint_to_model(runner.model, stored, strict=True)  # takes DDP's "module." off the names
@@ -134,7 +134,7 @@ def load(runner: Runner, checkpoint: str, attention: str) -> None:
 
 
 def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:
-    """The Runner of one cell. If asked, it resumes from the cell's own last checkpoint when there is one."""
+    """Return the Runner of one cell. With `resume` it continues from the cell's last checkpoint, if one exists."""
     config.model.type = "quest_mmseg.EncoderDecoder"
     config.model.attention = cell.attention
     config.train_cfg.max_iters = iterations
@@ -145,7 +145,7 @@ def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -
     config.randomness = {"seed": cell.seed}
     config.work_dir = str(cell.workdir)
     config.resume = resume
-    config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine keeps runners by their name
+    config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner
     config.visualizer.name = config.experiment_name
     config.log_level = "WARNING"
     if not torch.cuda.is_available():
@@ -154,7 +154,7 @@ def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -
 
 
 def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
-    """Train by mmengine's Runner; its model is then in evaluation mode, and `losses` is where it keeps them."""
+    """Train with mmengine's Runner and return it, with its model in evaluation mode."""
     runner = build(config, cell, iterations)
     runner.register_hook(_Watch(iterations, progress))
     runner.train()
@@ -163,7 +163,7 @@ def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Ru
 
 
 class _Watch(Hook):
-    """Tells of progress; the losses of a resumed run are kept by mmengine itself, in its message hub."""
+    """Reports progress. mmengine's message hub keeps the losses, also those of a resumed run."""
 
     def __init__(self, iterations: int, progress: Progress) -> None:
         self.iterations, self.progress = iterations, progress
@@ -179,7 +179,7 @@ class _Watch(Hook):
 
 
 def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions: bool) -> Result:
-    """Clean and, if asked, corrupted validation images by mmengine's test loop and mmseg's own metric."""
+    """Evaluate clean and optionally corrupted validation images with mmengine's test loop and mmseg's metric."""
     names = (SMOKE_CORRUPTIONS if cell.smoke else CORRUPTIONS) if with_corruptions else ()
     total = 1 + sum(len(severities(name)) for name in names)
     done = 0
@@ -215,7 +215,7 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions
 
 
 def _losses(runner: Runner, points: int = 200) -> list[float]:
-    """The training loss, of which about `points` means over equal stretches are kept."""
+    """Return the training loss as about `points` means over equal stretches."""
     history: Callable[[str], Any] = runner.message_hub.get_scalar
     if "train/loss" not in runner.message_hub.log_scalars:
         return []

@@ -1,8 +1,8 @@
 """Language modelling, clean and under the word-swap attack, trained and evaluated by fairseq's own tools.
 
 A cell preprocesses text with fairseq-preprocess's function, trains with fairseq-train's on a shipped yaml, and
-evaluates its best checkpoint with fairseq-eval-lm's, on the test text and on copies of it in which a share of the words
-is swapped. The same words are swapped for every attention and seed.
+evaluates the best checkpoint with fairseq-eval-lm's, on the test text and on copies with a share of the words swapped.
+The same words are swapped for every attention and seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quest_core.errors import ConfigError
 
 from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1.5, 2.5, 5)}
 """Metric -> share of the test's words that are swapped."""
 
@@ -38,16 +38,16 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one of the paper's models on WikiText-103.
 
     Args:
-        cell: `task` is small or medium; `data` a folder with wiki.{train,valid,test}.tokens and, to save preprocessing
-            in every cell, a folder data-bin that fairseq-preprocess wrote of them.
-        progress: called as training goes on.
+        cell: `task` is small or medium; `data` a folder with wiki.{train,valid,test}.tokens and optionally data-bin,
+            the output of fairseq-preprocess, which saves preprocessing in every cell.
+        progress: called during training.
 
     Returns:
-        Metrics ``perplexity`` (of the test), ``validation perplexity``, those of RATES, and ``updates_per_second``;
+        Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
         series ``train_loss`` and ``valid_loss`` in bits a token.
 
     Raises:
-        ConfigError: data that is not there.
+        ConfigError: the data is missing.
     """
     if cell.data is None:
         raise ConfigError("lm/wikitext103 needs data; give the folder with wiki.train.tokens as --data")
@@ -60,7 +60,7 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
 
     def lines(split: str) -> Lines:
         with (folder / f"wiki.{split}.tokens").open(encoding="utf-8") as file:
-            # A window that slides by one token makes a model's pass of every token.
+            # The window slides by one token, so every token takes one forward pass.
             return [line.strip() for line in islice(file, SMOKE_LINES[split] // 10 if cell.smoke else None)]
 
     ready = folder / "data-bin"
@@ -78,15 +78,15 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
 def run_pydocs(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate a small model on Python's documentation topics, in byte pairs.
 
-    Perplexities are those of words: the pieces of a word are joined, so that they do not depend on the encoding. The
-    text belongs to the Python that runs the cell, and is in ``details``.
+    Perplexities are per word: the pieces of a word are joined, so perplexities do not depend on the encoding. The text
+    is that of the Python that runs the cell; ``details`` holds its number of words.
 
     Args:
         cell: `task` is topics; `data` is not used.
-        progress: called as training goes on.
+        progress: called during training.
 
     Returns:
-        As `run_wikitext103`, with losses a piece.
+        As `run_wikitext103`, with losses per piece.
     """
     train, valid, test = pydocs()
     if cell.smoke:
@@ -110,7 +110,7 @@ def _train_and_evaluate(
     context: int,
     encode: Callable[[str], str] | None = None,
 ) -> Result:
-    """Train `config` on `data_bin`; evaluate its best checkpoint there and on attacked copies of `test`."""
+    """Train `config` on `data_bin`; evaluate the best checkpoint there and on attacked copies of `test`."""
     cfg = configuration(config)
     cfg.task.data = str(data_bin)
     cfg.model.attention = cell.attention
@@ -166,19 +166,19 @@ def _train_and_evaluate(
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a key of a language model's state dict is a parameter of its own (shared embeddings have two keys)."""
+    """Return whether a key of a state dict is a distinct parameter (shared embeddings have two keys)."""
     return not name.endswith(("version", "_float_tensor", "output_projection.weight"))
 
 
-# --- fairseq's tools, by their functions ----------------------------------------------------------------------------
+# --- fairseq's tools, called as functions ---------------------------------------------------------------------------
 
 
 def configuration(name: str) -> DictConfig:
-    """A shipped yaml with fairseq's defaults below it, ready to be changed and given to `train`."""
+    """Return a shipped yaml merged over fairseq's defaults, for `train`."""
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
 
-    from . import FairseqAdapter
+    from .. import FairseqAdapter
 
     FairseqAdapter().install()
     cfg = OmegaConf.merge(OmegaConf.structured(FairseqConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
@@ -188,11 +188,11 @@ def configuration(name: str) -> DictConfig:
 
 
 def train(cfg: DictConfig) -> None:
-    """What fairseq-hydra-train does with a configuration, in this process and on one device."""
+    """Train as fairseq-hydra-train does, in this process and on one device."""
     from fairseq import checkpoint_utils
     from fairseq_cli.train import main
 
-    # fairseq keeps the best loss of a process's former training there, and would then not save this one's best.
+    # fairseq keeps the best loss of an earlier training in this process there and would not save this run's best.
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     OmegaConf.set_struct(plain, True)
@@ -225,19 +225,19 @@ def preprocess(folder: Path, splits: dict[str, Lines], dictionary: Path | None =
 def perplexity(
     checkpoint: Path, data: Path, subset: str, *, tokens: int, context: int, post_process: str | None, cpu: bool
 ) -> float:
-    """fairseq-eval-lm: exp of the mean loss a word, over windows of `tokens` of which the first `context` are seen."""
+    """fairseq-eval-lm: exp of the mean loss per word, over windows of `tokens`, the first `context` unscored."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq_cli.eval_lm import main
 
     given = [str(data), "--path", str(checkpoint), "--gen-subset", subset, "--sample-break-mode", "none"]
     given += ["--tokens-per-sample", str(tokens), "--context-window", str(context), "--num-workers", "0"]
-    # With a larger multiple, which is the default, fairseq drops the last batch where it is not full.
+    # With the default multiple of 8, fairseq drops the last batch if it is not full.
     given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
     given += ["--post-process", post_process] if post_process else []
     given += ["--cpu"] if cpu else []
     parser = options.get_eval_lm_parser()
-    with warnings.catch_warnings():  # fairseq's use of hydra, which hydra blames on its caller
+    with warnings.catch_warnings():  # hydra warns about the way fairseq calls it
         warnings.simplefilter("ignore", UserWarning)
         results = main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=given)))
     return float(results["perplexity"])
@@ -245,7 +245,7 @@ def perplexity(
 
 @contextmanager
 def watching(updates: int, progress: Progress) -> Iterator[dict[str, list[float]]]:
-    """The losses that fairseq logs as JSON inside the block, in bits a token; `progress` is told of them."""
+    """Yield the losses that fairseq logs as JSON inside the block, in bits per token; report them to `progress`."""
     series: dict[str, list[float]] = {"train_loss": [], "valid_loss": []}
 
     class Watch(logging.Handler):

@@ -1,12 +1,11 @@
-"""Lidar-like scenes of streets with nuScenes' 16 classes, generated: for benchmarks and tests without a download.
+"""Generated lidar-like scenes of streets with nuScenes' 16 classes, for benchmarks and tests without a download.
 
 A sensor 1.8 m above a street sends rays in rings; each ray ends at the first thing it meets. Things are boxes, upright
-cylinders and balls in the sizes that the classes have in the world. What makes the task a task: every class has a
-relative that it can be taken for (car and truck, driveable surface and sidewalk, pedestrian and traffic cone), reflects
-much like it, and shows itself in the context alone (a sidewalk lies between street and buildings).
+cylinders and balls in the sizes that the classes have in the world. The task is hard because every class has a similar
+one (car and truck, driveable surface and sidewalk, pedestrian and traffic cone) with a similar reflection, and only the
+context separates them (a sidewalk lies between street and buildings).
 
-This is no nuScenes: it has no noise of a real sensor but a centimetre of jitter and lost returns, and no weather, and
-numbers on it say nothing about nuScenes.
+Synthetic data; numbers are not comparable with nuScenes. Its noise is jitter of two centimetres and lost returns.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ RANGE = 50.0
 
 
 class Scan(NamedTuple):
-    """What the sensor sees.
+    """One turn of the sensor.
 
     Attributes:
         points: [N, 3] float32, metres, the sensor at the origin.
@@ -64,13 +63,13 @@ class _Things(NamedTuple):
     """Boxes and cylinders of a scene, one row each."""
 
     centre: np.ndarray  # [n, 3], the middle
-    half: np.ndarray  # [n, 3], half of the extents; of a cylinder its radius twice, and its half height
+    half: np.ndarray  # [n, 3], half of the extents; for a cylinder (radius, radius, half height)
     yaw: np.ndarray  # [n]
     round: np.ndarray  # [n], True for cylinders
     label: np.ndarray  # [n]
 
 
-# Length, width and height in metres, and how much each varies; and how many of them a scene has at most.
+# (length, width, height) in metres, their relative spread, and the most that a scene has.
 _VEHICLES = {
     "car": (4.6, 1.9, 1.7, 0.10, 9),
     "truck": (7.5, 2.5, 2.9, 0.15, 3),
@@ -101,12 +100,12 @@ _REFLECTS = {
 
 
 def scan(seed: int, *, rings: int = 32, rays: int = 240) -> Scan:
-    """One scene, as one turn of the sensor sees it.
+    """Return the scan of one scene, one turn of the sensor.
 
     Args:
         seed: equal seeds give equal scenes.
-        rings: rays above each other.
-        rays: rays of a ring.
+        rings: rays of different elevation.
+        rays: rays of each ring.
     """
     random = np.random.default_rng(seed)
     street = random.uniform(4.5, 8.0)  # half of its width
@@ -145,7 +144,7 @@ def scan(seed: int, *, rings: int = 32, rays: int = 240) -> Scan:
 
 
 def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things:
-    """What stands on a street along x, whose sidewalks begin at |y| = `street` and end `walk` further out."""
+    """Return the things on a street along x, whose sidewalks begin at |y| = `street` and are `walk` wide."""
     rows: list[tuple[Any, ...]] = []
 
     def put(name: str, x: float, y: float, size: Sequence[float], yaw: float = 0.0, **more: Any) -> None:
@@ -156,7 +155,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
         )
 
     def along() -> float:
-        far = random.uniform(5.0, 38.0)  # not where the sensor is
+        far = random.uniform(5.0, 38.0)  # away from the sensor
         return float(far if random.uniform() < 0.5 else -far)
 
     def side() -> int:
@@ -179,7 +178,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
                 put(name, x - 0.2, y, (size[0] * 0.55, size[1] * 0.9, size[2] * 0.45), above=size[2] * 0.55)
             else:
                 put(name, x, y, size, yaw=random.normal(0, 0.05))
-            if two_wheels and random.uniform() < 0.5:  # its rider counts as it, as in nuScenes
+            if two_wheels and random.uniform() < 0.5:  # a rider has its vehicle's class, as in nuScenes
                 put(name, x, y, (0.5, 0.5, 0.8), above=size[2] * 0.7, round=True)
 
     for _ in range(random.integers(3, 12)):
@@ -220,7 +219,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
 
 
 def _ground_class(points: np.ndarray, street: float, walk: float) -> np.ndarray:
-    """The class of points on the ground: street, sidewalk, what lies beyond, and the islands that are neither."""
+    """Return the class of points on the ground: street, sidewalk, terrain outside them, and islands in the street."""
     y = np.abs(points[:, 1])
     label = np.where(y < street, CLASSES.index("driveable_surface"), CLASSES.index("terrain"))
     label = np.where((y >= street) & (y < street + walk), CLASSES.index("sidewalk"), label)
@@ -229,7 +228,7 @@ def _ground_class(points: np.ndarray, street: float, walk: float) -> np.ndarray:
 
 
 def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
-    """Where rays from the origin meet things: [R, n], inf where they do not."""
+    """Return the distances at which rays from the origin hit things: [R, n], inf without a hit."""
     cos, sin = np.cos(things.yaw), np.sin(things.yaw)
     turned = np.stack(
         [
@@ -247,10 +246,10 @@ def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
         ],
         axis=1,
     )  # [n, 3]
-    one, two = (centre - things.half) / turned, (centre + things.half) / turned  # where the slabs are met
+    one, two = (centre - things.half) / turned, (centre + things.half) / turned  # distances to the slabs
     enter, leave = np.minimum(one, two), np.maximum(one, two)  # [R, n, 3]
     start, end = enter.max(2), leave.min(2)
-    # A cylinder is met where the ray's flat part comes within its radius.
+    # A ray hits a cylinder if its horizontal part comes within the radius.
     flat = (turned[..., :2] ** 2).sum(2)
     middle = (turned[..., :2] * centre[:, :2]).sum(2) / flat
     away = (centre[:, :2] ** 2).sum(1) - middle**2 * flat
@@ -262,7 +261,7 @@ def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
 
 
 def seeds(split: str, count: int) -> range:
-    """The scenes of a split, "train" or "val"; no scene is in both, however many there are."""
+    """Return the seeds of a split, "train" or "val"; the splits do not overlap."""
     first = {"train": 0, "val": 1_000_000}[split]
     return range(first, first + count)
 
@@ -271,7 +270,7 @@ def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays:
     """Write scenes in the layout in which Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
         train: scenes of the training split.
         val: scenes of the validation split.
         sweeps: the number that is part of the info files' names.

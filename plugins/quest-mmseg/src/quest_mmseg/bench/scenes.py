@@ -1,9 +1,9 @@
 """Generated scenes in the layout of ADE20K: a trainer, its evaluator and corruptions run without a download.
 
-An image is a room (wall and floor) or a landscape (sky and grass) with a few objects. What an object is, its outline
-says alone: colours, stripes and light are random. Labels are those of ADE20K, so its dataset class reads them.
+An image is a room (wall and floor) or a landscape (sky and grass) with a few objects. Only the outline identifies an
+object: colours, stripes and light are random. Labels are those of ADE20K, so its dataset class reads them.
 
-    python -m quest_mmseg.scenes data/scenes --train 256 --validation 64
+    python -m quest_mmseg.bench.scenes data/scenes --train 256 --validation 64
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OBJECTS = ("box", "ball", "tent", "pole")
 
 
 def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """One image [size, size, 3], BGR, and its labels [size, size], both uint8."""
+    """Return one image [size, size, 3], BGR, and its labels [size, size], both uint8."""
     horizon = int(size * generator.uniform(0.35, 0.65))
     indoors = generator.random() < 0.5
     image: np.ndarray = np.empty((size, size, 3), dtype=np.float32)
@@ -81,13 +81,13 @@ def _outline(name: str, size: int, generator: np.random.Generator) -> np.ndarray
 
 
 def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: int = 0) -> None:
-    """Write images/ and annotations/ with training/ and validation/ below; files that are there already stay.
+    """Write images/ and annotations/, each with training/ and validation/; existing files are kept.
 
     Args:
-        folder: what a config calls data_root.
+        folder: the data_root of a config.
         train, validation: images of each split.
         size: height and width in pixels.
-        seed: of the whole set; image i is the same whatever the number of images.
+        seed: of the whole set; image i does not depend on the number of images.
     """
     for number, (split, count) in enumerate((("training", train), ("validation", validation))):
         images, annotations = folder / "images" / split, folder / "annotations" / split
@@ -104,7 +104,7 @@ def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write; a config's data_root")
+    parser.add_argument("folder", type=Path, help="output folder; the data_root of a config")
     parser.add_argument("--train", type=int, default=256, help="training images")
     parser.add_argument("--validation", type=int, default=64, help="validation images")
     parser.add_argument("--size", type=int, default=64, help="height and width in pixels")

@@ -1,7 +1,7 @@
 """Graphs that need no download: PATTERN and CLUSTER by their published generator, and encodings of position.
 
 The generator is that of Dwivedi et al., "Benchmarking Graph Neural Networks" (JMLR 2023): stochastic block models. Here
-a set is a pure function of its seed and sizes; the numbers are not those of the files that the authors published.
+a set depends only on its seed and sizes; it is not the set of files that the authors published.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test")
 
 
 def block_model(sizes: Tensor, inside: float, across: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A graph of blocks, in which two nodes are linked with probability `inside` in one block, `across` otherwise.
+    """Draw a graph in which two nodes are linked with probability `inside` in one block, `across` otherwise.
 
     Args:
         sizes: nodes of each block [blocks].
@@ -58,7 +58,7 @@ def pattern_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
     for graphs in sizes:
         if graphs > PATTERNS and graphs % PATTERNS:
             raise ConfigError(
-                f"PATTERN hides {PATTERNS} patterns equally often: {graphs} graphs is no multiple of that"
+                f"PATTERN hides {PATTERNS} patterns equally often; {graphs} graphs is not a multiple of that"
             )
         splits.append([_hide(*patterns[i % PATTERNS], generator) for i in range(graphs)])
     return splits
@@ -123,11 +123,11 @@ def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path
     return path
 
 
-# --- what datasets of PyTorch Geometric need before they are trained on -----------------------------------------------
+# --- transforms for datasets of PyTorch Geometric -------------------------------------------------------------------
 
 
 def join_positions(data: Data) -> Data:
-    """Superpixels of MNIST and CIFAR10: x becomes their colours beside their positions, as in GraphGPS.
+    """Superpixels of MNIST and CIFAR10: append positions to the colours in x, as in GraphGPS.
 
     Args:
         data: x [N, colours] and pos [N, 2].
@@ -137,7 +137,7 @@ def join_positions(data: Data) -> Data:
 
 
 def draw_negatives(data: Data) -> Data:
-    """Replace the pairs that are no contacts by others: for each head i, two to every contact, at random.
+    """Draw new negative pairs: for each head i, two random ones for every contact.
 
     Args:
         data: edge_label_index [2, L], pairs (i, j) of nodes, and edge_label [L], 1 where they are in contact.
@@ -146,7 +146,7 @@ def draw_negatives(data: Data) -> Data:
     linked = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.bool)
     linked[contacts[0], contacts[1]] = True
     order = torch.rand(linked.shape).masked_fill(linked, math.inf).argsort(1).argsort(1)  # [N, N], contacts last
-    drawn = ((order < 2 * linked.sum(1, keepdim=True)) & ~linked).nonzero().T  # a head may have too few others
+    drawn = ((order < 2 * linked.sum(1, keepdim=True)) & ~linked).nonzero().T  # a head may have fewer candidates
     data.edge_label_index = torch.cat([contacts, drawn], dim=1)
     data.edge_label = (torch.arange(data.edge_label_index.shape[1]) < contacts.shape[1]).int()
     return data
@@ -163,7 +163,7 @@ def adjacency(data: Data) -> Tensor:
 
 
 def add_eigenvectors(data: Data, count: int) -> Data:
-    """Attach the `count` lowest eigenpairs of the graph's Laplacian D − A, what is missing as NaN.
+    """Attach the `count` lowest eigenpairs of the graph's Laplacian D − A; missing ones are NaN.
 
     EigVecs [N, count] has unit columns; EigVals [N, count, 1] repeats the eigenvalues for every node, as GraphGPS
     stores them (Kreuzer et al., 2021).
@@ -180,7 +180,7 @@ def add_eigenvectors(data: Data, count: int) -> Data:
 
 
 def add_random_walks(data: Data, steps: Sequence[int]) -> Data:
-    """Attach the probabilities of a random walk to be back where it began after each number of steps [N, steps]."""
+    """Attach the probability that a random walk returns to its start after each number of steps [N, steps]."""
     links = adjacency(data)
     walk = links / links.sum(1, keepdim=True).clamp(min=1)
     back, power = [], torch.eye(len(walk), dtype=torch.float64)
@@ -193,11 +193,11 @@ def add_random_walks(data: Data, steps: Sequence[int]) -> Data:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """python -m quest_graphgps.data: write generated graphs where GraphGPS and PyTorch Geometric expect a download."""
+    """Write generated graphs to the path where GraphGPS and PyTorch Geometric look for the download."""
     parser = argparse.ArgumentParser(
-        prog="python -m quest_graphgps.data",
-        description="Draw PATTERN or CLUSTER from its published generator and write it where GraphGPS and PyTorch "
-        "Geometric look for the downloaded file. The numbers are not those of the published files.",
+        prog="python -m quest_graphgps.bench.data",
+        description="Draw PATTERN or CLUSTER from its published generator and write it to the path where GraphGPS and "
+        "PyTorch Geometric look for the downloaded file. The graphs differ from the published files.",
     )
     parser.add_argument("name", choices=sorted(GENERATORS))
     parser.add_argument("--graphs", type=int, nargs=3, default=(1000, 200, 200), metavar=("TRAIN", "VAL", "TEST"))
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(f"--graphs: {error}")
     if (path.parents[1] / "processed").exists():
-        print(f"{path.parents[1] / 'processed'} holds what was made of an older file; delete it", file=sys.stderr)
+        print(f"{path.parents[1] / 'processed'} was made from an older file; delete it", file=sys.stderr)
     print(f"wrote {path}: {' + '.join(map(str, given.graphs))} graphs, seed {given.seed}")
     return 0
 

@@ -1,12 +1,12 @@
 """points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, table A9 of the paper.
 
 `points/scenes` trains torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`). torch-pointcloud has
-no trainer of its own but a module for Lightning, so the loop is here. It follows Pointcept's nuScenes configuration:
+a module for Lightning and no trainer, so the loop is here. It follows Pointcept's nuScenes configuration:
 AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns, flips and
-scales, one point of each voxel. Model and scenes are small, so that a cell takes minutes on a CPU; blocks learn at the
-same rate as the rest.
+scales, one point of each voxel. Model and scenes are small, so a cell takes minutes on a CPU; blocks have the same
+learning rate as the rest.
 
-`points/nuscenes` runs Pointcept's own tools/train.py with its own configuration and three lines more.
+`points/nuscenes` runs Pointcept's tools/train.py with Pointcept's configuration and a few more lines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PROTOCOL = (
 
 
 class Batch(NamedTuple):
-    """Scenes behind each other: features [N, 4], voxels [N, 3], scene [N] and labels [N] of the points."""
+    """Concatenated scenes: features [N, 4], voxels [N, 3], scene [N] and labels [N] of the points."""
 
     x: Tensor
     grid: Tensor
@@ -152,7 +152,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
 
 
 def intersection_over_union(confusion: Tensor) -> dict[str, float]:
-    """IoU of every class from a confusion matrix (truth × guess); NaN for a class that is neither there nor guessed."""
+    """Return each class's IoU from a confusion matrix (truth × guess); NaN for a class absent from both."""
     hit = confusion.diagonal().double()
     union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
     return dict(zip(scenes.CLASSES, (hit / union).tolist(), strict=True))
@@ -161,7 +161,7 @@ def intersection_over_union(confusion: Tensor) -> dict[str, float]:
 def batches(
     scans: list[scenes.Scan], options: Any, random: np.random.Generator | None, device: torch.device
 ) -> Iterator[Batch]:
-    """Every scan once: in a random order and augmented, or as it is where `random` is None."""
+    """Yield every scan once: in random order and augmented, or unchanged if `random` is None."""
     order = np.arange(len(scans)) if random is None else random.permutation(len(scans))
     for first in range(0, len(scans), options["batch_size"]):
         parts = [voxels(scans[i], options["grid_size"], random) for i in order[first : first + options["batch_size"]]]
@@ -173,7 +173,7 @@ def batches(
 def voxels(
     scan: scenes.Scan, size: float, random: np.random.Generator | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One point of each voxel: position and strength [N, 4], voxel [N, 3], label [N]. Augmented where `random` is."""
+    """Return one point of each voxel: position and strength [N, 4], voxel [N, 3], label [N]; augmented by `random`."""
     points = scan.points
     order = np.arange(len(points))
     if random is not None:
@@ -197,23 +197,23 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate on nuScenes with Pointcept's own trainer, in a process of its own.
 
     Args:
-        cell: `data` is the folder with info/ and raw/ that Pointcept's preprocessing leaves.
-        progress: called as the trainer logs.
+        cell: `data` is the folder with info/ and raw/ that Pointcept's preprocessing writes.
+        progress: called when the trainer logs.
 
     Returns:
-        Metrics ``miou``, the last of Pointcept's validation results (that of its precise evaluation at the end, where
-        the configuration has one), and ``best_val_miou``, the best of those after each epoch, both in %; series
+        Metrics ``miou``, Pointcept's last validation result (its precise evaluation at the end, if the configuration
+        has one), and ``best_val_miou``, the best result after an epoch, both in %; series
         ``train_loss`` and ``val_miou`` by epoch.
 
     Raises:
         PluginError: Pointcept cannot be imported, or its trainer fails.
-        ConfigError: the data or the configuration is not there.
+        ConfigError: the data or the configuration is missing.
     """
     root = checkout()
     options = cell.options
     base = root / "configs" / options["config"]
     if not base.is_file():
-        raise ConfigError(f"option config is '{options['config']}', which is no file in {root / 'configs'}")
+        raise ConfigError(f"option config is '{options['config']}', which is not a file in {root / 'configs'}")
     if cell.data is None or not (cell.data / "info").is_dir() or not (cell.data / "raw").is_dir():
         raise ConfigError(
             f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
@@ -272,7 +272,7 @@ def _epochs(cell: Cell) -> int:
 
 
 def checkout() -> Path:
-    """The folder of the Pointcept that can be imported; raises PluginError where there is none."""
+    """Return the folder of the importable Pointcept; raises PluginError if there is none."""
     found = importlib.util.find_spec("pointcept")
     if found is None or found.origin is None:
         raise PluginError(
@@ -285,7 +285,7 @@ def checkout() -> Path:
 
 
 def nuscenes_config(cell: Cell, base: Path, out: Path) -> str:
-    """Pointcept's configuration with another attention, the user's data and this cell's seed."""
+    """Return Pointcept's configuration with the cell's attention, data and seed."""
     attention = AttentionConfig.parse(cell.attention).to_dict()
     data = {split: {"data_root": str(cell.data)} for split in ("train", "val", "test")}
     lines = [

@@ -1,11 +1,11 @@
 """graph/...: the graph benchmarks of the QUEST paper (tables 8 and 9), trained by GraphGym with PyTorch Lightning.
 
-Each suite takes a shipped yaml (``configs/``), in which every hyper-parameter is that of GraphGPS, and changes in it
-what the options say. The best epoch is chosen on the validation split; its test metric is the result, as in GraphGPS.
+Each suite starts from a shipped yaml (``configs/``) with GraphGPS's hyper-parameters and applies the suite's options.
+The best epoch is chosen on the validation split; its test metric is the result, as in GraphGPS.
 
-What differs from the paper's runs: PATTERN and CLUSTER are drawn from their published generator and are not the
-published files; the network is `quest_graphgps.gps`, whose parameters are GraphGPS's one by one; Lightning trains it in
-place of GraphGPS's own loop.
+Differences from the paper's runs: PATTERN and CLUSTER are drawn from their published generator and are not the
+published files; the network is `quest_graphgps.bench.gps`, whose parameters match GraphGPS's one by one; Lightning
+trains it in place of GraphGPS's own loop.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CONFIGS = {
     "graph/zinc": "zinc",
     "graph/cifar10": "cifar10",
     "graph/molecules": "zinc",
-    "graph/superpixels": None,  # named like the task
+    "graph/superpixels": None,
     "graph/peptides-func": "peptides-func",
     "graph/peptides-struct": "peptides-struct",
     "graph/pcqm-contact": "pcqm-contact",
 }
-"""Suite -> the yaml it starts from."""
+"""Suite -> its yaml; None: the yaml has the task's name."""
 
 
 def run_graph(cell: Cell, progress: Progress) -> Result:
@@ -60,8 +60,8 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
         ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch.
 
     Raises:
-        ConfigError: an option that does not fit, or data that is not there.
-        PluginError: what reads the data is not installed.
+        ConfigError: an option is invalid, or the data is missing.
+        PluginError: the package that reads the data is not installed.
     """
     from pytorch_lightning import Callback, Trainer, seed_everything
     from torch_geometric.graphgym.config import cfg, set_cfg
@@ -97,7 +97,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
     best: dict[str, Any] = {"state": None, "epoch": -1}
 
     class Watch(Callback):
-        """Keeps the losses, measures each epoch on the validation split, and keeps the best epoch's weights."""
+        """Records losses, measures each epoch on the validation split, and keeps the best epoch's weights."""
 
         def on_train_epoch_start(self, trainer: Any, lightning: Any) -> None:
             self.batches: list[Tensor] = []
@@ -166,7 +166,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning and PyTorch Geometric announce devices, deprecations of their own and missing workers."""
+    """Silence Lightning's and PyTorch Geometric's messages about devices, deprecations and workers."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -187,7 +187,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def class_accuracy(pairs: Pairs) -> float:
-    """The mean over classes of the share of their nodes that is found, in % (the benchmark's weighted accuracy)."""
+    """Return the mean over classes of the recall, in % (the benchmark's weighted accuracy)."""
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     chosen = (pred > 0.5).long() if pred.dim() == 1 else pred.argmax(-1)
     right = torch.bincount(true[chosen == true], minlength=int(true.max()) + 1)
@@ -196,13 +196,13 @@ def class_accuracy(pairs: Pairs) -> float:
 
 
 def absolute_error(pairs: Pairs) -> float:
-    """The mean absolute error over all graphs and targets."""
+    """Return the mean absolute error over all graphs and targets."""
     pred, true = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
     return (pred - true).abs().mean().item()
 
 
 def macro_f1(pairs: Pairs) -> float:
-    """F1, the mean over classes."""
+    """Return F1, the mean over classes."""
     from sklearn.metrics import f1_score
 
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -210,7 +210,7 @@ def macro_f1(pairs: Pairs) -> float:
 
 
 def average_precision(pairs: Pairs) -> float:
-    """Average precision, the mean over labels that occur."""
+    """Return the average precision, the mean over labels that occur."""
     from sklearn.metrics import average_precision_score
 
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -220,7 +220,7 @@ def average_precision(pairs: Pairs) -> float:
 
 
 def reciprocal_ranks(batch: Any) -> tuple[Tensor, Tensor]:
-    """How high each contact (i, j) ranks among all pairs (i, ·) of its graph, other contacts of i included.
+    """Rank each contact (i, j) among all pairs (i, ·) of its graph, other contacts of i included.
 
     Args:
         batch: graphs with their nodes' features x [T, E] after the head, edge_label_index [2, L] and edge_label [L].
@@ -238,9 +238,9 @@ def reciprocal_ranks(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def mean_reciprocal_rank(pairs: Pairs) -> float:
-    """The mean over graphs of the mean over their contacts.
+    """Return the mean over graphs of the mean over their contacts.
 
-    As in GraphGPS other contacts of the same atom count as rivals; later work also leaves them out ("filtered").
+    As in GraphGPS, other contacts of the same atom count as rivals; later work also reports the filtered rank.
     """
     means = []
     for inverse, graph in pairs:
@@ -250,7 +250,7 @@ def mean_reciprocal_rank(pairs: Pairs) -> float:
 
 
 def accuracy(pairs: Pairs) -> float:
-    """The share of graphs whose class is found, in %."""
+    """Return the share of graphs with the right class, in %."""
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return 100 * (pred.argmax(-1) == true.flatten()).float().mean().item()
 
@@ -266,7 +266,7 @@ METRICS: dict[str, tuple[bool, Callable[[Pairs], float]]] = {
     "graph/peptides-struct": (False, absolute_error),
     "graph/pcqm-contact": (True, mean_reciprocal_rank),
 }
-"""Suite -> whether higher is better, and how it is measured."""
+"""Suite -> (whether higher is better, the function that measures it)."""
 METRIC_NAMES = {
     "graph/pattern": "accuracy",
     "graph/cluster": "accuracy",
@@ -283,14 +283,14 @@ METRIC_NAMES = {
 
 
 def splits(cell: Cell) -> list[list[Any]]:
-    """The graphs of training, validation and test, as many as the cell asks for."""
+    """Return the graphs of training, validation and test, as many as the cell's options request."""
     from torch_geometric.datasets import ZINC, LRGBDataset
 
     from .data import GENERATORS, PATTERNS, SPLITS
     from .gps import gnn_benchmark
 
     if cell.data is not None and not cell.data.exists():
-        raise ConfigError(f"data is '{cell.data}', and there is no such file or folder")
+        raise ConfigError(f"data is '{cell.data}', which does not exist; give a file or a folder")
     if cell.suite == "graph/molecules":
         return molecules(cell)
     if cell.task in GENERATORS and cell.data is None:
@@ -327,14 +327,15 @@ def splits(cell: Cell) -> list[list[Any]]:
 
 
 def _limits(graphs: int) -> tuple[int | None, int | None, int | None]:
-    """How many graphs of each split to take: all for 0, else as many of training and a tenth of them of the others."""
+    """Return the number of graphs of each split: all for 0, else `graphs` of training and a tenth of the others."""
     return (graphs, max(1, graphs // 10), max(1, graphs // 10)) if graphs else (None, None, None)
 
 
 def molecules(cell: Cell) -> list[list[Any]]:
-    """Molecules of molsets with a target computed by RDKit: Crippen's octanol-water partition coefficient logP.
+    """Return molecules of molsets with a target computed by RDKit: Crippen's octanol-water partition coefficient logP.
 
-    The target is a sum over atoms and their surroundings. It is no measurement, and no benchmark of the literature.
+    The target is a sum over atoms and their surroundings. It is computed, not measured; numbers are not comparable with
+    published results.
     """
     from torch_geometric.data import Data
 
@@ -354,9 +355,7 @@ def molecules(cell: Cell) -> list[list[Any]]:
         while len(split) < limit:
             smiles = next(lines, None)
             if smiles is None:
-                raise ConfigError(
-                    f"graph/molecules has fewer molecules than {sum(limits)}; choose fewer with option graphs"
-                )
+                raise ConfigError(f"graph/molecules has fewer than {sum(limits)} molecules; lower option graphs")
             molecule = Chem.MolFromSmiles(smiles)
             types = [atom.GetSymbol() for atom in molecule.GetAtoms()]
             if not set(types) <= set(MOLECULE_TYPES):
@@ -379,7 +378,7 @@ def molecules(cell: Cell) -> list[list[Any]]:
 
 
 def read_smiles(path: Path | None) -> Iterator[str]:
-    """The SMILES of molsets, the first column of its csv file: the one given, or the one in the installed package."""
+    """Yield the SMILES of molsets, the first column of its csv file: `path`, or the file in the installed package."""
     if path is None:
         spec = importlib.util.find_spec("moses")
         if spec is None or spec.origin is None:

@@ -9,19 +9,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 SWAPPED = "AAA"
-"""What the attack puts in place of a word (Nielsen et al., 2024)."""
+"""The attack replaces words by this one (Nielsen et al., 2024)."""
 
 JOINT = "@@"
-"""At the end of a piece that the next one continues, as subword-nmt writes it and fairseq reads it."""
+"""Marks a piece that the next one continues, as subword-nmt writes it and fairseq reads it."""
 
 Lines = list[str]
 
 
 def pydocs() -> tuple[Lines, Lines, Lines]:
-    """Training, validation and test text from ``pydoc_data.topics``: one paragraph a line, words and marks apart.
+    """Return training, validation and test text of ``pydoc_data.topics``: one paragraph a line, words and marks apart.
 
     Topics repeat each other, so each paragraph is kept once. Of every ten runs of twenty paragraphs one is for
-    validation and one for the test; neighbours stay together, and what is tested was not seen.
+    validation and one for the test, so neighbours stay together and the splits do not overlap.
     """
     from pydoc_data.topics import topics
 
@@ -38,10 +38,10 @@ def pydocs() -> tuple[Lines, Lines, Lines]:
 
 
 def swap_words(lines: Sequence[str], rate: float, seed: int = 0) -> Lines:
-    """`lines` with a share `rate` of their words, chosen at random, replaced by SWAPPED.
+    """Replace a random share `rate` of the words of `lines` by SWAPPED.
 
-    A word has a letter or a digit; marks and the ends of lines stay. The share is exact to one word, and the same
-    `seed` chooses the same words.
+    A word has a letter or a digit; marks and line ends stay. The share is exact to one word; equal seeds choose equal
+    words.
     """
     tokens = [line.split() for line in lines]
     words = [(i, j) for i, line in enumerate(tokens) for j, token in enumerate(line) if re.search(r"\w", token)]
@@ -101,7 +101,7 @@ class BytePairs:
 
 
 def _join(pieces: list[str], pair: tuple[str, str]) -> list[str]:
-    """`pieces` with every neighbouring `pair`, from the left, made one."""
+    """Join every neighbouring `pair` in `pieces`, from the left."""
     joined, i = [], 0
     while i < len(pieces):
         width = 2 if tuple(pieces[i : i + 2]) == pair else 1

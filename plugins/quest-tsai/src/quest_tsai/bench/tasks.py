@@ -4,10 +4,10 @@ The protocol is that of the QUEST paper (A.5.6), which follows thuml/Time-Series
 Transformer with a class token, batch 16, RAdam at a constant 1e-3, gradients clipped at norm 4, at most 100 epochs,
 stopped after 10 without a better accuracy.
 
-**What its numbers mean.** That protocol has no validation split: it stops on the accuracy of the test split and reports
-the best accuracy there. All mechanisms are treated alike, so they can be compared, but every number is optimistic.
+**Numbers are optimistic.** The protocol has no validation split: it stops on the accuracy of the test split and reports
+the best accuracy there. Mechanisms can be compared with each other because all are treated alike.
 
-Where this differs from that library: series are standardised with the statistics of the training split for both
+Differences from that library: series are standardised with the statistics of the training split for both
 splits (the library gives each split its own), and the projections are torch.nn.MultiheadAttention's, with its
 initialisation. Series of unequal length are padded with zeros after standardisation, unmasked in the paper's
 architecture as in the library; tsai's TSTPlus gets NaN there and masks it.
@@ -61,7 +61,7 @@ class ClassTokenTransformer(nn.Module):
         self.register_buffer("position", sinusoids(seq_len, d_model), persistent=False)  # [L, E]
         self.class_token = nn.Parameter(torch.empty(1, 1, d_model).normal_(std=0.02))
         self.dropout = nn.Dropout(dropout)
-        # Built one by one: nn.TransformerEncoder would start every layer with the same weights.
+        # nn.TransformerEncoder copies one layer, so all its layers would start with the same weights.
         self.encoder = nn.ModuleList(
             nn.TransformerEncoderLayer(d_model, heads, 2 * d_model, dropout, "gelu", batch_first=True)
             for _ in range(layers)
@@ -70,7 +70,7 @@ class ClassTokenTransformer(nn.Module):
         self.head = nn.Linear(d_model, c_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, L] -> class logits [B, classes], from the class token alone."""
+        """[B, C, L] -> class logits [B, classes], read from the class token only."""
         x = x.as_subclass(Tensor)
         tokens = self.dropout(self.embedding(x).transpose(1, 2) + self.position)  # [B, L, E]
         tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)  # [B, 1 + L, E]
@@ -81,7 +81,7 @@ class ClassTokenTransformer(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Positions as sines and cosines of falling frequency (Vaswani et al., 2017, 3.5): [length, width]."""
+    """Return sinusoidal positions [length, width] (Vaswani et al., 2017, 3.5)."""
     step = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
     table = torch.zeros(length, width)
@@ -103,8 +103,8 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
         ``seconds_per_epoch``; series ``train_loss`` and ``accuracy`` by epoch.
 
     Raises:
-        ConfigError: an option that does not fit, or data that is not there.
-        InputError: series with missing values.
+        ConfigError: an option is invalid, or the data is missing.
+        InputError: a series has missing values.
     """
     from fastai.callback.core import CancelFitException
     from fastai.callback.training import GradientClip
@@ -129,7 +129,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
     arch: Any = "TSTPlus"
     arch_config: dict[str, Any] = {}
     if masked:
-        from . import TsaiAdapter
+        from .. import TsaiAdapter
 
         TsaiAdapter().install()
         arch_config = {
@@ -150,7 +150,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
     batches: list[Tensor] = []
 
     class Watch(Callback):
-        """Keeps the series and stops as Time-Series-Library does: an equal accuracy counts as a better one."""
+        """Records losses and accuracies, and stops as Time-Series-Library does: an equal accuracy counts as better."""
 
         order = 70  # after the recorder has measured the epoch
 
@@ -209,15 +209,15 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
 
 
 def last_best(values: list[float]) -> int:
-    """The index of the largest value, the last one among equals."""
+    """Return the index of the largest value, the last one among equals."""
     return max(range(len(values)), key=lambda i: (values[i], i))
 
 
 def evaluation_batch(series: int) -> int:
-    """The largest batch up to 64 whose last slice tsai can address.
+    """Return the largest batch size up to 64 whose last slice tsai can address.
 
     tsai 1.0.1 counts series in the smallest integer type that holds their number and adds the batch size in that type,
-    so that with NumPy 2 the end of the last batch can wrap around and the batch comes out empty, without an error.
+    so with NumPy 2 the end of the last batch can wrap around, and the batch is empty without an error.
     """
     from tsai.utils import smallest_dtype
 
@@ -226,7 +226,7 @@ def evaluation_batch(series: int) -> int:
 
 
 def load(cell: Cell, padding: float) -> tuple[np.ndarray, np.ndarray, tuple[list[int], list[int]]]:
-    """Series [n, features, longest], labels [n] and the indices of the two splits, standardised and padded."""
+    """Return standardised, padded series [n, features, longest], labels [n] and the indices of the two splits."""
     if importlib.util.find_spec("aeon") is None:
         raise PluginError("ts/uea reads .ts files with aeon, which is not installed; pip install --no-deps aeon")
     from aeon.datasets import load_from_ts_file
@@ -239,7 +239,7 @@ def load(cell: Cell, padding: float) -> tuple[np.ndarray, np.ndarray, tuple[list
         step = max(1, len(read) // SMOKE_SERIES) if cell.smoke else 1
         kept = [np.asarray(one, dtype=np.float64) for one in list(read)[::step]]  # each [features, its length]
         if any(np.isnan(one).any() for one in kept):
-            raise InputError(f"{path} has missing values, which this task does not fill in; interpolate them first")
+            raise InputError(f"{path} has missing values; ts/uea does not fill them in. Interpolate them first")
         splits.append(list(range(len(series), len(series) + len(kept))))
         series += kept
         labels += [str(label) for label in list(y)[::step]]
@@ -252,9 +252,9 @@ def load(cell: Cell, padding: float) -> tuple[np.ndarray, np.ndarray, tuple[list
 
 
 def find(task: str, data: Path | None) -> tuple[Path, Path]:
-    """The TRAIN and TEST file of a dataset; raises ConfigError saying where they were looked for."""
+    """Return the TRAIN and TEST file of a dataset; raises ConfigError that lists the folders searched."""
     if data is not None and not data.is_dir():
-        raise ConfigError(f"data is '{data}', which is no folder; give the one with {task}_TRAIN.ts and {task}_TEST.ts")
+        raise ConfigError(f"data is '{data}', not a folder; give the folder with {task}_TRAIN.ts and {task}_TEST.ts")
     if data is None:
         spec = importlib.util.find_spec("aeon")
         assert spec is not None

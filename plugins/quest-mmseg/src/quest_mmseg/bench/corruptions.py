@@ -1,8 +1,8 @@
 """Common corruptions of Hendrycks and Dietterich (ICLR 2019) for segmentation, as one more transform of a pipeline.
 
-The protocol is that of Kamann and Rother (CVPR 2020), which SegFormer and later papers follow: 16 corruptions; the
-noises at severities 1 to 3, for more leaves little of an image, all others at 1 to 5. A corruption's result is the mean
-over its severities.
+The protocol is that of Kamann and Rother (CVPR 2020), which SegFormer and later papers follow: 16 corruptions, noises
+at severities 1 to 3 because stronger noise leaves little of an image, all others at 1 to 5. A corruption's result is
+the mean over its severities.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mmcv.transforms import BaseTransform
 
 from quest_core.errors import ConfigError, PluginError, one_of
 
-from .info import CORRUPTIONS
-from .registry import TRANSFORMS
+from ..info import CORRUPTIONS
+from ..registry import TRANSFORMS
 
 HIGHEST = 5
 NOISE_HIGHEST = 3
 
 
 def severities(name: str) -> range:
-    """The severities at which the protocol uses a corruption."""
+    """Return the severities of a corruption in the protocol."""
     return range(1, (NOISE_HIGHEST if name.endswith("noise") else HIGHEST) + 1)
 
 
@@ -34,13 +34,13 @@ def severities(name: str) -> range:
 class Corrupt(BaseTransform):
     """Corrupts an image: put ``dict(type='quest_mmseg.Corrupt', name='fog', severity=3)`` after LoadImageFromFile.
 
-    What is random in a corruption depends on `seed`, the file's name, the corruption and its severity alone, so an
-    image looks alike in every run and for every model, whatever the number of workers.
+    The random numbers depend only on `seed`, the file's name, the corruption and its severity, so an image is the same
+    in every run, for every model and number of workers.
 
     Args:
         name: one of the 16 corruptions of the protocol.
         severity: 1 to 5, 1 to 3 for the noises.
-        seed: chooses another realisation.
+        seed: selects the random numbers.
     """
 
     def __init__(self, name: str, severity: int, seed: int = 0) -> None:
@@ -68,7 +68,7 @@ class Corrupt(BaseTransform):
             )
         key = f"{self.seed}/{Path(results['img_path']).name}/{self.name}/{self.severity}"
         seed = zlib.crc32(key.encode())
-        # The library draws from the global generators, and two corruptions from ones of their own.
+        # The library draws from the global generators; two corruptions have generators of their own.
         own = {"seed": seed} if self.name in ("glass_blur", "impulse_noise") else {}
         before = np.random.get_state(), random.getstate()
         np.random.seed(seed)
@@ -88,14 +88,14 @@ class Corrupt(BaseTransform):
 
 
 def corrupted(pipeline: list[dict[str, Any]], name: str, severity: int) -> list[dict[str, Any]]:
-    """A test pipeline with the corruption right after the image is loaded.
+    """Return a test pipeline with the corruption inserted after the image is loaded.
 
     Raises:
-        ConfigError: the pipeline loads no image.
+        ConfigError: the pipeline has no LoadImageFromFile.
     """
     made = copy.deepcopy(list(pipeline))
     for index, step in enumerate(made):
         if str(step["type"]).endswith("LoadImageFromFile"):
             made.insert(index + 1, {"type": "quest_mmseg.Corrupt", "name": name, "severity": severity})
             return made
-    raise ConfigError("the test pipeline has no LoadImageFromFile that a corruption could follow")
+    raise ConfigError("the test pipeline has no LoadImageFromFile to insert the corruption after; add one")

@@ -1,11 +1,11 @@
 """The GPS graph Transformer (Rampášek et al., 2022) in PyTorch Geometric's own GraphGym, with nothing but pip.
 
-Importing this module registers what the yaml files of GraphGPS need beside PyTorch Geometric: their keys, encoders,
-layers, heads, losses, schedules and datasets. Names of keys, modules and parameters are those of GraphGPS, so that one
-yaml serves both and a checkpoint of one loads into the other. It holds the part of GraphGPS that the QUEST paper's
-experiments use: GINE or gated graph convolution beside full attention, Laplacian or random-walk encodings.
+GraphGPS is on no package index. This module registers the part of it that the QUEST paper's experiments use: config
+keys, encoders, layers, heads, losses, schedules and datasets; GINE or gated graph convolution with full attention;
+Laplacian or random-walk encodings. Keys, modules and parameters have GraphGPS's names, so one yaml works in both, and a
+checkpoint of one loads into the other.
 
-It cannot be imported beside GraphGPS itself, which registers the same names.
+Importing it together with GraphGPS raises PluginError, because both register the same names.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from yacs.config import CfgNode
 
 from quest_core.errors import ConfigError, PluginError, one_of
 
-from . import graphgym
+from .. import graphgym
 from .data import SPLITS, add_eigenvectors, add_random_walks, draw_negatives, join_positions
 from .gated import gated_sum
 
 if "graphgps" in sys.modules:
     raise PluginError(
-        "quest_graphgps.gps and GraphGPS register the same names in GraphGym; with GraphGPS imported, use its GPSModel"
+        "quest_graphgps.bench.gps and GraphGPS register the same names in GraphGym; GraphGPS is imported, so use its "
+        "GPSModel"
     )
 
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
 def declare(cfg: Any) -> None:
-    """The keys of GraphGPS's yaml files, with its defaults."""
+    """Add the keys of GraphGPS's yaml files to `cfg`, with GraphGPS's defaults."""
     cfg.gt = CfgNode(
         {
             "layer_type": "GINE+Transformer",
@@ -79,7 +80,7 @@ def declare(cfg: Any) -> None:
 
 
 class Position(nn.Module):
-    """What encoders of positions share: their encoding takes `dim_pe` of the features, the node's own the rest."""
+    """Base of position encoders: the encoding takes `dim_pe` of the features, the node's own features the rest."""
 
     def __init__(self, dim_emb: int, dim_pe: int, expand_x: bool) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Position(nn.Module):
 class LapPENodeEncoder(Position):
     """Laplacian eigenvectors through a DeepSet: a sum over eigenvectors of a network of (component, eigenvalue).
 
-    In training, each eigenvector's sign is drawn anew for every batch, for it is arbitrary.
+    In training, each eigenvector's sign is drawn at random for every batch, because signs are arbitrary.
     """
 
     def __init__(self, dim_emb: int, expand_x: bool = True) -> None:
@@ -130,13 +131,13 @@ class LapPENodeEncoder(Position):
 
 @register.register_node_encoder("RWSE")
 class RWSENodeEncoder(Position):
-    """Return probabilities of random walks through a linear layer."""
+    """A linear layer on the return probabilities of random walks."""
 
     def __init__(self, dim_emb: int, expand_x: bool = True) -> None:
         pe = cfg.posenc_RWSE
         super().__init__(dim_emb, pe.dim_pe, expand_x)
         if pe.model.lower() != "linear":
-            raise ConfigError(f"posenc_RWSE.model is {pe.model!r}; here it takes Linear")
+            raise ConfigError(f"posenc_RWSE.model is {pe.model!r}; this encoder takes Linear")
         steps = len(walk_lengths())
         self.raw_norm = nn.BatchNorm1d(steps) if pe.raw_norm_type.lower() == "batchnorm" else None
         self.pe_encoder = nn.Linear(steps, pe.dim_pe)
@@ -147,7 +148,7 @@ class RWSENodeEncoder(Position):
 
 
 def walk_lengths() -> list[int]:
-    """The lengths of random walks that the config asks for: a list, or text such as range(1,21)."""
+    """Return the lengths of random walks in the config, which is a list or a text such as range(1,21)."""
     kernel = cfg.posenc_RWSE.kernel
     if not kernel.times_func:
         return list(kernel.times)
@@ -200,7 +201,7 @@ class TypeDictEdgeEncoder(nn.Module):
 
 @register.register_edge_encoder("DummyEdge")
 class DummyEdgeEncoder(nn.Module):
-    """One learned vector for every edge, where edges have no features."""
+    """One learned vector, shared by all edges, for graphs whose edges have no features."""
 
     def __init__(self, dim_emb: int) -> None:
         super().__init__()
@@ -237,8 +238,8 @@ class VOCEdgeEncoder(nn.Module):
         return batch
 
 
-def _beside(own: str, position: str) -> Callable[[int], nn.Module]:
-    """An encoder of the node's own features beside one of its position: TypeDictNode+RWSE."""
+def _joined(own: str, position: str) -> Callable[[int], nn.Module]:
+    """Return an encoder that concatenates node features and a position encoding: TypeDictNode+RWSE."""
 
     class Concatenated(nn.Module):
         def __init__(self, dim_emb: int) -> None:
@@ -255,7 +256,7 @@ def _beside(own: str, position: str) -> Callable[[int], nn.Module]:
 
 for _own in ("TypeDictNode", "Atom", "VOCNode"):
     for _position in ("LapPE", "RWSE"):
-        register.register_node_encoder(f"{_own}+{_position}", _beside(_own, _position))
+        register.register_node_encoder(f"{_own}+{_position}", _joined(_own, _position))
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ class GatedGCNLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, edges: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes x [T, E] and edges [edges, E] -> both anew."""
+        """Nodes x [T, E] and edges [edges, E] -> updated nodes [T, E] and edges [edges, E]."""
         source, target = edge_index
         scores, summed, weight = gated_sum(self.C(edges), self.D(x), self.E(x), self.B(x), source, target)
         fresh = self.act_fn_x(self.bn_node_x(self.A(x) + summed / (weight + 1e-6)))
@@ -287,7 +288,7 @@ class GatedGCNLayer(nn.Module):
 
 
 class GPSLayer(nn.Module):
-    """Message passing beside attention among all nodes of a graph, their sum through a feed-forward network."""
+    """Message passing plus attention among all nodes of a graph; the sum goes through a feed-forward network."""
 
     def __init__(self, dim: int, local: str, heads: int, *, act: str, dropout: float, attn_dropout: float) -> None:
         super().__init__()
@@ -321,7 +322,7 @@ class GPSLayer(nn.Module):
 
 @register.register_network("GPSModel")
 class GPSModel(nn.Module):
-    """Encoders, GPS layers and a head, as `cfg` says."""
+    """Encoders, GPS layers and a head, built from `cfg`."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()
@@ -329,11 +330,13 @@ class GPSModel(nn.Module):
         local, _, kind = gt.layer_type.partition("+")
         if local not in ("GINE", "CustomGatedGCN") or kind not in ("Transformer", graphgym.LAYER):
             raise ConfigError(
-                f"gt.layer_type is {gt.layer_type!r}; here it takes GINE or CustomGatedGCN, then +Transformer or "
-                "+Quest. The others are in GraphGPS: python -m quest_graphgps main.py --cfg ..."
+                f"gt.layer_type is {gt.layer_type!r}; this model takes GINE or CustomGatedGCN, then +Transformer or "
+                "+Quest. For other layers use GraphGPS: python -m quest_graphgps main.py --cfg ..."
             )
         if gt.layer_norm or not gt.batch_norm or cfg.gnn.layers_pre_mp:
-            raise ConfigError("gt.layer_norm, gt.batch_norm False and gnn.layers_pre_mp are GraphGPS's; drop them here")
+            raise ConfigError(
+                "gt.layer_norm, gt.batch_norm False and gnn.layers_pre_mp need GraphGPS; remove them here"
+            )
         self.encoder = FeatureEncoder(dim_in)
         if not gt.dim_hidden == cfg.gnn.dim_inner == self.encoder.dim_in:
             raise ConfigError(
@@ -364,14 +367,14 @@ class InductiveNodeHead(nn.Module):
 
 @register.register_head("inductive_edge")
 class InductiveEdgeHead(nn.Module):
-    """A score for pairs of nodes: the dot product of their features, which are left in `batch.x`."""
+    """A score for pairs of nodes: the dot product of their features, which stay in `batch.x`."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()
         if cfg.model.edge_decoding != "dot" or dim_out != 1:
             raise ConfigError(
-                f"model.edge_decoding is {cfg.model.edge_decoding!r} for {dim_out} classes of edges; here it takes "
-                "dot, for pairs that are linked or are not. The others are in GraphGPS"
+                f"model.edge_decoding is {cfg.model.edge_decoding!r} for {dim_out} classes of edges; this head takes "
+                "dot and one class. For other decoders use GraphGPS"
             )
         self.layer_post_mp = MLP(
             new_layer_config(dim_in, dim_in, cfg.gnn.layers_post_mp, has_act=False, has_bias=True, cfg=cfg)
@@ -407,7 +410,7 @@ class GraphHead(nn.Module):
 
 @register.register_loss("weighted_cross_entropy")
 def weighted_cross_entropy(pred: Tensor, true: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cross entropy in which a class weighs by the share of the batch that it is not (Dwivedi et al., 2023)."""
+    """Cross entropy with class weight 1 − the class's share of the batch (Dwivedi et al., 2023)."""
     if cfg.model.loss_fun != "weighted_cross_entropy":
         return None
     classes = pred.shape[1] if pred.dim() > 1 else 2
@@ -433,7 +436,7 @@ def adamw(params: Iterable[nn.Parameter], base_lr: float, weight_decay: float) -
 
 @register.register_scheduler("cosine_with_warmup")
 def cosine_with_warmup(optimizer: Any, num_warmup_epochs: int, max_epoch: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Up in a line, then down half a cosine; by epochs, so that with a warm-up the first one has almost no rate."""
+    """Linear warm-up, then half a cosine, stepped by epoch; with a warm-up the first epoch's rate is almost 0."""
 
     def factor(epoch: int) -> float:
         if epoch < num_warmup_epochs:
@@ -461,12 +464,12 @@ class Graphs(InMemoryDataset):
 
 
 def _prepared(data: Any) -> Any:
-    """A graph with the encodings that the config enables."""
+    """Add the encodings that the config enables to a graph."""
     if cfg.posenc_LapPE.enable:
         kind = (cfg.posenc_LapPE.eigen.laplacian_norm, cfg.posenc_LapPE.eigen.eigvec_norm)
         if kind != ("none", "L2"):
             raise ConfigError(
-                f"posenc_LapPE.eigen has laplacian_norm and eigvec_norm {kind}; here they are none and L2"
+                f"posenc_LapPE.eigen has laplacian_norm and eigvec_norm {kind}; this model takes none and L2"
             )
         data = add_eigenvectors(data, cfg.posenc_LapPE.eigen.max_freqs)
     if cfg.posenc_RWSE.enable:
@@ -479,33 +482,33 @@ MEMORY: dict[str, Sequence[Iterable[Any]]] = {}
 
 
 def gnn_benchmark(folder: object, name: str, split: str) -> GNNBenchmarkDataset:
-    """A split of PATTERN, CLUSTER, MNIST or CIFAR10 below `folder`."""
+    """Return one split of PATTERN, CLUSTER, MNIST or CIFAR10 in `folder`."""
     superpixels = name in ("MNIST", "CIFAR10")
     return GNNBenchmarkDataset(
         f"{folder}/GNNBenchmarkDataset", name, split, transform=join_positions if superpixels else None
     )
 
 
-def _datasets(format: str, name: str, folder: str) -> list[Callable[[str], Any]] | None:
-    """What makes a split of the dataset that a config names."""
+def _reader(format: str, name: str, folder: str) -> Callable[[str], Any] | None:
+    """Return a function that loads one split of the dataset in a config, or None for an unknown format."""
     if format == "PyG-GNNBenchmarkDataset":
-        return [lambda split: gnn_benchmark(folder, name, split)]
+        return lambda split: gnn_benchmark(folder, name, split)
     if format == "PyG-ZINC":
-        return [lambda split: ZINC(f"{folder}/ZINC", subset=name == "subset", split=split)]
+        return lambda split: ZINC(f"{folder}/ZINC", subset=name == "subset", split=split)
     if format == "PyG-LRGB":
-        return [lambda split: LRGBDataset(f"{folder}/LRGB", name, split)]
+        return lambda split: LRGBDataset(f"{folder}/LRGB", name, split)
     return None
 
 
 @register.register_loader("quest_graphgps")
 def load(format: str, name: str, dataset_dir: str) -> Graphs | None:
-    """The dataset that a config names, or None where GraphGym's own loaders know it."""
+    """Return the dataset in a config, or None if another loader of GraphGym must read it."""
     if format == "memory":
         if name not in MEMORY:
-            raise ConfigError(f"dataset.name is {name!r}, and no such graphs were made; {one_of(name, MEMORY)}")
+            raise ConfigError(f"dataset.name is {name!r}, which is not in MEMORY; {one_of(name, MEMORY)}")
         return Graphs(MEMORY[name])
-    found = _datasets(format, name, dataset_dir)
-    return Graphs([found[0](split) for split in SPLITS]) if found else None
+    read = _reader(format, name, dataset_dir)
+    return Graphs([read(split) for split in SPLITS]) if read else None
 
 
 register.register_config("gps", declare)

@@ -1,0 +1,1 @@
+"""The ts/uea benchmark. `import quest_tsai` does not load this package."""
