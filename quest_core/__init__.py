@@ -13,8 +13,10 @@ from .attention import Attention as Attention
 from .cache import Cache as Cache
 from .calibration import CalibrationReport as CalibrationReport
 from .calibration import calibrate as calibrate
+from .checkpoints import AttentionMismatchWarning as AttentionMismatchWarning
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
+from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError
 from .errors import InjectionError as InjectionError
 from .errors import InputError as InputError
@@ -24,7 +26,6 @@ from .errors import UnsupportedError as UnsupportedError
 from .inject import Report as Report
 from .inject import inject as inject
 from .mechanisms.elliptical import chain as chain
-from .mechanisms.mechanism import AttentionMismatchWarning as AttentionMismatchWarning
 from .mechanisms.mechanism import Mechanism as Mechanism
 from .mechanisms.mechanism import attention as attention
 from .mechanisms.mechanism import mechanism as mechanism

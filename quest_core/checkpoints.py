@@ -1,61 +1,92 @@
-"""What a checkpoint says of its attention, layer by layer, for those who must compare before a weight is loaded.
+"""Which attention a checkpoint was trained with, carried by the checkpoint as a tensor.
 
-The state dict of a mechanism carries its name as metadata. Weights of one mechanism load into another without an error,
-so a host that resumes or evaluates by itself has to look first.
+Weights of one mechanism load into another without an error, and a state dict's metadata is lost by every loader that
+copies it. So every mechanism other than `standard` has one buffer: its configuration as text, spelled in float32.
+Averaging, moving averages, casts, safetensors, ``weights_only`` and sharding keep it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import warnings
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .config import AttentionConfig
-from .mechanisms.mechanism import Mechanism, plain_path
+from .config import AttentionConfig, AttentionSpec
+from .errors import CheckpointError
+
+ENTRY = "attention_is_not_standard"
+"""The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
+
+BLOCK = 64
+"""The spelled text is filled with zeros to a multiple of this, so that most configurations have one shape."""
 
 
-class Difference(NamedTuple):
-    """A layer whose attention in the model is not the one that it was trained with.
+class AttentionMismatchWarning(UserWarning):
+    """A checkpoint of standard attention is loaded into a model with another one."""
 
-    Attributes:
-        path: of the mechanism, without the names that wrappers add.
-        built: what the model has.
-        trained: what the checkpoint says.
+
+def spell(config: AttentionConfig) -> Tensor:
+    """Return the text of `config` as the bytes of UTF-8, float32 [L] on the CPU."""
+    text = str(config).encode()
+    return torch.tensor([*text, *[0] * (-len(text) % BLOCK)], dtype=torch.float32, device="cpu")
+
+
+def read(spelled: Tensor) -> str:
+    """Return the text that `spell` wrote; averaging and casts may have rounded it."""
+    return bytes(round(code) & 255 for code in spelled.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def compare(
+    spelled: Tensor | None, config: AttentionConfig, attention_from: AttentionConfig | None, path: str, load: object
+) -> None:
+    """Raise or warn if a checkpoint was trained with another attention than the model has.
+
+    Args:
+        spelled: the checkpoint's entry; None where it has none, which means standard attention.
+        config: what the model has.
+        attention_from: what the checkpoint was trained with, if the user has said so.
+        path: of the layer.
+        load: an object that is the same for all layers of one call of load_state_dict; it warns once.
+
+    Raises:
+        CheckpointError: the checkpoint says another attention than `config` and `attention_from`.
     """
-
-    path: str
-    built: AttentionConfig
-    trained: str
-
-
-def trained_attentions(state_dict: Mapping[str, Any]) -> dict[str, str] | None:
-    """{path of a mechanism: its attention as text}; None for weights without metadata, which somebody copied."""
-    metadata = getattr(state_dict, "_metadata", None)
-    if not metadata:
-        return None
-    return {plain_path(path): entry["attention"] for path, entry in metadata.items() if "attention" in entry}
-
-
-def built_attentions(model: nn.Module) -> dict[str, AttentionConfig]:
-    """{path of a mechanism: its attention}, of a model that may be wrapped; a shared layer stands under each path."""
-    return {
-        plain_path(path): module.config
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Mechanism)
-    }
-
-
-def differences(model: nn.Module, state_dict: Mapping[str, Any]) -> list[Difference] | None:
-    """The layers of `model` that a checkpoint was trained with another attention for; None where it does not say.
-
-    A layer of a host's own says nothing and is `standard`, in the model as in the checkpoint.
-    """
-    trained = trained_attentions(state_dict)
-    if trained is None:
-        return None
-    built, standard = built_attentions(model), AttentionConfig.parse("standard")
-    found = (
-        Difference(path, built.get(path, standard), trained.get(path, "standard")) for path in {**trained, **built}
+    trained = "standard" if spelled is None else read(spelled)
+    if config.means(trained) or (attention_from is not None and attention_from.means(trained)):
+        return
+    said = "" if attention_from is None else f" (attention_from is '{attention_from}')"
+    if spelled is not None or attention_from is not None:
+        raise CheckpointError(
+            f"'{path}': this checkpoint was trained with attention '{trained}', and the model has '{config}'{said}; "
+            f"build the model with attention='{trained}', or say attention_from='{trained}' if you mean to go on from "
+            "these weights with another attention"
+        )
+    _warn_once(
+        f"these weights were trained with standard attention and are loaded into attention '{config}'; fine-tune them, "
+        "and say attention_from='standard' if you mean to",
+        load,
     )
-    return [layer for layer in found if not layer.built.means(layer.trained)]
+
+
+def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
+    """Let a model go on from weights that were trained with another attention, without an error or a warning.
+
+    Args:
+        model: with quest_core attention in it.
+        attention_from: what the weights were trained with; "standard" for those of the host.
+    """
+    config = AttentionConfig.parse(attention_from)
+    for module in model.modules():
+        if hasattr(module, ENTRY):
+            module.attention_from = config  # type: ignore[assignment]
+
+
+_warned: list[Any] = [None]  # the latest load that was warned about
+
+
+def _warn_once(message: str, load: object) -> None:
+    if _warned[0] is not load:
+        _warned[0] = load
+        warnings.warn(message, AttentionMismatchWarning, stacklevel=2)

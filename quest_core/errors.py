@@ -26,6 +26,10 @@ class InjectionError(QuestError):
     """A model has no attention that an adapter could replace, or a replacement went wrong."""
 
 
+class CheckpointError(QuestError):
+    """A checkpoint was trained with another attention than the model has."""
+
+
 class PluginError(QuestError):
     """A plugin was asked for that is missing, broken, unsupported, incompatible or duplicated."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .adapter import Adapter, Site, require
+from .checkpoints import ENTRY, accept
 from .config import AttentionConfig, AttentionSpec
 from .errors import InjectionError
 from .mechanisms.elliptical import chain, stack_of
@@ -70,7 +71,12 @@ class Report:
 
 
 def inject(
-    model: nn.Module, attention: AttentionSpec, *, adapter: str | Adapter | None = None, fresh: bool = False
+    model: nn.Module,
+    attention: AttentionSpec,
+    *,
+    adapter: str | Adapter | None = None,
+    fresh: bool = False,
+    attention_from: AttentionSpec | None = None,
 ) -> tuple[nn.Module, Report]:
     """Replace every attention module of `model`, in place.
 
@@ -86,6 +92,8 @@ def inject(
         adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
         fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
             averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
+        attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
+            purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
 
     Returns:
         The model (a new module only if the model itself was the attention) and the report, which the model also
@@ -130,6 +138,12 @@ def inject(
         chain(model, stacks)
     for owner in {id(owner): owner for owner, _ in chosen}.values():
         owner.connect(model)
+    if attention_from is not None:
+        for module in made:
+            accept(module, attention_from)
+    ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
+    # DistributedDataParallel would broadcast the buffers in every step.
+    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
     report = Report(str(config), tuple(rows), _left_alone(model, made))
     setattr(model, REPORT, report)
     return model, report

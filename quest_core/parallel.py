@@ -1,11 +1,10 @@
-"""Several devices: heads divided among them (tensor parallelism), and a mechanism's name in distributed checkpoints.
+"""Several devices: heads divided among them (tensor parallelism).
 
 Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here; see docs/distributed.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .attention import Attention
-from .checkpoints import built_attentions
 from .config import AttentionConfig
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims
-from .mechanisms.mechanism import Mechanism, warn_of_mismatch
+from .mechanisms.mechanism import Mechanism
 
 
 class HeadParallel(ParallelStyle):
@@ -165,30 +163,3 @@ def local_part(parameter: Tensor) -> Tensor:
         return whole
     part: Tensor = parameter.to_local()
     return part
-
-
-class AttentionRecord:
-    """Which mechanism each layer was trained with, for checkpoints that lose the metadata of a state dict.
-
-    ``torch.save(model.state_dict())`` keeps it, also under DistributedDataParallel and fully_shard;
-    ``torch.distributed.checkpoint`` and its ``get_model_state_dict`` do not. Save this beside the model, and loading
-    it warns by name where the mechanism differs (`quest_core.AttentionMismatchWarning`).
-
-    >>> dcp.save({"model": get_model_state_dict(model), "attention": AttentionRecord(model)}, checkpoint_id=folder)
-
-    Args:
-        model: a model with quest_core attention in it, wrapped or not.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._configs = built_attentions(model)
-
-    def state_dict(self) -> dict[str, str]:
-        """{path of the mechanism: its attention as text}."""
-        return {path: str(config) for path, config in self._configs.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
-        """Compare with what a checkpoint says; nothing is changed."""
-        for path, config in self._configs.items():
-            if path in state_dict:
-                warn_of_mismatch(state_dict[path], config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quest_core
-from quest_core import Attention, Cache
+from quest_core import Attention, Cache, checkpoints
 from quest_core.mechanisms.scores import PARTS
 
 MECHANISMS = [*(part.name for part in PARTS), "quest+gqa(kv_heads=2)", "qknorm+mqa"]
@@ -119,8 +119,10 @@ def test_a_failed_step_leaves_the_cache_as_it_was() -> None:
 
 def test_a_checkpoint_with_all_heads_is_pooled_on_load() -> None:
     full, small = Attention(12, 4, "quest"), Attention(12, 4, "quest+gqa(kv_heads=2)")
-    with pytest.warns(quest_core.AttentionMismatchWarning):
+    with pytest.raises(quest_core.CheckpointError, match="say attention_from='quest' if you mean to go on"):
         small.load_state_dict(full.state_dict(), strict=True)
+    checkpoints.accept(small, "quest")
+    small.load_state_dict(full.state_dict(), strict=True)
     torch.testing.assert_close(small.k_proj.weight, full.k_proj.weight.view(2, 2, 3, 12).mean(1).flatten(0, 1))
     again = Attention(12, 4, "quest+gqa(kv_heads=2)")
     again.load_state_dict(small.state_dict(), strict=True)

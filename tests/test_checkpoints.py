@@ -1,51 +1,121 @@
-"""quest_core.checkpoints: what a state dict says of each layer's attention, compared with a model."""
+"""quest_core.checkpoints: a state dict names its attention, whatever happens to it on the way."""
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 import quest_core
-from quest_core.checkpoints import Difference, built_attentions, differences, trained_attentions
+from quest_core.checkpoints import ENTRY, accept, read, spell
+
+SPECS = ("standard", "quest", "quest+gqa(kv_heads=2)", "quest+sigmoid(bias=-1.5)", "dgqa(kv_heads=2)", "cosine")
+State = dict[str, Tensor]
 
 
-def model(*attentions: str | None) -> nn.Sequential:
-    """Layers of PyTorch's own attention (None) and of ours."""
-    return nn.Sequential(
-        *(
-            nn.MultiheadAttention(8, 2) if attention is None else quest_core.Attention(8, 2, attention=attention)
-            for attention in attentions
-        )
-    )
+def model(attention: str | None, layers: int = 2) -> nn.Module:
+    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, 0.0), layers, enable_nested_tensor=False)
+    return made if attention is None else quest_core.inject(made, attention)[0]
 
 
-def test_a_state_dict_says_what_its_model_has() -> None:
-    made = model("quest", None, "qnorm+gqa(kv_heads=1)")
-    built = built_attentions(made)
-    assert {path: str(config) for path, config in built.items()} == trained_attentions(made.state_dict())
-    assert list(built) == ["0.mechanism", "2.mechanism"]
-    assert differences(made, made.state_dict()) == []
+def through_a_file(state: State) -> State:
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    read_back: State = torch.load(stored, weights_only=True)
+    return read_back
 
 
-def test_every_layer_that_differs_is_named() -> None:
-    found = differences(model("quest", "quest", "standard", None), model("quest", "qnorm", None, "quest").state_dict())
-    assert found is not None
-    assert [(layer.path, str(layer.built), layer.trained) for layer in found] == [
-        ("1.mechanism", "quest", "qnorm"),
-        ("3.mechanism", "standard", "quest"),
+TREATMENTS: dict[str, Callable[[State], State]] = {
+    "copied": lambda state: dict(state.items()),
+    "through a file": through_a_file,
+    "float16": lambda state: {name: x.half() if x.is_floating_point() else x for name, x in state.items()},
+    "bfloat16": lambda state: {name: x.bfloat16() if x.is_floating_point() else x for name, x in state.items()},
+    "averaged": lambda state: {name: sum([x / 3] * 3) for name, x in state.items()},
+    "moving average": lambda state: {name: 0.9999 * x + (1 - 0.9999) * x for name, x in state.items()},
+}
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("trained", SPECS)
+def test_what_a_checkpoint_is_loaded_into_decides(trained: str, treatment: str) -> None:
+    state = TREATMENTS[treatment](model(trained).state_dict())
+    for built in SPECS:
+        target = model(built)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+            if trained == built:
+                target.load_state_dict(state, strict=True)
+            elif trained == "standard":
+                with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with standard") as said:
+                    target.load_state_dict(state, strict=False)
+                assert len(said) == 1  # and not one a layer
+            else:
+                with pytest.raises(quest_core.CheckpointError) as error:
+                    target.load_state_dict(state, strict=False)
+                for part in (f"attention '{trained}'", f"has '{built}'", f"attention_from='{trained}'"):
+                    assert part in str(error.value)
+
+
+def test_stock_models_name_the_unexpected_key() -> None:
+    with pytest.raises(RuntimeError, match=rf"Unexpected key.*self_attn\.mechanism\.{ENTRY}"):
+        model(None).load_state_dict(model("quest").state_dict())
+    model(None).load_state_dict(model("standard").state_dict())
+
+
+def test_attention_from_says_what_is_loaded() -> None:
+    target = model("quest+sigmoid")
+    accept(target, "quest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        target.load_state_dict(model("quest").state_dict())
+        target.load_state_dict(model("quest+sigmoid").state_dict())
+    for other in ("standard", "qnorm"):
+        with pytest.raises(quest_core.CheckpointError, match=f"trained with attention '{other}'.*is 'quest'"):
+            target.load_state_dict(model(other).state_dict())
+
+
+def test_inject_takes_attention_from() -> None:
+    made, _ = quest_core.inject(model(None), "quest", attention_from="standard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.load_state_dict(model(None).state_dict())
+
+
+def test_the_text_survives_what_models_go_through() -> None:
+    made = model("quest+gqa(kv_heads=2)")
+    key = next(name for name in made.state_dict() if name.endswith(ENTRY))
+    averaged = AveragedModel(made, use_buffers=True)
+    for _ in range(3):
+        averaged.update_parameters(made)
+    emptied = model("quest+gqa(kv_heads=2)").to("meta").to_empty(device="cpu")
+    wrapped = model("quest+gqa(kv_heads=2)")
+    wrapped.layers[0].self_attn = checkpoint_wrapper(wrapped.layers[0].self_attn)
+    states = [
+        copy.deepcopy(made).state_dict()[key],
+        averaged.module.state_dict()[key],
+        copy.deepcopy(made).bfloat16().state_dict()[key],
+        emptied.state_dict()[key],
+        wrapped.state_dict()[key],
     ]
-    assert isinstance(found[0], Difference)
+    assert [read(spelled) for spelled in states] == ["quest+gqa(kv_heads=2)"] * len(states)
 
 
-@pytest.mark.parametrize("wrapped", ["model", "checkpoint"])
-def test_wrappers_names_do_not_count(wrapped: str) -> None:
-    inner, outer = model("quest"), nn.Module()
-    outer.module = model("quest")
-    pair = (outer, inner.state_dict()) if wrapped == "model" else (inner, outer.state_dict())
-    assert differences(*pair) == []
+def test_a_long_text_is_spelled_whole() -> None:
+    config = quest_core.AttentionConfig.parse("aft-conv(grid='" + "1" * 90 + "x1')")
+    assert read(spell(config)) == str(config)
+    assert spell(config).shape == (128,)
 
 
-def test_copied_weights_say_nothing() -> None:
+def test_data_parallel_does_not_broadcast_it() -> None:
     made = model("quest")
-    assert differences(made, dict(made.state_dict())) is None
-    assert trained_attentions({}) is None
+    names = [name for name, _ in made.named_buffers()]
+    assert made._ddp_params_and_buffers_to_ignore == names
+    assert all(name.endswith(ENTRY) for name in names)

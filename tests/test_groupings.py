@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import quest_core
+from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import PARTS, allocate, head_index, key_norms
 from quest_core.mechanisms.reference import attention as reference
 
@@ -107,7 +108,8 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     for norms in ([1.0, 3.0], [1.0, 5.0], [2.0, 9.0]):
         made(q, keys(norms).float(), v)
     state = copy.deepcopy(made.state_dict())
-    assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "pending", "steps"}
+    assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "pending", "steps", ENTRY}
+    assert all(x.dtype == torch.float32 for x in state.values())
     made.eval()
     made(q, keys([9.0, 1.0]).float(), v)
     assert all(torch.equal(made.state_dict()[name], x) for name, x in state.items())
@@ -115,7 +117,7 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     twin.load_state_dict(state)
     k = keys([1.0, 1.0]).float()
     torch.testing.assert_close(twin(q, k, v), made(q, k, v))
-    assert made.half().state_dict()["grouping.norms"].dtype == torch.float64
+    assert made.half().state_dict()["grouping.norms"].dtype == torch.float32
 
 
 def test_activation_checkpointing_counts_a_step_once() -> None:

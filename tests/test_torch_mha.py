@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import math
 import pickle
 import warnings
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import quest_core
 from quest_core import MultiheadAttention
+from quest_core.checkpoints import accept
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -38,6 +37,7 @@ def pair(attention: str = "standard", **settings: Any) -> tuple[nn.MultiheadAtte
         for parameter in stock.parameters():
             parameter.uniform_(-0.5, 0.5)
     ours = MultiheadAttention(12, heads, **settings, attention=attention)
+    accept(ours, "standard")
     ours.load_state_dict(stock.state_dict(), strict=True)
     return stock, ours
 
@@ -191,6 +191,7 @@ def test_full_checkpoints_are_pooled_on_load() -> None:
     for settings in ({}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}):
         stock, _ = pair(batch_first=True, **settings)
         ours = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
+        accept(ours, "standard")
         ours.load_state_dict(stock.state_dict(), strict=True)
         query, key, value = inputs(stock)
         # The same mean, written with heads instead of rows: project with all heads, then average pairs of heads.
@@ -215,36 +216,6 @@ def test_full_checkpoints_are_pooled_on_load() -> None:
         again = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
         again.load_state_dict(ours.state_dict(), strict=True)
         torch.testing.assert_close(again(query, key, value)[0], want)
-
-
-def test_checkpoints_remember_their_mechanism() -> None:
-    _, quest = pair("quest")
-    stored = io.BytesIO()
-    torch.save(quest.state_dict(), stored)
-    stored.seek(0)
-    state = torch.load(stored, weights_only=True)
-    _, standard = pair("standard")
-    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest' .* into 'standard'"):
-        standard.load_state_dict(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pair("quest")[1].load_state_dict(state)
-        nn.MultiheadAttention(12, 4).load_state_dict(state, strict=True)  # and back into stock PyTorch
-
-
-def test_wrapped_models_leave_checkpoints_that_remember_too() -> None:
-    """torch's wrappers take their names off the keys, and not off the metadata."""
-    _, quest = pair("quest")
-    wrapped = nn.Sequential(checkpoint_wrapper(quest))
-    state = wrapped.state_dict()
-    assert set(state) == {f"0.{name}" for name in quest.state_dict()}
-    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
-        nn.Sequential(pair("standard")[1]).load_state_dict(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nn.Sequential(pair("quest")[1]).load_state_dict(state)
-    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
-        nn.Sequential(checkpoint_wrapper(pair("standard")[1])).load_state_dict(state)
 
 
 def test_copies_and_pickles() -> None:
@@ -400,6 +371,7 @@ def test_narrower_keys() -> None:
         out.sum().backward()
         assert all(p.grad is not None for p in ours.parameters())
     other = MultiheadAttention(12, 4, batch_first=True, attention="aft-conv(window=3, prefix=1)")
+    accept(other, "standard")
     missing = other.load_state_dict(stock.state_dict(), strict=False)
     assert not missing.unexpected_keys
     assert all("mechanism" in key for key in missing.missing_keys)

@@ -83,7 +83,7 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
     Returns:
         sizes [G] with Σ sizes = H, on the device of `importance`, without waiting for it.
     """
-    groups = importance.shape[0]
+    groups, importance = importance.shape[0], importance.double()
     free = num_heads - groups * min_queries
     total = importance.sum()
     share = torch.where(total > 0, importance / torch.where(total > 0, total, 1), 1 / groups) * free  # [G]
@@ -154,8 +154,8 @@ class KeyDriven(Grouping):
 class DynamicKeyDriven(KeyDriven):
     """As KeyDriven, but sizes follow how the norms evolve, and stay for `window` training steps ([G], section 3.2).
 
-    The state lives in buffers: it is saved and resumed. Evaluation and the second forward pass of activation
-    checkpointing leave it alone.
+    The state lives in float32 buffers, so that it is saved and resumed, and survives averaging of checkpoints.
+    Evaluation and the second forward pass of activation checkpointing do not change it.
 
     Where torch.distributed is initialised, a training step takes the mean over the batches of all ranks, so that all
     hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to
@@ -187,10 +187,11 @@ class DynamicKeyDriven(KeyDriven):
         self.window, self.evolution, self.alpha = window, evolution, alpha
         self.process_group = None
         if dims is not None:
-            self.register_buffer("norms", torch.zeros(dims.kv_heads, dtype=torch.float64))  # c
-            self.register_buffer("sizes", allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries))
-            self.register_buffer("pending", self.sizes.clone())  # what the next training step will use
-            self.register_buffer("steps", torch.zeros((), dtype=torch.long))  # training steps so far
+            sizes = allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries)
+            self.register_buffer("norms", torch.zeros(dims.kv_heads))  # c
+            self.register_buffer("sizes", sizes.float())
+            self.register_buffer("pending", sizes.float())  # what the next training step will use
+            self.register_buffer("steps", torch.zeros(()))  # training steps so far
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         if self.training and not is_recomputing():
@@ -219,7 +220,7 @@ class DynamicKeyDriven(KeyDriven):
         A step whose norms are not finite (an overflow, an empty batch) does not count.
         """
         counts = current.isfinite().all()
-        current = torch.where(counts, current, self.norms)
+        current = torch.where(counts, current, self.norms).to(self.norms.dtype)
         first = counts & (self.steps == 0)
         due = counts & (self.steps > 0) & (self.steps % self.window == 0)
         if self.evolution == "ema":
@@ -233,11 +234,13 @@ class DynamicKeyDriven(KeyDriven):
         self.steps.add_(counts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
-        """Moves between devices, but `.half()` and friends leave the statistics in float64."""
-        norms = self.norms
+        """Moves between devices, but `.half()` and friends leave the statistics in float32."""
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.norms.dtype != torch.float64:
-            self.norms = norms.to(self.norms.device)
+        for name, was in before.items():
+            now = self._buffers[name]
+            if was is not None and now is not None and now.dtype != torch.float32:
+                self._buffers[name] = was.to(now.device)
         return self
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,16 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import checkpoints
 from ..cache import Cache
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, second_derivative, tokens_are_divided
 from ..registry import parts
 from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, hide_lowest, logits, merge_causal
-
-
-class AttentionMismatchWarning(UserWarning):
-    """A checkpoint was trained with another mechanism than the one it is loaded into."""
 
 
 class Observation(NamedTuple):
@@ -51,13 +47,15 @@ class Observation(NamedTuple):
 class Mechanism(nn.Module):
     """softmax(score(q, k)) v and its relatives: the part of attention between the projections.
 
-    Build it with :func:`mechanism`. It remembers its configuration in every state dict (as module metadata, so no
-    key is added) and warns when a checkpoint of another mechanism is loaded.
+    Build it with :func:`mechanism`. It spells its configuration in every state dict, and refuses a checkpoint of
+    another mechanism (see :mod:`quest_core.checkpoints`).
 
     Attributes:
         config: what was asked for.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
+        attention_is_not_standard: the configuration, spelled for state dicts; None for `standard`.
+        attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.parallel.HeadParallel`).
@@ -67,10 +65,14 @@ class Mechanism(nn.Module):
     score: Score
     normaliser: Normaliser
     grouping: Grouping
+    attention_is_not_standard: Tensor | None
 
     def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
         super().__init__()
         self.config = config
+        spelled = None if dims is None or config.name == "standard" else checkpoints.spell(config)
+        self.register_buffer(checkpoints.ENTRY, spelled)
+        self.attention_from: AttentionConfig | None = None
         self._second_derivative = second_derivative(str(config))
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
@@ -342,45 +344,28 @@ class Mechanism(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
 
-    # A state dict's metadata travels with torch.save and adds no key, so host checkpoints still load strictly.
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):
-            metadata = destination._metadata
-            metadata[prefix[:-1]]["attention"] = str(self.config)
-            # Wrappers (FSDP, activation checkpointing) take their names off the keys and leave them on the metadata,
-            # where a model that is not wrapped would not look.
-            metadata.setdefault(plain_path(prefix[:-1]), metadata[prefix[:-1]])
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mechanism:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
+            spelled = checkpoints.spell(self.config).to(self.attention_is_not_standard.device)
+            self.attention_is_not_standard = spelled
+        return self
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
     ) -> None:
-        trained = local_metadata.get("attention")
-        if trained is not None:
-            warn_of_mismatch(trained, self.config)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
-
-
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def plain_path(path: str) -> str:
-    """A module's path without the names that wrappers add."""
-    first, *rest = path.split(".")
-    kept = [] if first in _WRAPPERS else [first]
-    return ".".join([*kept, *(name for name in rest if name not in _WRAPPERS - {"module"})])
-
-
-def warn_of_mismatch(trained: str, config: AttentionConfig) -> None:
-    """Warn where a checkpoint's attention means something else than `config`."""
-    if not config.means(trained):
-        warnings.warn(
-            f"this checkpoint was trained with attention '{trained}' and is being loaded into "
-            f"'{config}'; build the model with attention='{trained}' to evaluate it as trained",
-            AttentionMismatchWarning,
-            stacklevel=3,
-        )
+        own, key = self.attention_is_not_standard, prefix + checkpoints.ENTRY
+        # PyTorch hands one list of missing keys to all modules of a call.
+        checkpoints.compare(state_dict.pop(key, None), self.config, self.attention_from, prefix[:-1], missing_keys)
+        if own is not None:
+            state_dict[key] = own
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
 
 def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:

@@ -22,10 +22,14 @@ from torch import Tensor, nn
 import quest_core
 from quest_core import Adapter, Mechanism
 from quest_core.adapter import refusal
+from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.inject import REPORT
 from quest_core.mechanisms import reference
 from quest_core.mechanisms.base import Normaliser, Score
 from quest_core.registry import parts
+
+CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
+"""What a checkpoint comes from and what it is loaded into; gqa with as few key heads as every site allows."""
 
 
 class AdapterConformance(ABC):
@@ -254,34 +258,66 @@ class AdapterConformance(ABC):
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    def test_checkpoints_load_strictly_both_ways(self) -> None:
-        stock, ours = self.stock(seed=5).eval(), self.injected("quest", seed=6).eval()
+    def test_a_state_dict_names_its_attention(self) -> None:
+        stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
         shapes = {name: x.shape for name, x in stock.state_dict().items()}
-        assert {name: x.shape for name, x in ours.state_dict().items()} == shapes
-        ours.load_state_dict(stock.state_dict(), strict=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-            self.stock(seed=7).load_state_dict(ours.state_dict(), strict=True)
+        spelled = [name for name in ours.state_dict() if name.endswith(ENTRY)]
+        assert {name: x.shape for name, x in ours.state_dict().items() if name not in spelled} == shapes
+        assert {read(ours.state_dict()[name]) for name in spelled} == {"quest"}
+        with pytest.raises(RuntimeError, match=ENTRY):
+            stock.load_state_dict(ours.state_dict(), strict=True)
         standard = self.injected("standard", seed=8).eval()
         standard.load_state_dict(stock.state_dict(), strict=True)
-        self.assert_close(self.run(standard, self.inputs()), self.run(stock, self.inputs()))
+        self.assert_close(self.run(standard, self.inputs()), self.run(stock.eval(), self.inputs()))
+        stock.load_state_dict(standard.state_dict(), strict=True)
+
+    @pytest.mark.parametrize("model", CHECKPOINTS)
+    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+    def test_no_checkpoint_loads_silently_into_another_attention(self, checkpoint: str, model: str) -> None:
+        """As loaders do that copy a state dict into a plain mapping, through a file of tensors."""
+        grouped = self.grouped()
+        if grouped is None and "gqa" in (checkpoint, model):
+            return  # this host cannot have fewer key heads
+        names = {"gqa": grouped, "stock": None}
+        trained, built = names.get(checkpoint, checkpoint), names.get(model, model)
+        source = self.stock(seed=5) if trained is None else self.injected(trained, seed=5)
+        target = self.stock(seed=6) if built is None else self.injected(built, seed=6)
+        stored = io.BytesIO()
+        torch.save(dict(source.state_dict()), stored)
+        stored.seek(0)
+        state = torch.load(stored, weights_only=True)
+        plain, same = ("stock", "standard"), checkpoint == model
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if same or (checkpoint in plain and model in plain) or checkpoint in plain:
+                target.load_state_dict(state, strict=True)
+            elif model == "stock":
+                with pytest.raises(RuntimeError, match=ENTRY):
+                    target.load_state_dict(state, strict=True)
+            else:
+                with pytest.raises(quest_core.CheckpointError, match="attention_from"):
+                    target.load_state_dict(state, strict=True)
+        said = [w for w in caught if issubclass(w.category, quest_core.AttentionMismatchWarning)]
+        assert len(said) == (checkpoint in plain and model not in plain)
+
+    def test_attention_from_accepts_what_it_names(self) -> None:
+        model = self.injected("sigmoid", seed=6)
+        accept(model, "quest")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+            model.load_state_dict(self.injected("quest", seed=5).state_dict(), strict=True)
+            with pytest.raises(quest_core.CheckpointError, match="trained with attention 'standard'"):
+                model.load_state_dict(self.stock(seed=5).state_dict(), strict=True)
 
     def test_a_host_checkpoint_loads_into_fewer_key_heads(self) -> None:
         attention = self.grouped()
         assert attention is not None, "the adapter offers fewer key heads, but no site of this model can have them"
         stock = self.stock(seed=5)
         model = self.injected(attention, seed=6).eval()
+        accept(model, "standard")
         model.load_state_dict(stock.state_dict(), strict=True)
         converted = quest_core.inject(stock, attention, adapter=self.adapter)[0].eval()
         self.assert_close(self.run(model, self.inputs()), self.run(converted, self.inputs()))
-
-    def test_state_dicts_remember_the_mechanism(self) -> None:
-        stored = io.BytesIO()
-        torch.save(self.injected("quest").state_dict(), stored)
-        stored.seek(0)
-        state = torch.load(stored, weights_only=True)
-        with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with attention 'quest'"):
-            self.injected("standard").load_state_dict(state)
 
     def test_learnable_mechanisms_round_trip(self) -> None:
         first, second = self.injected("qknorm-hs", seed=5).eval(), self.injected("qknorm-hs", seed=6).eval()
