@@ -158,9 +158,7 @@ class KeyDriven:
         self.steps += 1
 
 
-def head_of_each(
-    config: AttentionConfig, k: Tensor, heads: int, seen: Tensor, state: KeyDriven | None
-) -> list[int]:
+def head_of_each(config: AttentionConfig, k: Tensor, heads: int, seen: Tensor, state: KeyDriven | None) -> list[int]:
     """The key/value head of every query head."""
     groups, grouping = k.shape[1], config["grouping"]
     least = int(config.option("min_queries") or 0)
@@ -210,6 +208,9 @@ def attend(
         before: the values of the layer before [B, G, M, D], of an elliptical score; None for the first layer.
         draw: makes pgqa's Gaussian noise of a shape; None for no noise.
     """
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        unused = sum(x.sum() for x in (q, k, v, *learned.values())) * 0
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + unused
     if config.family is not None:
         return FAMILIES[config.family](config, learned, q, k, v, mask=mask, is_causal=is_causal)
     batch, heads, n, _ = q.shape
@@ -218,7 +219,7 @@ def attend(
     seen = torch.ones(shape, dtype=torch.bool) if mask is None else ~wide(hidden(mask), shape)
     any_query = seen.any(2).any(1)  # [B, M]
     head = head_of_each(config, k, heads, any_query, state)
-    learned = {name: _per_head(x, heads, groups, head) for name, x in learned.items()}
+    learned = {name: x[head] if name == "key_scale" and len(x) > 1 else x for name, x in learned.items()}
     k, v = k[:, head], v[:, head]
     if before is not None:
         q = q * metric(v, before[:, head], n, any_query, is_causal)
@@ -234,11 +235,6 @@ def attend(
     if draw is not None:
         weights = perturbed(weights, groups, seen, draw)
     return weights @ v
-
-
-def _per_head(x: Tensor, heads: int, groups: int, head: list[int]) -> Tensor:
-    """A learnt tensor [1, ...], [H, ...] or [G, ...] -> [1 or H, ...]."""
-    return x[head] if x.shape[0] == groups != heads else x
 
 
 def _key_mask(mask: Tensor | None, batch: int, m: int) -> tuple[Tensor, Tensor | None]:
@@ -258,8 +254,14 @@ def _seen(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def linear(
-    config: AttentionConfig, learned: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, *,
-    mask: Tensor | None, is_causal: bool,
+    config: AttentionConfig,
+    learned: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     """φ(q)·φ(k) v / Σ φ(q)·φ(k), φ(x) = elu(x) + 1."""
     q, k = (torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (q, k))
@@ -269,8 +271,14 @@ def linear(
 
 
 def cosine(
-    config: AttentionConfig, learned: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, *,
-    mask: Tensor | None, is_causal: bool,
+    config: AttentionConfig,
+    learned: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     """q̄ (k̄ᵀ v) / n^σ(m), n the visible keys of each query."""
     seen = _seen(q, k, mask, is_causal)
@@ -279,8 +287,14 @@ def cosine(
 
 
 def attention_free(
-    config: AttentionConfig, learned: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, *,
-    mask: Tensor | None, is_causal: bool,
+    config: AttentionConfig,
+    learned: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     """σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt'), feature by feature."""
     n, m = q.shape[2], k.shape[2]
@@ -296,15 +310,17 @@ def attention_free(
     return torch.sigmoid(q) * y if config.option("query") else y
 
 
-def _bias(
-    config: AttentionConfig, learned: Mapping[str, Tensor], n: int, m: int, is_causal: bool
-) -> Tensor | None:
+def _bias(config: AttentionConfig, learned: Mapping[str, Tensor], n: int, m: int, is_causal: bool) -> Tensor | None:
     """w: [N, M], [H, N, M] or None."""
     if config.family == "aft-simple":
         return None
     if config.family == "aft-conv":
         w = _standardised(learned["weight"]) * _like(learned["gain"], learned["weight"])
-        return _on_grid(w + _like(learned["shift"], w), config, n)
+        w = w + _like(learned["shift"], w)
+        if config.option("gumbel"):  # evaluation: one position a head
+            flat = w.flatten(1)
+            w = (flat * torch.nn.functional.one_hot(flat.argmax(1), flat.shape[1])).reshape(w.shape)
+        return _on_grid(w, config, n)
     table = learned["table"] if "table" in learned else learned["query_positions"] @ learned["key_positions"].mT
     first = m - n if is_causal else 0
     rows = torch.arange(n) + first
@@ -321,6 +337,8 @@ def _like(x: Tensor, y: Tensor) -> Tensor:
 
 def _standardised(w: Tensor) -> Tensor:
     flat = w.flatten(1)
+    if flat.shape[1] == 1:
+        return flat.sub(flat).reshape(w.shape)  # one position has no deviation
     centred = flat - flat.mean(1, keepdim=True)
     return (centred / centred.square().mean(1, keepdim=True).sqrt()).reshape(w.shape)
 

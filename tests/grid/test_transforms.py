@@ -11,7 +11,14 @@ from .cases import DTYPES, LAYOUTS, SUBJECTS, Cell, Deviation, Raw, Subject, jud
 from .transforms import TRANSFORMS, Missing
 
 # How many combinations of layout, type and mask a mechanism is run with. Compilers take seconds each.
-BREADTH = {"compile, one length": 1, "compile, any length": 1, "export": 1, "ONNX": 1, "func.jacrev": 1}
+BREADTH = {
+    "compile, one length": 1,
+    "compile, any length": 1,
+    "export": 1,
+    "ONNX": 1,
+    "make_fx, any length": 1,
+    "func.jacrev": 1,
+}
 
 
 def outcome(cell: Cell, transform: str) -> str:
