@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quest_core.adapter import Capabilities, refusal
 from quest_core.cli import AXIS_TITLES
-from quest_core.config import AttentionConfig, Part
+from quest_core.config import AttentionConfig
+from quest_core.hosts.adapter import Capabilities, refusal
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms import PARTS
-from quest_core.torch_mha import TorchAdapter
+from quest_core.mechanisms.part import Part
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"

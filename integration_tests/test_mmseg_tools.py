@@ -23,7 +23,7 @@ from mmengine.optim import OptimWrapper
 from mmseg.visualization import SegLocalVisualizer
 
 from quest_core.errors import ConfigError, InputError
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning
+from quest_core.mechanism import AttentionMismatchWarning
 from quest_mmseg.bench import scenes
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"

@@ -6,13 +6,8 @@
 >>> model, report = quest_core.inject(model, "quest")                # in a model that exists already
 """
 
-from .adapter import Adapter as Adapter
-from .adapter import Capabilities as Capabilities
-from .adapter import Site as Site
-from .attention import Attention as Attention
 from .cache import Cache as Cache
-from .calibration import CalibrationReport as CalibrationReport
-from .calibration import calibrate as calibrate
+from .catalogue import available as available
 from .checkpoints import AttentionMismatchWarning as AttentionMismatchWarning
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
@@ -23,16 +18,20 @@ from .errors import InputError as InputError
 from .errors import PluginError as PluginError
 from .errors import QuestError as QuestError
 from .errors import UnsupportedError as UnsupportedError
-from .inject import Report as Report
-from .inject import inject as inject
+from .hosts.adapter import Adapter as Adapter
+from .hosts.adapter import Capabilities as Capabilities
+from .hosts.adapter import Site as Site
+from .hosts.injection import Report as Report
+from .hosts.injection import inject as inject
+from .hosts.torch import MultiheadAttention as MultiheadAttention
+from .layer import Attention as Attention
+from .mechanism import Mechanism as Mechanism
+from .mechanism import attention as attention
 from .mechanisms.elliptical import chain as chain
-from .mechanisms.mechanism import Mechanism as Mechanism
-from .mechanisms.mechanism import attention as attention
-from .mechanisms.mechanism import mechanism as mechanism
-from .monitor import Monitor as Monitor
-from .packing import PackingPlan as PackingPlan
-from .packing import attention_packed as attention_packed
-from .registry import available as available
-from .torch_mha import MultiheadAttention as MultiheadAttention
+from .tools.calibration import CalibrationReport as CalibrationReport
+from .tools.calibration import calibrate as calibrate
+from .tools.monitor import Monitor as Monitor
+from .tools.packing import PackingPlan as PackingPlan
+from .tools.packing import attention_packed as attention_packed
 
 __version__ = "0.1.0"

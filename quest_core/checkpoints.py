@@ -7,6 +7,7 @@ Averaging, moving averages, casts, safetensors, ``weights_only`` and sharding ke
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from .config import AttentionConfig, AttentionSpec
 from .errors import CheckpointError
+from .notices import LOGGER, is_heard
 
 ENTRY = "attention_is_not_standard"
 """The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
@@ -90,3 +92,5 @@ def _warn_once(message: str, load: object) -> None:
     if _warned[0] is not load:
         _warned[0] = load
         warnings.warn(message, AttentionMismatchWarning, stacklevel=2)
+        if is_heard(logging.WARNING):
+            LOGGER.warning(message)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
-from quest_core.adapter import Capabilities, refusal
+from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.mechanisms import aft_conv, aft_ops
 from quest_core.mechanisms import reference_aft as reference
 
@@ -46,7 +46,7 @@ def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed:
             config["rank"] = 3
     if config["name"] == "aft-local":
         config.setdefault("window", 3)
-    made = quest_core.mechanism(config, num_heads=heads, head_dim=dim).double().eval()
+    made = quest_core.Mechanism(config, num_heads=heads, head_dim=dim).double().eval()
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -426,7 +426,7 @@ def test_no_intermediate_grows_faster_than_the_sequence(
         config.update(max_length=512, rank=2)
     largest = []
     for tokens in (64, 512):
-        made = quest_core.mechanism(config, num_heads=1, head_dim=2)
+        made = quest_core.Mechanism(config, num_heads=1, head_dim=2)
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.normal_(std=spread**0.5)
@@ -556,13 +556,13 @@ def test_wide_windows_make_aft_local_aft_full() -> None:
 
 
 def test_starting_values_are_those_of_the_specification() -> None:
-    full: Any = quest_core.mechanism("aft-full", num_heads=2, head_dim=4).family
+    full: Any = quest_core.Mechanism("aft-full", num_heads=2, head_dim=4).family
     assert full.query_positions.shape == full.key_positions.shape == (1024, 128)
     assert full.query_positions.std().item() == pytest.approx(0.01, rel=0.02)
-    table: Any = quest_core.mechanism("aft-local(rank=null, max_length=64)", num_heads=2, head_dim=4).family
+    table: Any = quest_core.Mechanism("aft-local(rank=null, max_length=64)", num_heads=2, head_dim=4).family
     assert table.table.shape == (64, 64)
     assert table.window == 32
-    conv: Any = quest_core.mechanism("aft-conv", num_heads=2, head_dim=4).family
+    conv: Any = quest_core.Mechanism("aft-conv", num_heads=2, head_dim=4).family
     assert conv.weight.shape == (2, 11, 11)
     assert (conv.bias() == 0).all()
     with torch.no_grad():
@@ -679,7 +679,7 @@ def test_crops_of_several_shapes_share_one_layer() -> None:
     ],
 )
 def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> None:
-    made = quest_core.mechanism(spec, num_heads=2, head_dim=3).double()
+    made = quest_core.Mechanism(spec, num_heads=2, head_dim=3).double()
     with pytest.raises((quest_core.InputError, quest_core.UnsupportedError), match=message):
         made(*tensors(spec, 1, 2, n, m, 3))
 
@@ -699,7 +699,7 @@ def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> N
 )
 def test_wrong_options_are_refused(spec: str, message: str) -> None:
     with pytest.raises(quest_core.ConfigError, match=message):
-        quest_core.mechanism(spec, num_heads=2, head_dim=3)
+        quest_core.Mechanism(spec, num_heads=2, head_dim=3)
 
 
 @pytest.mark.parametrize("name", ["aft-full", "aft-local", "aft-simple", "aft-conv"])
@@ -707,7 +707,7 @@ def test_capabilities(name: str) -> None:
     config = quest_core.AttentionConfig.parse(name)
     unordered = refusal(config, Capabilities(ordered=False, regroups=True))
     assert (unordered is None) == (name == "aft-simple")
-    made = quest_core.mechanism(name, num_heads=2, head_dim=3)
+    made = quest_core.Mechanism(name, num_heads=2, head_dim=3)
     q, k, v = (x.float() for x in tensors(name, 1, 2, 4, 4, 3))
     with pytest.raises(quest_core.UnsupportedError, match="no weights to drop"):
         made(q, k, v, dropout_p=0.1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import Adapter, AttentionConfig, Capabilities, Site
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.testing import AdapterConformance
-from quest_core.torch_mha import TorchAdapter
 
 
 class TestTorchEncoder(AdapterConformance):
@@ -101,7 +101,7 @@ class InjectedHostAttention(HostAttention):
         nn.Module.__init__(self)
         self.heads, self.drop, self.qkv, self.proj = stock.heads, stock.drop, stock.qkv, stock.proj
         head_dim = self.qkv.in_features // self.heads
-        self.mechanism = quest_core.mechanism(config, num_heads=self.heads, head_dim=head_dim)
+        self.mechanism = quest_core.Mechanism(config, num_heads=self.heads, head_dim=head_dim)
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, None]:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core import ConfigError, InjectionError, InputError, UnsupportedError, convert
-from quest_core.torch_mha import TorchAdapter
+from quest_core import ConfigError, InjectionError, InputError, UnsupportedError
+from quest_core import projections as convert
+from quest_core.hosts.torch import TorchAdapter
 
 E, H, D = 12, 3, 4
 

@@ -19,7 +19,7 @@ NAMES = ("elliptical", "elliptical-quest")
 
 def pair(name: str, heads: int = 4, kv: int = 4, dim: int = 6) -> tuple[quest_core.Mechanism, quest_core.Mechanism]:
     spec = name if kv == heads else f"{name}+gqa(kv_heads={kv})"
-    first, second = (quest_core.mechanism(spec, num_heads=heads, head_dim=dim) for _ in range(2))
+    first, second = (quest_core.Mechanism(spec, num_heads=heads, head_dim=dim) for _ in range(2))
     quest_core.chain(nn.ModuleList([first, second]))
     return first, second
 
@@ -121,13 +121,13 @@ def test_tokens_in_another_order_are_compared_with_themselves() -> None:
 
 
 def test_stages_end_where_a_mapping_of_stacks_says() -> None:
-    layers = nn.ModuleList([quest_core.mechanism("elliptical", num_heads=4, head_dim=6) for _ in range(4)])
+    layers = nn.ModuleList([quest_core.Mechanism("elliptical", num_heads=4, head_dim=6) for _ in range(4)])
     quest_core.chain(layers, {"0": "a", "1": "a", "2": "b", "3": "b"})
     assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]  # type: ignore
 
 
 def test_an_unlinked_layer_refuses_to_run() -> None:
-    lonely = quest_core.mechanism("elliptical", num_heads=4, head_dim=6)
+    lonely = quest_core.Mechanism("elliptical", num_heads=4, head_dim=6)
     with pytest.raises(quest_core.UnsupportedError, match=r"quest_core.inject, or call quest_core.chain\(model\)"):
         lonely(*tensors(1, 4, 4, 5))
     with pytest.raises(quest_core.ConfigError, match="'elliptical' has a state"):

@@ -50,11 +50,11 @@ def keys(norms: list[float], batch: int = 2, tokens: int = 3, dim: int = 4) -> T
 
 
 def test_kdgqa_follows_the_paper() -> None:
-    made = quest_core.mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
+    made = quest_core.Mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
     # n̂ = (0, 1/2, 1): sizes ⌊(0, 2, 4)⌋
     assert made.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
     assert made.grouping.assign(keys([2.0, 2.0, 2.0]), 6, None).tolist() == [0, 0, 1, 1, 2, 2]
-    least = quest_core.mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
+    least = quest_core.Mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
     assert least.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
 
 
@@ -67,7 +67,7 @@ def test_key_driven_attention_is_attention_with_the_assigned_heads(score: str) -
     want = reference(q, k[:, head], v[:, head], score)[0]
     got = quest_core.attention(q, k, v, f"{score}+kdgqa")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    made = quest_core.mechanism(f"{score}+kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
+    made = quest_core.Mechanism(f"{score}+kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
     torch.testing.assert_close(made.forward_with_weights(q, k, v)[0], want, rtol=1e-12, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_padding_and_batch_size_do_not_change_the_norms() -> None:
 @pytest.mark.parametrize("evolution", ["ema", "difference"])
 def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -> None:
     spec = {"name": "dgqa", "kv_heads": 2, "window": 3, "evolution": evolution, "alpha": 0.25}
-    made = quest_core.mechanism(spec, num_heads=8, head_dim=4)
+    made = quest_core.Mechanism(spec, num_heads=8, head_dim=4)
     norms = [[1.0, 4.0], [2.0, 2.0], [5.0, 1.0], [6.0, 2.0], [1.0, 1.0], [1.0, 1.0], [3.0, 6.0], [9.0, 9.0]]
     cached, want, sizes = norms[0], [4, 4], []
     for step, now in enumerate(norms):
@@ -103,7 +103,7 @@ def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -
 
 def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     spec = "quest+dgqa(kv_heads=2, window=1)"
-    made = quest_core.mechanism(spec, num_heads=4, head_dim=4)
+    made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)
     q, v = torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)
     for norms in ([1.0, 3.0], [1.0, 5.0], [2.0, 9.0]):
         made(q, keys(norms).float(), v)
@@ -113,7 +113,7 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     made.eval()
     made(q, keys([9.0, 1.0]).float(), v)
     assert all(torch.equal(made.state_dict()[name], x) for name, x in state.items())
-    twin = quest_core.mechanism(spec, num_heads=4, head_dim=4).eval()
+    twin = quest_core.Mechanism(spec, num_heads=4, head_dim=4).eval()
     twin.load_state_dict(state)
     k = keys([1.0, 1.0]).float()
     torch.testing.assert_close(twin(q, k, v), made(q, k, v))
@@ -121,7 +121,7 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
 
 
 def test_activation_checkpointing_counts_a_step_once() -> None:
-    made = quest_core.mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=4)
+    made = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=4)
     q, k, v = torch.randn(2, 4, 3, 4, requires_grad=True), torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
     torch.utils.checkpoint.checkpoint(made, q, k, v, use_reentrant=False).sum().backward()
     assert made.grouping.steps == 1
@@ -157,8 +157,8 @@ def test_a_batch_without_finite_norms_does_not_count(bad: Tensor) -> None:
 
 def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:
     q, k, v = torch.randn(2, 4, 40, 4), torch.randn(2, 2, 50, 4), torch.randn(2, 2, 50, 4)
-    made = quest_core.mechanism("quest+pgqa(kv_heads=2)", num_heads=4, head_dim=4)
-    clean = quest_core.mechanism("quest+gqa(kv_heads=2)", num_heads=4, head_dim=4).forward_with_weights(q, k, v)[1]
+    made = quest_core.Mechanism("quest+pgqa(kv_heads=2)", num_heads=4, head_dim=4)
+    clean = quest_core.Mechanism("quest+gqa(kv_heads=2)", num_heads=4, head_dim=4).forward_with_weights(q, k, v)[1]
     mask = torch.ones(50, dtype=torch.bool)
     noise = clean - made.forward_with_weights(q, k, v)[1]  # [B, H, N, M]
     assert (noise.diagonal(dim1=2, dim2=3) == 0).all()
@@ -176,8 +176,8 @@ def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:
 
 def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
     q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    loud = quest_core.mechanism("pgqa(kv_heads=2)", num_heads=4, head_dim=4).eval()
-    quiet = quest_core.mechanism("pgqa(kv_heads=2, noise_in_eval=false)", num_heads=4, head_dim=4)
+    loud = quest_core.Mechanism("pgqa(kv_heads=2)", num_heads=4, head_dim=4).eval()
+    quiet = quest_core.Mechanism("pgqa(kv_heads=2, noise_in_eval=false)", num_heads=4, head_dim=4)
     plain = quest_core.attention(q, k, v, "gqa")
     torch.manual_seed(0)
     first = loud(q, k, v)
@@ -191,7 +191,7 @@ def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
 @pytest.mark.parametrize("name", ["kdgqa", "pgqa"])
 def test_what_looks_ahead_is_refused_as_causal(name: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 4)
-    made = quest_core.mechanism(f"{name}(kv_heads=2)", num_heads=2, head_dim=4)
+    made = quest_core.Mechanism(f"{name}(kv_heads=2)", num_heads=2, head_dim=4)
     with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot be causal: .*future"):
         made(q, k, v, is_causal=True)
     with pytest.raises(quest_core.UnsupportedError, match="cannot decode incrementally"):
@@ -210,17 +210,17 @@ def test_dgqa_decodes() -> None:
 @pytest.mark.parametrize("part", [p.name for p in PARTS if p.name not in ("mha", "mqa")])
 def test_kv_heads_is_required_and_checked(part: str) -> None:
     with pytest.raises(quest_core.ConfigError, match=f"needs 'kv_heads'.*{part}\\(kv_heads=2\\)"):
-        quest_core.mechanism(part, num_heads=4, head_dim=4)
+        quest_core.Mechanism(part, num_heads=4, head_dim=4)
     with pytest.raises(quest_core.ConfigError, match="the 4 (query )?heads"):
-        quest_core.mechanism(f"{part}(kv_heads=5)", num_heads=4, head_dim=4)
-    made = quest_core.mechanism(f"{part}(kv_heads=2)", num_heads=4, head_dim=4)
+        quest_core.Mechanism(f"{part}(kv_heads=5)", num_heads=4, head_dim=4)
+    made = quest_core.Mechanism(f"{part}(kv_heads=2)", num_heads=4, head_dim=4)
     with pytest.raises(quest_core.InputError, match="kv_heads is 2, but k has 4 heads"):
         made(*torch.randn(3, 1, 4, 3, 4))
 
 
 @pytest.mark.parametrize("name", [*KEY_DRIVEN, "pgqa"])
 def test_compiles_without_a_graph_break(name: str) -> None:
-    made = quest_core.mechanism(f"quest+{name}(kv_heads=2)", num_heads=4, head_dim=4).eval()
+    made = quest_core.Mechanism(f"quest+{name}(kv_heads=2)", num_heads=4, head_dim=4).eval()
     q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
     torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")

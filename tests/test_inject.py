@@ -11,7 +11,7 @@ from torch import nn
 
 import quest_core
 from quest_core import InjectionError, MultiheadAttention, UnsupportedError
-from quest_core.torch_mha import TorchAdapter
+from quest_core.hosts.torch import TorchAdapter
 
 
 def encoder(layers: int = 2) -> nn.Module:
@@ -142,7 +142,7 @@ def test_unknown_adapter_is_named() -> None:
 
 
 def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
-    from quest_core.torch_mha import TorchAdapter
+    from quest_core.hosts.torch import TorchAdapter
 
     class Fixed(TorchAdapter):
         name = "fixed"
@@ -181,13 +181,26 @@ def test_a_module_with_two_names_is_replaced_under_both() -> None:
     assert isinstance(model.two, MultiheadAttention)
 
 
-def test_attention_that_no_adapter_knows_is_reported() -> None:
-    class OddAttention(nn.Module):
-        pass
+class OddAttention(nn.Module):
+    pass
 
-    report = quest_core.inject(nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention()), "quest")[1]
+
+def test_a_partial_replacement_must_be_meant() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention())
+    with pytest.raises(quest_core.InjectionError, match=r"leave 1 .*'1' \(OddAttention\).*allow_partial"):
+        quest_core.inject(model, "quest")
+    assert type(model[0]) is nn.MultiheadAttention
+    report = quest_core.inject(model, "quest", allow_partial=True)[1]
     assert report.left_alone == ("1",)
     assert str(report).endswith("; not replaced: 1")
+
+
+def test_an_adapter_says_what_stays_by_design() -> None:
+    class Declaring(TorchAdapter):
+        leaves_alone = frozenset({"OddAttention"})
+
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention())
+    assert quest_core.inject(model, "quest", adapter=Declaring())[1].left_alone == ("1",)
 
 
 def test_adapters_connect_once_after_everything_is_in_place() -> None:
@@ -199,4 +212,4 @@ def test_adapters_connect_once_after_everything_is_in_place() -> None:
             seen.append([type(module).__module__ for module in found])
 
     quest_core.inject(encoder(), "quest", adapter=Connecting())
-    assert seen == [["quest_core.torch_mha"] * 2]
+    assert seen == [["quest_core.hosts.torch"] * 2]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from quest_core import cli, launch
-from quest_core.import_hook import when_imported
-from quest_core.registry import Record
+from quest_core import cli
+from quest_core.hosts import launching as launch
+from quest_core.hosts.discovery import Record
+from quest_core.hosts.patching import when_imported
 
 ROOT = Path(__file__).resolve().parents[1]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

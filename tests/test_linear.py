@@ -32,7 +32,7 @@ def tensors(batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> 
 
 def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
     """A mechanism whose learnable tensors are random, so that a test sees each of them."""
-    made = quest_core.mechanism(name, num_heads=heads, head_dim=dim).double()
+    made = quest_core.Mechanism(name, num_heads=heads, head_dim=dim).double()
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -174,7 +174,7 @@ def test_sums_in_float16_do_not_overflow() -> None:
 
 
 def test_the_starting_value_is_that_of_the_specification() -> None:
-    made = quest_core.mechanism("cosine", num_heads=3, head_dim=4)
+    made = quest_core.Mechanism("cosine", num_heads=3, head_dim=4)
     assert made.family.stabiliser.flatten().tolist() == [0.5, 0.5, 0.5]
     q = k = torch.tensor([2.0, 0, 0, 0]).expand(1, 3, 9, 4)
     out = made(q, k, torch.ones(1, 3, 9, 4))  # every cosine is 1: the output is n / n^σ(½)

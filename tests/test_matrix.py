@@ -46,7 +46,7 @@ def test_every_combination_equals_its_reference_and_trains(combination: tuple[st
         options["noise_in_eval"] = False  # its noise has tests of its own
     config = quest_core.AttentionConfig.parse({"name": "+".join(combination), **options})
     torch.manual_seed(0)
-    made = quest_core.mechanism(config, num_heads=4, head_dim=6).double().eval()
+    made = quest_core.Mechanism(config, num_heads=4, head_dim=6).double().eval()
     quest_core.chain(made)  # the first layer of an elliptical chain: standard, or quest
     q = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, kv, 7, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -32,7 +32,7 @@ def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed:
 def build(score: str, heads: int, groups: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
     """A mechanism whose learnable tensors are random, so that a test sees each of them."""
     spec = score if groups == heads else f"{score}+gqa(kv_heads={groups})"
-    made = quest_core.mechanism(spec, num_heads=heads, head_dim=dim).double()
+    made = quest_core.Mechanism(spec, num_heads=heads, head_dim=dim).double()
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -166,9 +166,9 @@ def test_scale_option_replaces_the_own_factor(score: str) -> None:
 
 
 def test_starting_values_are_those_of_the_specification() -> None:
-    hs = quest_core.mechanism("qknorm-hs", num_heads=3, head_dim=16).score
-    ds = quest_core.mechanism("qknorm-ds", num_heads=3, head_dim=16).score
-    full = quest_core.mechanism("qknorm+gqa(kv_heads=1)", num_heads=3, head_dim=16).score
+    hs = quest_core.Mechanism("qknorm-hs", num_heads=3, head_dim=16).score
+    ds = quest_core.Mechanism("qknorm-ds", num_heads=3, head_dim=16).score
+    full = quest_core.Mechanism("qknorm+gqa(kv_heads=1)", num_heads=3, head_dim=16).score
     torch.testing.assert_close(hs.log_scale.exp(), torch.full((3, 1, 1), 10.0))
     assert ds.query_scale.shape == ds.key_scale.shape == (1, 1, 16)
     assert full.query_scale.shape == (3, 1, 16)
@@ -176,12 +176,12 @@ def test_starting_values_are_those_of_the_specification() -> None:
     torch.testing.assert_close(ds.query_scale, torch.full((1, 1, 16), 2.0))
     q, k, _ = tensors(1, 3, 3, 4, 4, 16)
     cosine = (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
-    got = quest_core.mechanism("qknorm-ds", num_heads=3, head_dim=16).double().logits(q, k)
+    got = quest_core.Mechanism("qknorm-ds", num_heads=3, head_dim=16).double().logits(q, k)
     torch.testing.assert_close(got, math.sqrt(16) * cosine)
 
 
 def test_head_scale_is_capped() -> None:
-    made = quest_core.mechanism("qknorm-hs", num_heads=1, head_dim=2)
+    made = quest_core.Mechanism("qknorm-hs", num_heads=1, head_dim=2)
     with torch.no_grad():
         made.score.log_scale.fill_(50.0)
     unit_vector = torch.tensor([[[[1.0, 0.0]]]])
@@ -204,13 +204,9 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed() -> None:
     assert kept.mean().item() == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("mode", ["auto", "eager"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_unit_vectors_for_every_layout(
-    mode: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUEST_KERNELS", mode)
+def test_unit_vectors_for_every_layout(layout: str, dtype: torch.dtype) -> None:
     base = torch.randn(2, 6, 3, 8, dtype=torch.float64).to(dtype)
     x = {
         "contiguous": base,
@@ -385,4 +381,4 @@ def test_mappings_of_any_kind() -> None:
 
 def test_head_scales_cannot_start_above_their_cap() -> None:
     with pytest.raises(quest_core.ConfigError, match="init is 200, above cap=100"):
-        quest_core.mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)
+        quest_core.Mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)

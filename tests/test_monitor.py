@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
-from quest_core import monitor as monitor_module
+from quest_core.mechanism import kv_heads
+from quest_core.tools import monitor as monitor_module
 
 B, H, N, M, D = 2, 4, 5, 7, 3
 
@@ -22,11 +23,11 @@ NAMES = {"max_logit", "entropy", "query_norm_mean", "query_norm_max", "key_norm_
 
 
 def mechanism(attention: str, heads: int = H) -> quest_core.Mechanism:
-    return quest_core.mechanism(attention, num_heads=heads, head_dim=D).eval()
+    return quest_core.Mechanism(attention, num_heads=heads, head_dim=D).eval()
 
 
 def inputs(attention: str = "quest", n: int = N, m: int = M) -> tuple[Tensor, Tensor, Tensor]:
-    groups = quest_core.mechanisms.mechanism.kv_heads(attention, H)
+    groups = kv_heads(attention, H)
     return torch.randn(B, H, n, D) * 3, torch.randn(B, groups, m, D), torch.randn(B, groups, m, D)
 
 
@@ -129,7 +130,7 @@ def test_numbers_are_those_of_the_formulas(
 
 def test_quest_by_hand() -> None:
     """One head, two queries, two keys: unit keys along the axes."""
-    m = quest_core.mechanism("quest", num_heads=1, head_dim=2)
+    m = quest_core.Mechanism("quest", num_heads=1, head_dim=2)
     q = torch.tensor([[[[3.0, 4.0], [0.0, 0.0]]]])
     k = torch.tensor([[[[2.0, 0.0], [0.0, 5.0]]]])
     with Monitor(m) as monitor:
@@ -176,7 +177,7 @@ def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("attention", ["linear", "cosine", "aft-simple"])
 def test_families_report_norms(attention: str, causal: bool) -> None:
-    m = quest_core.mechanism(attention, num_heads=H, head_dim=D)
+    m = quest_core.Mechanism(attention, num_heads=H, head_dim=D)
     q, k, v = inputs(n=M)
     visible = torch.ones(B, 1, 1, M, dtype=torch.bool)
     visible[0, ..., 3:] = False
@@ -257,7 +258,7 @@ def test_half_precision_is_read_in_full(dtype: torch.dtype) -> None:
 def test_entropy_does_not_cancel_at_large_logits() -> None:
     q = torch.tensor([1e6, 0.0]).expand(1, 1, 3, 2)
     k = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])[None, None]  # two equal winners: ln 2
-    m = quest_core.mechanism("quest", num_heads=1, head_dim=2)
+    m = quest_core.Mechanism("quest", num_heads=1, head_dim=2)
     with Monitor(m) as monitor:
         m(q, k, k)
     seen = monitor.collect()["mechanism"]
@@ -330,7 +331,7 @@ def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, 
     if causal and m._no_causal:
         return
     lengths = [5, 0, 9, 4, 70, 1]
-    groups = quest_core.mechanisms.mechanism.kv_heads(attention, H)
+    groups = kv_heads(attention, H)
     q, k, v = (torch.randn(sum(lengths), heads, D) for heads in (H, groups, groups))
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q[starts[1:].long() - 1] *= 10  # the last token of a sequence is what padding repeats
@@ -513,7 +514,7 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(monitor_module, "BLOCK", 4096)
     m = mechanism(attention)
     q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)
-    seen = quest_core.mechanisms.mechanism.Observation(q, k, (q, k), None, causal)
+    seen = quest_core.mechanism.Observation(q, k, (q, k), None, causal)
     monitor = Monitor(m)
     with Largest() as largest:
         m.observer(seen)  # type: ignore[misc]

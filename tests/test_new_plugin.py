@@ -21,7 +21,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from quest_core import ConfigError, PluginError, QuestError, cli, new_plugin, registry
+from quest_core import ConfigError, PluginError, QuestError, cli
+from quest_core.cli import template
+from quest_core.hosts import discovery
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,7 +56,7 @@ def call(*command: object, cwd: Path, env: Mapping[str, str] | None = None) -> s
 # "abc-1" sorts before quest_core and has a hyphen; "tiny" sorts after.
 @pytest.mark.parametrize("name", ["abc-1", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_the_tests_of_a_new_plugin_pass_at_once(tmp_path: Path, name: str) -> None:
-    folder = new_plugin.new_plugin(name, out=tmp_path)
+    folder = template.new_plugin(name, out=tmp_path)
     env = installed(folder, tmp_path / "site")
     report = tmp_path / "report.xml"
     call(sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", cwd=folder, env=env)
@@ -66,7 +68,7 @@ def test_the_tests_of_a_new_plugin_pass_at_once(tmp_path: Path, name: str) -> No
 
 
 def test_entry_points_name_what_is_there(tmp_path: Path) -> None:
-    folder = new_plugin.new_plugin("my-lab", out=tmp_path)
+    folder = template.new_plugin("my-lab", out=tmp_path)
     about = project(folder)
     assert about["name"] == folder.name == "quest-my-lab"
     assert about["entry-points"] == {
@@ -84,10 +86,10 @@ def test_entry_points_name_what_is_there(tmp_path: Path) -> None:
 
 
 def test_info_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = new_plugin.new_plugin("mini", attention_class="pytest.layers.attention:Attention", out=tmp_path)
+    folder = template.new_plugin("mini", attention_class="pytest.layers.attention:Attention", out=tmp_path)
     monkeypatch.syspath_prepend(folder / "src")
-    info = registry.load_info("quest_mini.info:INFO")
-    assert info["api"] == registry.API_VERSION
+    info = discovery.load_info("quest_mini.info:INFO")
+    assert info["api"] == discovery.API_VERSION
     assert (info["name"], info["host"], info["module"]) == ("mini", "pytest", "pytest")
     # Without versions of its own, the host's installed one is the oldest that is supported, and the one tested with.
     assert project(folder)["optional-dependencies"]["host"] == [f"pytest>={pytest.__version__}"]
@@ -97,7 +99,7 @@ def test_info_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_host_keeps_the_versions_it_was_given(tmp_path: Path) -> None:
-    folder = new_plugin.new_plugin("mini", host_distribution="No.Such-Host>=1.0,<2", out=tmp_path)
+    folder = template.new_plugin("mini", host_distribution="No.Such-Host>=1.0,<2", out=tmp_path)
     assert project(folder)["optional-dependencies"]["host"] == ["No.Such-Host>=1.0,<2"]
     assert '"module": "no_such_host"' in (folder / "src/quest_mini/info.py").read_text()
     assert "==" not in (folder / "constraints.txt").read_text().replace("torch==", "")
@@ -113,7 +115,7 @@ def test_a_real_attention_class_is_a_site(tmp_path: Path) -> None:
         "        self.num_heads, self.qkv, self.proj = 2, nn.Linear(8, 24), nn.Linear(8, 8)\n"
         "        self.attn_drop = nn.Dropout(0.0)\n"
     )
-    folder = new_plugin.new_plugin("their", attention_class="their_model:Attention", out=tmp_path)
+    folder = template.new_plugin("their", attention_class="their_model:Attention", out=tmp_path)
     env = installed(folder, tmp_path / "site")
     env["PYTHONPATH"] += os.pathsep + str(tmp_path)
     code = (
@@ -140,7 +142,7 @@ def test_a_real_attention_class_is_a_site(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["abc-1", "tiny"])
 def test_what_is_written_is_clean(tmp_path: Path, name: str) -> None:
-    folder = new_plugin.new_plugin(name, attention_class="abc.layers:Attention", out=tmp_path)
+    folder = template.new_plugin(name, attention_class="abc.layers:Attention", out=tmp_path)
     text = "\n".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert not re.search(r"TODO|FIXME|XXX|NotImplementedError|\$|\.tmpl|PACKAGE\b", text)
     if importlib.util.find_spec("ruff") is None:
@@ -153,18 +155,18 @@ def test_what_is_written_is_clean(tmp_path: Path, name: str) -> None:
 
 
 def test_every_template_file_is_written(tmp_path: Path) -> None:
-    folder = new_plugin.new_plugin("mini", out=tmp_path)
-    template = ROOT / "plugins" / "_template"
+    folder = template.new_plugin("mini", out=tmp_path)
+    sources = ROOT / "plugins" / "_template"
     expected = {
-        str(path.relative_to(template)).replace("PACKAGE", "quest_mini").removesuffix(".tmpl")
-        for path in template.rglob("*")
+        str(path.relative_to(sources)).replace("PACKAGE", "quest_mini").removesuffix(".tmpl")
+        for path in sources.rglob("*")
         if path.is_file()
     }
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == expected
 
 
 def test_a_new_plugins_wheel_carries_licence_types_and_links(tmp_path: Path) -> None:
-    folder = new_plugin.new_plugin("mini", out=tmp_path)
+    folder = template.new_plugin("mini", out=tmp_path)
     about, core = project(folder), project(ROOT)
     assert (about["license"], about["license-files"]) == (core["license"], ["LICENSE"])
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
@@ -175,7 +177,7 @@ def test_a_new_plugins_wheel_carries_licence_types_and_links(tmp_path: Path) -> 
 
 
 def test_the_page_on_adapters_shows_what_is_written(tmp_path: Path) -> None:
-    folder = new_plugin.new_plugin("timm", out=tmp_path)
+    folder = template.new_plugin("timm", out=tmp_path)
     written = {line.strip() for path in folder.rglob("*") if path.is_file() for line in path.read_text().splitlines()}
     page = (ROOT / "docs" / "writing-an-adapter.md").read_text()
     shown = "\n".join(re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL))
@@ -201,7 +203,7 @@ def test_the_page_on_adapters_shows_what_is_written(tmp_path: Path) -> None:
 )
 def test_names_that_cannot_be_are_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        new_plugin.new_plugin(name, out=tmp_path)
+        template.new_plugin(name, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -217,7 +219,7 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path, name: str, message: st
 )
 def test_hosts_that_cannot_be_are_refused(tmp_path: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{key.replace('_', '-')} is .*; write "):
-        new_plugin.new_plugin("mini", out=tmp_path, **{key: value})  # type: ignore[arg-type]
+        template.new_plugin("mini", out=tmp_path, **{key: value})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,14 +227,14 @@ def test_an_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
     mine = tmp_path / "quest-mini"
     mine.mkdir()
     with pytest.raises(ConfigError, match="exists already"):
-        new_plugin.new_plugin("mini", out=tmp_path)
+        template.new_plugin("mini", out=tmp_path)
     assert list(mine.iterdir()) == []
     mine.rmdir()
     mine.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="exists already"):
-        new_plugin.new_plugin("mini", out=tmp_path)
+        template.new_plugin("mini", out=tmp_path)
     with pytest.raises(ConfigError, match="is no folder"):
-        new_plugin.new_plugin("mini", out=tmp_path / "nowhere")
+        template.new_plugin("mini", out=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(("error", "raised"), [(OSError(28, "No space left"), ConfigError), (ValueError(), ValueError)])
@@ -248,14 +250,14 @@ def test_nothing_is_left_half_written(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(raised):
-        new_plugin.new_plugin("mini", out=tmp_path)
+        template.new_plugin("mini", out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_name_of_an_installed_plugin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_plugin, "discover", lambda: [registry.Record("mini", "quest-mini", "1.2", "ok")])
+    monkeypatch.setattr(template, "discover", lambda: [discovery.Record("mini", "quest-mini", "1.2", "ok")])
     with pytest.raises(PluginError, match="quest-mini 1.2; choose another name, or pip uninstall quest-mini"):
-        new_plugin.new_plugin("mini", out=tmp_path)
+        template.new_plugin("mini", out=tmp_path)
 
 
 def test_the_command_says_what_comes_next(
@@ -275,6 +277,6 @@ def test_the_command_says_what_comes_next(
 
 
 def test_a_missing_template_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_plugin, "__file__", str(tmp_path / "quest_core" / "new_plugin.py"))
+    monkeypatch.setattr(template, "__file__", str(tmp_path / "quest_core" / "cli" / "template.py"))
     with pytest.raises(QuestError, match="lacks the template"):
-        new_plugin.new_plugin("mini", out=tmp_path)
+        template.new_plugin("mini", out=tmp_path)

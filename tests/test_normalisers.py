@@ -110,7 +110,7 @@ def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, An
     )
     probe = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     want_gradients = torch.autograd.grad((want * probe).sum(), inputs)
-    made = quest_core.mechanism(
+    made = quest_core.Mechanism(
         given_spec if groups == heads else f"{spec}+gqa(kv_heads={groups})", num_heads=heads, head_dim=shape[-1]
     )
     with path(problem["path"]):
@@ -133,7 +133,7 @@ def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, An
 @pytest.mark.parametrize("score", sorted(reference.SCORES))
 @pytest.mark.parametrize("way", PATHS)
 def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, normaliser: str, grouping: str) -> None:
-    made = quest_core.mechanism(f"{score}+{normaliser}{grouping}", num_heads=4, head_dim=6).double()
+    made = quest_core.Mechanism(f"{score}+{normaliser}{grouping}", num_heads=4, head_dim=6).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
@@ -230,7 +230,7 @@ def test_logits_of_a_thousand_stay_exact(way: str) -> None:
     with path(way):
         out = quest_core.attention(q, k, v, "quest+sinkhorn(iterations=40)")
     assert out.isfinite().all()
-    weights = quest_core.mechanism("quest+sinkhorn(iterations=40)", num_heads=1, head_dim=4).forward_with_weights(
+    weights = quest_core.Mechanism("quest+sinkhorn(iterations=40)", num_heads=1, head_dim=4).forward_with_weights(
         q, k, v
     )[1]
     torch.testing.assert_close(weights.sum(-2), torch.ones(1, 1, 6, dtype=torch.float64))
@@ -238,7 +238,7 @@ def test_logits_of_a_thousand_stay_exact(way: str) -> None:
 
 
 def weights_of(spec: str, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    made = quest_core.mechanism(spec, num_heads=q.shape[1], head_dim=q.shape[-1])
+    made = quest_core.Mechanism(spec, num_heads=q.shape[1], head_dim=q.shape[-1])
     return made.forward_with_weights(q, k, torch.zeros_like(k), attn_mask=mask)[1]
 
 
@@ -314,7 +314,7 @@ def test_the_future_never_changes_the_past(way: str) -> None:
 @pytest.mark.parametrize("steps", [(1,) * 7, (3, 1, 3), (7,)])
 def test_sigmoid_decodes_as_it_attends(steps: tuple[int, ...], way: str) -> None:
     q, k, v = tensors(2, 4, 2, 7, 7, 4)
-    made = quest_core.mechanism("quest+sigmoid+gqa(kv_heads=2)", num_heads=4, head_dim=4)
+    made = quest_core.Mechanism("quest+sigmoid+gqa(kv_heads=2)", num_heads=4, head_dim=4)
     cache = quest_core.Cache()
     with path(way):
         parts = [made.decode(*new, cache) for new in zip(*(x.split(steps, 2) for x in (q, k, v)), strict=True)]
@@ -352,7 +352,7 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
 def test_compiles_without_a_graph_break_and_exports(spec: str, way: str) -> None:
     inputs = tuple(x.float().requires_grad_() for x in tensors(2, 4, 2, 7, 7, 8))
-    made = quest_core.mechanism(f"{spec}+gqa(kv_heads=2)", num_heads=4, head_dim=8)
+    made = quest_core.Mechanism(f"{spec}+gqa(kv_heads=2)", num_heads=4, head_dim=8)
     mask = make_mask("queries and keys", 2, 4, 7, 7)
     with path(way):
         torch._dynamo.reset()
@@ -463,7 +463,7 @@ def test_refusals_say_why() -> None:
     q, k, v = tensors(1, 1, 1, 3, 3, 2)
     with pytest.raises(quest_core.UnsupportedError, match="lower-triangular doubly stochastic matrix is the identity"):
         quest_core.attention(q, k, v, "quest+sinkhorn", is_causal=True)
-    made = quest_core.mechanism("quest+sinkhorn", num_heads=1, head_dim=2)
+    made = quest_core.Mechanism("quest+sinkhorn", num_heads=1, head_dim=2)
     with pytest.raises(quest_core.UnsupportedError, match="'sinkhorn' cannot decode incrementally"):
         made.decode(q, k, v, quest_core.Cache())
     with pytest.raises(quest_core.ConfigError, match="'iterations' is 0, but takes a whole number of at least 1"):

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quest_core
-from quest_core import PackingPlan, attention_packed, packing
+from quest_core import PackingPlan, attention_packed
 from quest_core.errors import ConfigError, InputError, UnsupportedError
+from quest_core.tools import packing
 
 HEADS, DIM = 4, 8
 
@@ -52,9 +54,9 @@ def check(
     mechanism = (
         spec
         if isinstance(spec, quest_core.Mechanism)
-        else quest_core.mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
+        else quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     )
-    key_dim = quest_core.mechanisms.mechanism.key_features(mechanism.config, DIM)
+    key_dim = quest_core.mechanism.key_features(mechanism.config, DIM)
     q, k, v = tokens(lengths_q, lengths_k, groups, key_dim=key_dim)
     cu_q = cumulative(lengths_q)
     cu_k = None if lengths_k is lengths_q else cumulative(lengths_k)
@@ -112,12 +114,12 @@ def test_every_kind_of_mechanism_equals_a_loop(spec: str, is_causal: bool) -> No
 
 def test_aft_conv_gets_lengths_that_are_alike() -> None:
     """Padding would change what a grid is, so no batch is padded."""
-    made = quest_core.mechanism("aft-conv(dims=1, window=3)", num_heads=HEADS, head_dim=DIM).double()
+    made = quest_core.Mechanism("aft-conv(dims=1, window=3)", num_heads=HEADS, head_dim=DIM).double()
     with torch.no_grad():
         made.family.gain.fill_(0.7)  # type: ignore[union-attr]
     check(made, MIXED, MIXED)
     squares = [9, 4, 0, 16, 4]
-    made = quest_core.mechanism("aft-conv(window=3)", num_heads=HEADS, head_dim=DIM).double()
+    made = quest_core.Mechanism("aft-conv(window=3)", num_heads=HEADS, head_dim=DIM).double()
     with torch.no_grad():
         made.family.gain.fill_(0.7)  # type: ignore[union-attr]
     check(made, squares, squares)
@@ -129,7 +131,7 @@ def test_aft_conv_gets_lengths_that_are_alike() -> None:
 @pytest.mark.parametrize("score", ["elliptical", "elliptical-quest"])
 def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool) -> None:
     """Each sequence's own values say which features count, padding says nothing."""
-    layers = [quest_core.mechanism(score, num_heads=HEADS, head_dim=DIM).double() for _ in range(2)]
+    layers = [quest_core.Mechanism(score, num_heads=HEADS, head_dim=DIM).double() for _ in range(2)]
     quest_core.chain(torch.nn.ModuleList(layers))
     first, second = (tokens(MIXED, MIXED, seed=seed) for seed in (0, 1))
     cu = cumulative(MIXED)
@@ -160,7 +162,7 @@ def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch: pytest.Monke
 
 
 def test_pgqa_repeats_under_a_seed() -> None:
-    made = quest_core.mechanism("quest+pgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    made = quest_core.Mechanism("quest+pgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
     q, k, v = tokens(MIXED, MIXED, 2)
     outs = []
     for seed in (1, 1, 2):
@@ -183,7 +185,13 @@ def test_padded_area_is_bounded(lengths: list[int]) -> None:
     buckets = plan.layout("near", torch.device("cpu")).buckets
     assert sum(b.size for b in buckets) == len(lengths)
     padded, real = sum(b.size * b.n * b.m for b in buckets), sum(n * n for n in lengths)
-    assert padded <= packing.WASTE * real + packing.SMALL_AREA * len(buckets)
+    assert padded <= packing.WASTE * real
+
+
+def test_short_sequences_share_a_bucket_within_the_padding_that_long_ones_leave() -> None:
+    lengths = [500, *range(2, 30)]
+    plan = PackingPlan.from_cu_seqlens(cumulative(lengths))
+    assert [(b.size, b.n) for b in plan.layout("near", torch.device("cpu")).buckets] == [(1, 500), (28, 29)]
 
 
 def test_tokens_of_equal_sequences_are_not_copied() -> None:
@@ -204,7 +212,7 @@ def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 1
     want = q
     for _ in range(12):
-        want = loop(want, k, v, quest_core.mechanism("quest", num_heads=HEADS, head_dim=DIM), MIXED, MIXED)
+        want = loop(want, k, v, quest_core.Mechanism("quest", num_heads=HEADS, head_dim=DIM), MIXED, MIXED)
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-11)
 
 
@@ -228,7 +236,7 @@ def test_padding_of_one_sequence_cannot_hurt_another() -> None:
 
 def test_mechanisms_that_see_the_whole_batch_get_it_at_once() -> None:
     """kdgqa's head sizes are those of the padded batch, not of each bucket."""
-    mechanism = quest_core.mechanism("quest+kdgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    mechanism = quest_core.Mechanism("quest+kdgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
     lengths = [90, 3, 4]
     q, k, v = tokens(lengths, lengths, 2)
     real = torch.arange(90) < torch.tensor(lengths)[:, None]
@@ -270,7 +278,7 @@ def test_the_variable_length_kernel_gets_what_it_needs(
             assert x.stride(2) == 1
             assert all(step % 8 == 0 for step in x.stride()[:2])
         assert options["window_size"] == ((-1, 0) if is_causal else (-1, -1))
-        standard = quest_core.mechanism(
+        standard = quest_core.Mechanism(
             f"standard(scale={options['scale']})" + ("+gqa(kv_heads=2)" if options["enable_gqa"] else ""),
             num_heads=HEADS,
             head_dim=DIM,
@@ -280,9 +288,42 @@ def test_the_variable_length_kernel_gets_what_it_needs(
     names = frozenset({"scale", "window_size", "enable_gqa"})
     monkeypatch.setattr(packing, "_varlen_attn", lambda: (varlen_attn, names))
     monkeypatch.setattr(packing, "_varlen_applies", lambda *_: True)
-    mechanism = quest_core.mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
+    mechanism = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     check(mechanism, MIXED, MIXED, groups=2 if "gqa" in spec else HEADS, is_causal=is_causal)
     assert seen
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "runs"),
+    [
+        ("cuda", (7, 0), torch.float16, False),  # V100
+        ("cuda", (7, 5), torch.bfloat16, False),  # T4
+        ("cuda", (8, 0), torch.float16, True),  # A100
+        ("cuda", (8, 9), torch.bfloat16, True),  # L4
+        ("cuda", (9, 0), torch.bfloat16, True),  # H100
+        ("cuda", (9, 0), torch.float32, False),
+        ("cpu", (9, 0), torch.bfloat16, False),
+    ],
+)
+def test_flash_kernels_run_from_ampere_on(
+    device: str, capability: tuple[int, int], dtype: torch.dtype, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert packing.flash_runs(torch.device(device), dtype) is runs
+
+
+@pytest.mark.parametrize(("capability", "applies"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_take_padded_batches(
+    capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    names = frozenset({"scale", "window_size", "enable_gqa"})
+    monkeypatch.setattr(packing, "_varlen_attn", lambda: (lambda *_, **__: None, names))
+    mechanism = quest_core.Mechanism("quest", num_heads=HEADS, head_dim=DIM)
+    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    with FakeTensorMode():
+        q = torch.empty(sum(MIXED), HEADS, DIM, dtype=torch.float16, device="cuda")
+    assert packing._varlen_applies(q, q, q, mechanism, plan, is_causal=False, dropout_p=0.0) is applies
 
 
 def test_pytorchs_own_varlen_attn_is_recognised() -> None:
@@ -320,7 +361,7 @@ def test_errors_name_what_does_not_fit() -> None:
 
 
 def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_by_sequence() -> None:
-    mechanism = quest_core.mechanism("quest+dgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
+    mechanism = quest_core.Mechanism("quest+dgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
     q, k, v = tokens([3, 4], [5, 4], 2)
     with pytest.raises(UnsupportedError, match="whole batch"):
         attention_packed(

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quest_core
-from quest_core.parallel import AttentionRecord
+from quest_core.tools.parallel import AttentionRecord
 
 from .models import BATCH, TRAINED, E, N, build, check_same, data, half, sgd, tensors, train
 from .ranks import RankFailure, Ranks

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quest_core
 from quest_core.errors import QuestError
-from quest_core.parallel import HeadParallel
+from quest_core.tools.parallel import HeadParallel
 
 from .models import E, H, N, build, check_same, data, half, tensors, train
 from .ranks import Ranks

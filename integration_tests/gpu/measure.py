@@ -117,10 +117,4 @@ def versions(device: str) -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability()
         found |= {"compute capability": f"{major}.{minor}", "cuda": str(torch.version.cuda)}
         found["cudnn"] = str(torch.backends.cudnn.version())
-    try:
-        import triton
-
-        found["triton"] = str(triton.__version__)
-    except ImportError:
-        found["triton"] = "none"
     return {**found, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -12,9 +12,7 @@ import argparse
 import ast
 import contextlib
 import functools
-import importlib.util
 import json
-import os
 import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -45,15 +43,10 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 MATH_UNTIL = 2048  # tokens; it keeps all weights
-FUSED_UNTIL = 512  # tokens; what the short kernel takes
 DIRECTIONS = ("forward", "forward and backward")
 
 FULL = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "aft-simple", "aft-local", "aft-full")
-FUSED = " (QUEST_KERNELS=fused)"
-EAGER = " (QUEST_KERNELS=eager)"
-SHORT = f"quest{FUSED}"  # the kernel that normalises and attends; beyond its lengths it would be quest itself
-PLAIN = f"quest{EAGER}"  # unit keys by PyTorch's operations in place of the kernel
-KERNELS = tuple(f"{name}{FUSED}" for name in ("aft-simple", "aft-local", "aft-full"))
+FLEX = "quest by FlexAttention"  # no unit keys: its score_mod divides each logit by ‖k‖
 GROUPED = ("standard+gqa", "quest+gqa")
 
 
@@ -69,28 +62,32 @@ class Row:
     timing: Timing
 
 
-@contextlib.contextmanager
-def kernels(mode: str) -> Iterator[None]:
-    """QUEST_KERNELS for a while."""
-    before = os.environ.get("QUEST_KERNELS")
-    os.environ["QUEST_KERNELS"] = mode
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["QUEST_KERNELS"]
-        else:
-            os.environ["QUEST_KERNELS"] = before
+def quest_by_flex(flex_attention: Callable) -> Callable:
+    """QUEST with `flex_attention`, compiled or not: q, k, v [B, H, N, D] -> [B, H, N, D]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inverse = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).reciprocal()  # [B, H, N]
+
+        def divide(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score * inverse[batch, head, key]
+
+        return flex_attention(q, k, v, score_mod=divide, scale=1.0)
+
+    return attend
 
 
 def contender(name: str, tokens: int, heads: int, groups: int, dim: int, device: str, dtype: torch.dtype) -> Callable:
-    """(q, k, v) -> output, through quest_core."""
-    spec = name.removesuffix(FUSED).removesuffix(EAGER)
+    """(q, k, v) -> output, through quest_core or FlexAttention."""
+    if name == FLEX:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return quest_by_flex(torch.compile(flex_attention, dynamic=False))
+    spec = name
     if spec.endswith("+gqa"):
         spec += f"(kv_heads={groups})"
     if spec in ("aft-full", "aft-local"):
         spec += f"(max_length={tokens})"
-    return quest_core.mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
+    return quest_core.Mechanism(spec, num_heads=heads, head_dim=dim).to(device, dtype)
 
 
 def peers(tokens: int, device: str) -> list[str]:
@@ -102,15 +99,8 @@ def peers(tokens: int, device: str) -> list[str]:
 
 
 def surroundings(name: str) -> contextlib.AbstractContextManager[object]:
-    """What a contender runs in: a back-end of scaled_dot_product_attention, or the QUEST_KERNELS that it names."""
-    if name.startswith("sdpa "):
-        return sdpa_kernel(BACK_ENDS[name.removeprefix("sdpa ")])
-    return kernels(name.split("=")[1].rstrip(")")) if name.endswith((FUSED, EAGER)) else contextlib.nullcontext()
-
-
-def fused_kernels_run(device: str) -> bool:
-    """Whether there are Triton kernels to measure; elsewhere the eager path would be measured under their name."""
-    return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+    """The back-end of scaled_dot_product_attention that a contender names, or nothing."""
+    return sdpa_kernel(BACK_ENDS[name.removeprefix("sdpa ")]) if name.startswith("sdpa ") else contextlib.nullcontext()
 
 
 def call(attend: Callable, tensors: list[Tensor], backward: bool) -> Callable[[], None]:
@@ -180,10 +170,10 @@ def measure(
                 ]
                 sdpa = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
                 calls = {name: call(sdpa, tensors, backward) for name in peers(tokens, device)}
-                wanted = GROUPED if grouped else (*FULL, PLAIN, *([SHORT] if tokens <= FUSED_UNTIL else []), *KERNELS)
+                wanted = GROUPED if grouped else (*FULL, FLEX)
                 for name in wanted:
-                    if name in (SHORT, *KERNELS) and not fused_kernels_run(device):
-                        why[name] = "no Triton kernel runs here"
+                    if name == FLEX and not device.startswith("cuda"):
+                        why[name] = "measured on a GPU only"
                         continue
                     if (name, direction) in slow:
                         why[name] = "too slow at a shorter length"
@@ -218,7 +208,7 @@ def markdown(rows: list[Row], left_out: dict[str, dict[str, str]]) -> str:
     for direction in DIRECTIONS:
         for grouped in (False, True):
             own = [r for r in rows if r.direction == direction and r.peer.endswith(" gqa") == grouped]
-            names = [n for n in (*FULL, PLAIN, SHORT, *KERNELS, *GROUPED) if any(r.contender == n for r in own)]
+            names = [n for n in (*FULL, FLEX, *GROUPED) if any(r.contender == n for r in own)]
             title = f"{direction}, fewer key heads" if grouped else direction
             lines += [f"### {title.capitalize()}", "", "| N | B | best back-end | " + " | ".join(names) + " |"]
             lines.append("|---:|---:|---|" + "---|" * len(names))
@@ -365,13 +355,7 @@ def not_measured() -> str:
         f"Against the fastest back-end of scaled_dot_product_attention, {' and '.join(DIRECTIONS)}, bfloat16, at N = "
         f"{lengths}:",
         "",
-        *(f"- {name}" for name in (*FULL, *GROUPED)),
-        "",
-        "unit keys without their kernel, and the kernels not taken by themselves until this has been measured:",
-        "",
-        f"- {PLAIN}",
-        f"- {SHORT}, at N up to {FUSED_UNTIL}",
-        *(f"- {name}" for name in KERNELS),
+        *(f"- {name}" for name in (*FULL, FLEX, *GROUPED)),
         "",
         "## Training steps of the frameworks",
         "",

@@ -6,12 +6,21 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
 
 import quest_core
-import quest_core.packing
-from quest_core.mechanisms.mechanism import kv_heads
+import quest_core.tools.packing
+from quest_core.mechanism import kv_heads
 
 LENGTHS = {"cpu": [7, 1, 12], "cuda": [700, 1, 333, 64]}
+
+
+def one_at_a_time(
+    q: Tensor, k: Tensor, v: Tensor, module: quest_core.Mechanism, lengths: list[int], is_causal: bool
+) -> Tensor:
+    """q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
+    return torch.cat([module(*part, is_causal=is_causal)[0].transpose(0, 1) for part in parts])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -22,20 +31,24 @@ def test_packed_sequences(
 ) -> None:
     """Outputs and gradients against float64: at most twice the error of one sequence at a time."""
     lengths, heads, dim = LENGTHS[device], 4, 64 if device == "cuda" else 8
-    made = quest_core.mechanism(attention, num_heads=heads, head_dim=dim).to(device)
+    made = quest_core.Mechanism(attention, num_heads=heads, head_dim=dim).to(device)
     groups = kv_heads(attention, heads)
     inputs = [torch.randn(sum(lengths), h, dim, dtype=torch.float64).to(device, dtype) for h in (heads, groups, groups)]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     grad = torch.randn(sum(lengths), heads, dim, dtype=torch.float64).to(device)
     calls = []
-    varlen = quest_core.packing._varlen
-    monkeypatch.setattr(quest_core.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1])
+    varlen = quest_core.tools.packing._varlen
+    monkeypatch.setattr(
+        quest_core.tools.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1]
+    )
     found = []
-    for kernels, wide in (("auto", False), ("reference", False), ("reference", True)):
-        monkeypatch.setenv("QUEST_KERNELS", kernels)
+    for apart, wide in ((False, False), (True, False), (True, True)):
         module = copy.deepcopy(made).double() if wide else copy.deepcopy(made).to(dtype)
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in inputs]
-        out = quest_core.attention_packed(*leaves, module, cu_seqlens_q=ends, is_causal=is_causal)
+        if apart:
+            out = one_at_a_time(*leaves, module, lengths, is_causal)
+        else:
+            out = quest_core.attention_packed(*leaves, module, cu_seqlens_q=ends, is_causal=is_causal)
         found.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     assert calls == ([dtype] if device == "cuda" else [])
     for got, plain, truth in zip(*found, strict=True):

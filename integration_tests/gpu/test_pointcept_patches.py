@@ -14,7 +14,7 @@ pytest.importorskip("torch_pointcloud", reason="torch-pointcloud is not installe
 from torch_pointcloud.layers.serialized_attention import SerializedAttention, SerializedAttentionRoPE
 
 import quest_core
-import quest_core.packing
+import quest_core.tools.packing
 from quest_pointcept import PointceptAdapter
 
 COUNTS, PATCH, CHANNELS = (700, 90, 333), 128, 96
@@ -47,8 +47,10 @@ def test_packed_patches(kind: type[nn.Module], attention: str, device: str, monk
     want = run(exact, x.double(), batch, order, coord.double())
 
     calls = []
-    varlen = quest_core.packing._varlen
-    monkeypatch.setattr(quest_core.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1])
+    varlen = quest_core.tools.packing._varlen
+    monkeypatch.setattr(
+        quest_core.tools.packing, "_varlen", lambda *given: (calls.append(given[0].dtype), varlen(*given))[1]
+    )
     got = run(module.to(device), *(part.to(device) for part in (x, batch, order, coord)))
     assert len(calls) == (1 if device == "cuda" else 0)
     for ours, theirs in zip(got, want, strict=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import quest_core
 
@@ -38,10 +38,9 @@ def test_the_command_writes_the_page_and_its_data(
     text = out.read_text()
     assert capsys.readouterr().out.strip() == text.strip()
     assert text.count("### ") == 4
-    for name in (*table.FULL, table.PLAIN, *table.GROUPED):
+    for name in (*table.FULL, *table.GROUPED):
         assert f" {name} |" in text
-    for name in (table.SHORT, *table.KERNELS):
-        assert (f" {name} |" if table.fused_kernels_run(device) else f"{name} (no Triton kernel runs here)") in text
+    assert (f" {table.FLEX} |" if device == "cuda" else f"{table.FLEX} (measured on a GPU only)") in text
     assert "| `test_backends.py` |" in text
     assert "| 1 | 0 | 1 |" in text
     assert "Not yet measured: fairseq, graphgps, mmseg, pointcept, tsai." in text
@@ -52,7 +51,6 @@ def test_the_command_writes_the_page_and_its_data(
     assert all(r["timing"]["milliseconds"] > 0 and r["timing"]["rounds"] == 3 for r in rows)
     assert all(r["timing"]["ratio"] == 1 for r in rows if r["contender"].startswith("sdpa "))
     assert len([r for r in rows if r["contender"] == "quest"]) == 4
-    assert "QUEST_KERNELS" not in os.environ
 
 
 def test_contenders_compute_what_their_names_say() -> None:
@@ -61,7 +59,7 @@ def test_contenders_compute_what_their_names_say() -> None:
         made = table.contender(name, 6, 4, groups, 8, "cpu", torch.float32)
         torch.testing.assert_close(made(q, k, v), quest_core.attention(q, k, v, spec))
     q, k, v = torch.randn(3, 1, 4, 6, 8)
-    attend = table.contender(table.PLAIN, 6, 4, 4, 8, "cpu", torch.float32)
+    attend = table.quest_by_flex(flex_attention)
     torch.testing.assert_close(attend(q, k, v), quest_core.attention(q, k, v, "quest"))
 
 
@@ -72,16 +70,12 @@ def test_every_back_end_runs_in_its_context() -> None:
         with table.surroundings(name):
             used = measure.back_ends(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         assert used == {name.removeprefix("sdpa ")}
-    for name, kernels in ((table.SHORT, "fused"), (table.PLAIN, "eager")):
-        with table.surroundings(name):
-            assert os.environ["QUEST_KERNELS"] == kernels
-    assert "QUEST_KERNELS" not in os.environ
 
 
 def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Until there are measurements: every contender, framework and test is on it as not yet measured."""
     text = table.not_measured()
-    for name in (*table.FULL, table.PLAIN, table.SHORT, *table.KERNELS, *table.GROUPED):
+    for name in (*table.FULL, table.FLEX, *table.GROUPED):
         assert f"- {name}" in text
     assert {file.host for file in table.suite()} == {None, "fairseq", "graphgps", "mmseg", "pointcept", "tsai"}
     marked = {path.name for path in Path(table.__file__).parent.glob("test_*.py")}

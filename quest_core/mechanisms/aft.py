@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..cache import Cache
-from ..config import Option, Part
 from ..errors import InputError, UnsupportedError
 from .aft_ops import aft_biased, aft_running, finite
 from .base import Dims, Family, local
+from .part import Option, Part
 
 
 def widen(x: Tensor) -> Tensor:

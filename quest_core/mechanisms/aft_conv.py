@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config import Option, Part
 from ..errors import ConfigError, InputError, UnsupportedError
 from .aft import QUERY, gate, hide, nothing, widen
 from .aft_ops import ELEMENTS, exact_arithmetic, finite, safe_range
 from .base import Dims, Family, local
+from .part import Option, Part
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32

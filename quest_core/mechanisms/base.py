@@ -168,13 +168,21 @@ class Family(nn.Module):
 def local(parameter: Tensor) -> Tensor:
     """A mechanism's parameter as this rank uses it: the part for its heads where tensor parallelism has divided it.
 
-    Every mechanism that :class:`quest_core.parallel.HeadParallel` shall divide reads its parameters through this.
+    Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
     """
     if type(parameter) in (Tensor, nn.Parameter):
         return parameter
-    from ..parallel import local_part
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    return local_part(parameter)
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if all(isinstance(placement, Replicate) for placement in parameter.placements):
+        # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
+        shared = parameter.redistribute(placements=parameter.placements)
+        whole: Tensor = shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
+        return whole
+    part: Tensor = parameter.to_local()
+    return part
 
 
 def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..config import Part
 from ..errors import UnsupportedError
 from ..kernels.pytorch import is_compiling, is_recomputing
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
+from .part import Part
 from .scores import SCALE, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import Option, Part
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.pytorch import is_recomputing, transform
 from .base import Dims, Grouping, visible_keys
+from .part import Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..config import Part
 from ..errors import UnsupportedError
 from ..kernels.unit import unit
 from .base import Dims, Family, local
+from .part import Part
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""

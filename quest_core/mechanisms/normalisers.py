@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import Option, Part
 from ..kernels.pytorch import (
     HAS_GROUPED_ATTENTION,
     HAS_OPERATORS,
@@ -28,6 +27,7 @@ from ..kernels.pytorch import (
     transform,
 )
 from .base import Dims, Normaliser, apply_weights, logits, merge_causal
+from .part import Option, Part
 
 PLAIN_WEIGHTS = 2**23
 """With this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32."""

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..config import Option, Part
 from ..errors import ConfigError
 from ..kernels.unit import unit
 from .base import Dims, Score, local
+from .part import Option, Part
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import Adapter, Mechanism
-from quest_core.adapter import refusal
+from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY, accept, read
-from quest_core.inject import REPORT
+from quest_core.hosts.adapter import refusal
+from quest_core.hosts.injection import REPORT
 from quest_core.mechanisms import reference
 from quest_core.mechanisms.base import Normaliser, Score
-from quest_core.registry import parts
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 """What a checkpoint comes from and what it is loaded into; gqa with as few key heads as every site allows."""
@@ -255,6 +255,17 @@ class AdapterConformance(ABC):
             self.assert_close(real(self.run(model, one)), real(self.run(model, other)))
         stock, ours = self.stock().eval(), self.injected("standard").eval()
         self.assert_close(real(self.run(ours, one)), real(self.run(stock, one)))
+
+    def test_what_is_uninstalled_is_gone(self) -> None:
+        self.adapter.install()
+        made = list(self.adapter.patches)
+        patched = [vars(owner)[name] for owner, name, _ in made]
+        self.adapter.install()
+        assert [vars(owner)[name] for owner, name, _ in made] == patched, "install() twice changes the host twice"
+        self.adapter.uninstall()
+        for owner, name, original in made:
+            assert vars(owner).get(name) is original, f"{owner}.{name} is not restored"
+        self.adapter.install()
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,79 +13,150 @@ import torch
 import quest_core
 from quest_bench import scaling, speed
 from quest_bench.cli import app_main
-from quest_core.errors import ConfigError
-from quest_core.mechanisms import reference_aft
+from quest_core.errors import QuestError
+from quest_core.mechanisms import reference_aft, reference_linear
+
+SHAPE = (2, 4, 5, 8)
 
 
 def test_contenders_compute_what_their_names_say() -> None:
-    q, k, v = torch.randn(3, 2, 4, 5, 8)
-    made = speed.contenders(["quest", "qknorm-hs"], (2, 4, 5, 8))
-    assert list(made) == [speed.PEER, speed.LAYER_PEER]
-    alone = made[speed.PEER]
+    q, k, v = torch.randn(3, *SHAPE)
+    plan = speed.Plan(attentions=("quest", "qknorm-hs"), also=(speed.FLEX,))
+    alone = speed.contenders(plan, speed.PEER, SHAPE)
     assert list(alone) == [speed.PEER, speed.FORMULA, speed.FLEX, "quest", "qknorm-hs"]
     torch.testing.assert_close(alone[speed.PEER](q, k, v), quest_core.attention(q, k, v, "standard"))
     torch.testing.assert_close(alone[speed.FORMULA](q, k, v), alone["quest"](q, k, v))
-    assert isinstance(alone["qknorm-hs"], quest_core.Mechanism)
-    with pytest.raises(ConfigError, match="a grouping has fewer keys"):
-        speed.contenders(["quest+gqa(kv_heads=2)"], (2, 4, 5, 8))
+    linear = speed.contenders(plan, speed.NAIVE, SHAPE)
+    assert list(linear) == [speed.NAIVE, "linear"]
+    want = reference_linear.linear(q, k, v)
+    for attend in linear.values():
+        torch.testing.assert_close(attend(q, k, v).double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_have_the_projections_of_their_peer() -> None:
-    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    x = torch.randn(2, 5, 32)
     torch.manual_seed(1)
-    first = speed.contenders(["standard"], (2, 4, 5, 8))[speed.LAYER_PEER]
+    layers = speed.contenders(speed.Plan(attentions=("standard",)), speed.LAYER_PEER, SHAPE)
     torch.manual_seed(1)
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-    x = q.transpose(1, 2).flatten(2)
-    torch.testing.assert_close(first[speed.LAYER_PEER](q, k, v), layer(x, x, x)[0])
-    assert list(first) == [speed.LAYER_PEER, "standard in MultiheadAttention"]
-    assert first["standard in MultiheadAttention"](q, k, v).shape == (2, 5, 32)
+    torch.testing.assert_close(layers[speed.LAYER_PEER](x), layer(x, x, x)[0])
+    assert list(layers) == [speed.LAYER_PEER, "standard in MultiheadAttention"]
+    assert layers["standard in MultiheadAttention"](x).shape == (2, 5, 32)
 
 
 def test_the_broadcast_formula_is_that_of_the_reference() -> None:
-    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    q, k, v = torch.randn(3, *SHAPE)
     w = torch.randn(5, 5)
     flat = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
     want = reference_aft.aft(*flat, w, torch.ones(1, 5, 5, dtype=torch.bool)).unflatten(2, (4, 8)).transpose(1, 2)
     torch.testing.assert_close(speed.broadcast_aft(q, k, v, w).double(), want, rtol=1e-5, atol=1e-5)
-    assert speed.BROADCAST in speed.contenders(["aft-simple"], (2, 4, 5, 8))[speed.PEER]
-    assert speed.BROADCAST not in speed.contenders(["aft-simple"], (1, 8, 2048, 64))[speed.PEER]
-    assert speed.BROADCAST not in speed.contenders(["quest"], (2, 4, 5, 8))[speed.PEER]
+    plan = speed.Plan(attentions=("aft-simple",))
+    assert speed.BROADCAST in speed.contenders(plan, speed.PEER, SHAPE)
+    assert speed.BROADCAST not in speed.contenders(plan, speed.PEER, (1, 8, 2048, 64))
+    assert speed.BROADCAST not in speed.contenders(speed.Plan(), speed.PEER, SHAPE)
 
 
-def test_what_cannot_run_leaves_its_cell_empty(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def test_every_call_gets_fresh_tensors_in_the_layout_that_is_named() -> None:
+    for layout, leaves, stride in (("contiguous", 3, (160, 40, 8, 1)), ("packed", 1, (480, 8, 96, 1))):
+        make = speed.fresh(layout, SHAPE, "cpu", torch.float32)
+        (mine, inputs, gradient), (others, _, _) = make(True), make(True)
+        assert len(mine) == leaves
+        assert {tuple(x.shape) for x in inputs} == {SHAPE}
+        assert {x.stride() for x in inputs} == {stride}
+        assert all(x.data_ptr() != y.data_ptr() for x, y in zip(mine, others, strict=True))
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        assert all(g.any() for g in torch.autograd.grad(out, mine, gradient))
+    (tokens,), _, gradient = speed.fresh("tokens", SHAPE, "cpu", torch.float32)(False)
+    assert tokens.shape == gradient.shape == (2, 5, 32)
+    assert not tokens.requires_grad
+
+
+TINY = speed.Plan(attentions=("quest", "standard"), shapes={(1, 1, 4, 4): 1.4}, linear_shape=(1, 1, 8, 4), rounds=2)
+
+
+def tiny(**changes: object) -> speed.Plan:
+    return dataclasses.replace(TINY, **{"slice_seconds": 0.0, **changes})
+
+
+def test_a_contender_that_cannot_run_is_left_out_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(speed, "_flex", lambda: broken)
-    rows = speed.measure(["quest"], ((1, 1, 4, 4),), rounds=2, slice_seconds=0)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    rows, left_out = speed.measure(tiny(also=(speed.FLEX,)), 1)
     assert speed.FLEX not in {row.contender for row in rows}
-    assert "FlexAttention is left out" in capsys.readouterr().err
-    monkeypatch.setattr(speed, "_flex", lambda: torch.nn.functional.scaled_dot_product_attention)
-    rows = speed.measure(["quest"], ((1, 1, 4, 4),), rounds=2, slice_seconds=0)
-    assert {row.direction for row in rows if row.contender == speed.FLEX} == {"forward"}  # of a CPU
+    assert left_out == {f"FlexAttention, {d}": "RuntimeError('no C++ compiler')" for d in speed.DIRECTIONS}
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine slows down fourfold half-way; a contender that always takes twice the peer's time shows 2."""
     calls = iter(range(10_000))
-    peer = torch.nn.functional.scaled_dot_product_attention
+    peers = (torch.nn.functional.scaled_dot_product_attention, speed.naive_linear)
 
-    def clock(attend: object, tensors: object, backward: bool, repeats: int, clock: object = None) -> float:
+    def clock(attend: object, make: object, backward: bool, repeats: int, clock: object = None) -> float:
         slow = 4 if next(calls) > 20 else 1
-        return slow * (1.0 if attend is peer else 2.0)
+        return slow * (1.0 if attend in peers else 2.0)
 
     monkeypatch.setattr(speed, "_time", clock)
-    rows = speed.measure(["quest"], ((1, 1, 4, 4),), rounds=9)
-    assert {(row.contender, row.ratio) for row in rows if row.contender == "quest"} == {("quest", 2.0)}
-    assert {row.ratio for row in rows if row.contender in (speed.PEER, speed.LAYER_PEER)} == {1.0}
-    text = speed.markdown(rows)
-    assert text.count("| (1, 1, 4, 4) |") == 4
-    rows = [row for row in rows if (row.contender, row.direction) != ("quest", "forward")]
-    rows += [dataclasses.replace(row, shape=(2, 2, 2, 2)) for row in rows if row.contender != speed.FORMULA]
-    assert " – |" in speed.markdown(rows)
+    rows, _ = speed.measure(tiny(rounds=9), 3)
+    assert {row.ratio for row in rows if row.peer in (speed.PEER, speed.NAIVE) and row.contender != row.peer} == {2.0}
+    assert {row.ratio for row in rows if row.contender == row.peer} == {1.0}
+    assert {row.ratio for row in rows if row.peer == speed.FORMULA} == {1.0}
+    assert {row.threads for row in rows} == {3}
+    text = speed.markdown(rows, "a CPU, AVX2, torch 2")
+    assert text.count("| (1, 1, 4, 4) | packed | 3 |") == 2
+    assert text.count("a CPU, AVX2, torch 2.") == text.count("###") == 4
+    rows = [row for row in rows if (row.contender, row.direction, row.layout) != ("quest", "forward", "packed")]
+    assert " – |" in speed.markdown(rows, "")
+
+
+def test_the_ceilings_say_which_hold() -> None:
+    def row(contender: str, peer: str, ratio: float, layout: str = "packed") -> speed.Timing:
+        where = ((1, 8, 512, 64), layout, 2, "forward+backward", peer, contender)
+        return speed.Timing(*where, 1.0, ratio, ratio - 0.05, ratio + 0.05, 9)
+
+    rows = [
+        row("quest", speed.PEER, 1.1),
+        row("quest", speed.FORMULA, 1.04),
+        row("quest", speed.FORMULA, 1.06, "contiguous"),
+        row("standard", speed.PEER, 1.03),
+        row("linear", speed.NAIVE, 0.9),
+        row(speed.FORMULA, speed.PEER, 5.0),
+        dataclasses.replace(row("quest", speed.PEER, 5.0), direction="forward"),
+    ]
+    text = speed.ceilings_markdown(rows, {(1, 8, 512, 64): 1.1}, "a CPU")
+    assert "3 of 5 are within" in text
+    assert "| quest | scaled_dot_product_attention | (1, 8, 512, 64) | 1.10 | 1.100 within | – |" in text
+    assert "| quest | three-line quest | (1, 8, 512, 64) | 1.00 | 1.040 within | 1.060 **over** |" in text
+    assert "| standard | scaled_dot_product_attention | (1, 8, 512, 64) | 1.02 | 1.030 **over** | – |" in text
+    assert "| linear | naive linear | (1, 8, 512, 64) | 1.00 | 0.900 within | – |" in text
+
+
+def test_the_report_and_every_record_say_where_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    text = speed.run(tiny(also=(speed.LAYER_PEER,)), tmp_path, threads=[1], command="the command")
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "speed.json"}
+    assert (tmp_path / "report.md").read_text() == text
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert found["command"] == "the command"
+    assert {row["threads"] for row in found["rows"]} == {1}
+    assert {row["layout"] for row in found["rows"]} == {"contiguous", "packed", "tokens"}
+    for row in found["rows"]:
+        assert row["cpu"] == speed.machine()["cpu"]
+        assert row["torch"] == torch.__version__
+        assert row["instruction_set"].endswith(" (ATEN_CPU_CAPABILITY=default)")
+        assert row["milliseconds"] > 0
+        assert (row["within"] is None) == (row["ceiling"] is None)
+    assert speed.LAYER_PEER in text
+
+
+def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny(attentions=("quest",))
+    monkeypatch.setattr(speed, "_child", os._exit)  # with the pipe as its status: a TypeError
+    with pytest.raises(QuestError, match="the process that measures 1 threads ended with 1"):
+        speed.measure_apart(plan, 1, lambda: None)
 
 
 def test_exponents_of_known_curves() -> None:
@@ -148,7 +220,12 @@ def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.Capture
     ("arguments", "message"),
     [
         (["speed", "--dtype", "float8"], "--dtype is 'float8'; choose from: float32"),
-        (["speed", "--cpu-time", "--threads", "2"], "--cpu-time counts the processor's work"),
+        (["speed", "--layouts", "sliced"], "--layouts is 'sliced'; choose from: contiguous, packed"),
+        (["speed", "--also", "flex"], "--also is 'flex'; choose from: FlexAttention, nn.MultiheadAttention"),
+        (["speed", "--threads", "two"], "--threads is 'two'; write numbers"),
+        (["speed", "--threads", "1,9999"], "--threads has 9999; this process may use 1 to"),
+        (["speed", "--cpu-time", "--device", "cpu", "--threads", "1,1"], "--cpu-time counts the processor's work"),
+        (["speed", "--attention", "quest+gqa(kv_heads=2)"], "a grouping has fewer keys"),
         (["speed", "--attention", "qest"], "did you mean 'quest'"),
         (["scaling", "--longest", "100"], "--longest is 100; the shortest length is 256"),
     ],

@@ -11,7 +11,7 @@ from quest_bench.info import INFO
 from quest_bench.plan import Suite, parse_settings, write_value
 from quest_bench.report import COLOURS, STYLE
 from quest_bench.toy_plots import KINDS, OUTCOMES, plots
-from quest_core.registry import Record
+from quest_core.hosts.discovery import Record
 
 
 def made_up(attention: str, outcomes: list[str]) -> dict[str, Any]:

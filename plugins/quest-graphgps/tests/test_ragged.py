@@ -9,8 +9,8 @@ import torch
 from models import RAGGED, SIZES, ConvModel, conv_inputs
 
 import quest_core
-from quest_core import packing
 from quest_core.mechanisms.elliptical import Elliptical
+from quest_core.tools import packing
 from quest_graphgps import attention
 
 SCORES = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")

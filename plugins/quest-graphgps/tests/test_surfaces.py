@@ -21,8 +21,8 @@ from torch_geometric.nn import GPSConv
 from yacs.config import CfgNode
 
 import quest_core
-from quest_core import registry
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.hosts import discovery
 from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
 from quest_graphgps.graphgym import requested
@@ -33,8 +33,8 @@ HERE = Path(__file__).parent
 
 
 def test_the_installed_plugin_is_found_and_ok() -> None:
-    assert isinstance(registry.adapter("graphgps"), GraphGPSAdapter)
-    assert registry.load_info("quest_graphgps.info:INFO") == INFO
+    assert isinstance(discovery.adapter("graphgps"), GraphGPSAdapter)
+    assert discovery.load_info("quest_graphgps.info:INFO") == INFO
 
 
 # --- GPSConv --------------------------------------------------------------------------------------------------------

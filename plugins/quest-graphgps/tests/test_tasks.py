@@ -13,8 +13,8 @@ from models import write_lrgb, write_superpixels, write_zinc
 from torch_geometric.data import Batch, Data
 
 from quest_core.benchmarks import Cell
-from quest_core.config import Option
 from quest_core.errors import ConfigError
+from quest_core.mechanisms.part import Option
 from quest_graphgps.bench import gated, tasks
 from quest_graphgps.bench.data import (
     add_eigenvectors,

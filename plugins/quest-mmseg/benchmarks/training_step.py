@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.registry import init_default_scope
 from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
@@ -36,7 +37,11 @@ CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 
 def build(variant: str, options: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer]:
     config = Config.fromfile(CONFIGS / f"segmenter_vit-{options.model}_mask_standard_1xb8-160k_ade20k-512x512.py")
-    config.model.attention = None if variant == "stock" else variant
+    if variant == "stock":
+        config.model.type = "EncoderDecoder"
+        del config.model.attention
+    else:
+        config.model.attention = variant
     config.model.backbone.img_size = (options.size, options.size)
     torch.manual_seed(0)
     model = MODELS.build(config.model)
@@ -89,6 +94,7 @@ def main() -> None:
     parser.add_argument("--attention", default="quest", help="mechanisms beside standard, separated by spaces")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    init_default_scope("mmseg")
     logging.getLogger("mmengine").setLevel(logging.ERROR)
     logging.disable(logging.WARNING)
     if options.memory_of:
@@ -99,7 +105,7 @@ def main() -> None:
     command += ["--batch", str(options.batch), "--memory-of"]
     mib = {
         name: json.loads(
-            subprocess.run([*command, name], check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            subprocess.run([*command, name], check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
         )
         for name in names
     }

@@ -10,7 +10,7 @@ from conftest import NORM, segmenter
 from mmseg.registry import MODELS
 from torch import Tensor, nn
 
-from quest_core.adapter import Adapter
+from quest_core.hosts.adapter import Adapter
 from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 

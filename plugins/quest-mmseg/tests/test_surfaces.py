@@ -29,8 +29,8 @@ import quest_core
 import quest_mmseg
 from quest_core import Mechanism
 from quest_core.errors import ConfigError, InputError, UnsupportedError
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning
-from quest_core.registry import load_info
+from quest_core.hosts.discovery import load_info
+from quest_core.mechanism import AttentionMismatchWarning
 from quest_mmseg.checkpoints import difference
 from quest_mmseg.info import INFO
 

@@ -20,8 +20,8 @@ from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 
 from quest_core.benchmarks import Cell
-from quest_core.config import Option
 from quest_core.errors import ConfigError
+from quest_core.mechanisms.part import Option
 from quest_mmseg.bench import scenes, tasks
 from quest_mmseg.bench.corruptions import Corrupt, corrupted, severities
 from quest_mmseg.bench.tasks import run_ade20k, run_ade20k_corrupted, run_shapes

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import quest_core
-import quest_core.packing
+import quest_core.tools.packing
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.layout import Counts
 
@@ -48,16 +48,16 @@ class Indexing(TorchFunctionMode):
 def calls(monkeypatch):
     """What PyTorch's variable-length attention was called with; autocast believes in CUDA."""
     seen = []
-    stock, parameters = quest_core.packing._varlen_attn()
+    stock, parameters = quest_core.tools.packing._varlen_attn()
 
     def varlen_attn(*arguments, **options):
         seen.append((*arguments, options))
         return stock(*arguments, **options)
 
-    monkeypatch.setattr(quest_core.packing, "_varlen_attn", lambda: (varlen_attn, parameters))
+    monkeypatch.setattr(quest_core.tools.packing, "_varlen_attn", lambda: (varlen_attn, parameters))
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
-    monkeypatch.setenv("QUEST_KERNELS", "eager")  # a Triton kernel would be launched
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     return seen
 
 
@@ -108,3 +108,19 @@ def test_the_flash_kernel_gets_what_it_takes(attention, groups, rotary, half, ca
         assert (longest_q, longest_k) == (8, 8)
         assert options["scale"] == pytest.approx(1 / math.sqrt(features) if attention == "standard" else 1.0)
         assert options["enable_gqa"] == (groups != 4)
+
+
+@pytest.mark.parametrize("half", [None, torch.float16], ids=str)
+def test_a_gpu_before_ampere_keeps_the_type_of_the_caller(half, calls, monkeypatch):
+    """It has neither flash kernels nor bfloat16 arithmetic: patches of similar length share batches."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+
+    def in_buckets(q, k, v, *rest):  # the real one copies lengths to the host, which fake tensors refuse
+        seen.append(torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype)
+        return v
+
+    monkeypatch.setattr(quest_core.tools.packing, "_in_buckets", in_buckets)
+    assert trace("quest", half).dtype == (half or torch.float32)
+    assert not calls
+    assert seen == [half or torch.float32] * 2

@@ -29,7 +29,7 @@ from torch_pointcloud.models.utonia import UtoniaSegmentation
 import quest_core
 import quest_pointcept
 from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
-from quest_core.registry import parts
+from quest_core.catalogue import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quest_core.benchmarks import Cell
-from quest_core.config import Option
 from quest_core.errors import ConfigError, PluginError
-from quest_core.registry import load_info
+from quest_core.hosts.discovery import load_info
+from quest_core.mechanisms.part import Option
 from quest_pointcept.bench import scenes, tasks
 from quest_pointcept.info import INFO
 

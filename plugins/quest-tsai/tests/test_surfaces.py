@@ -16,9 +16,8 @@ from tsai.models.TSTPlus import TSTPlus
 import quest_core
 import quest_tsai
 from quest_core import UnsupportedError
-from quest_core.mechanisms import mechanism as mechanism_module
-from quest_core.registry import parts
-from quest_core.torch_mha import MultiheadAttention as TorchAttention
+from quest_core.catalogue import parts
+from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_tsai.info import INFO
 from quest_tsai.layers import Core, Replacement
 
@@ -283,38 +282,6 @@ def test_weights_are_formed_only_where_they_are_read():
     plain.backbone.encoder.layers[0].self_attn.register_forward_hook(lambda m, i, out: caught.append(out[1]))
     plain(torch.randn(2, 3, 12))
     torch.testing.assert_close(caught[0].sum(-1), torch.ones(2, 4, 12))
-
-
-@pytest.mark.parametrize("res_attention", [True, False])
-def test_projections_and_attention_are_one_step_where_nobody_looks_between(monkeypatch, res_attention):
-    model = TSTPlus(3, 5, 29, res_attention=res_attention, attention="quest", **SIZES)
-    taken = []
-    step = mechanism_module.unit_layer
-    monkeypatch.setattr(mechanism_module, "unit_layer", lambda *a, **o: taken.append(1) or step(*a, **o))
-    x = torch.randn(2, 3, 29)
-
-    def results():
-        out = model(x.clone())
-        out.square().sum().backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        model.zero_grad(set_to_none=True)
-        return [out, *grads]
-
-    fast = results()
-    assert len(taken) == 2
-    monkeypatch.setenv("QUEST_KERNELS", "reference")
-    for ours, theirs in zip(fast, results(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    monkeypatch.delenv("QUEST_KERNELS")
-    padded = x.clone()
-    padded[0, :, 20:] = float("nan")
-    model(padded)
-    assert len(taken) == 2
-    caught = []
-    for layer in model.backbone.encoder.layers:
-        layer.self_attn.W_K.register_forward_hook(lambda m, i, out: caught.append(out))
-    model(x.clone())
-    assert (len(taken), len(caught)) == (2, 2)
 
 
 def test_a_series_of_nothing_but_padding_gives_numbers():

@@ -13,9 +13,9 @@ import torch
 from tsai.basics import TSClassification, get_ts_dls
 
 from quest_core.benchmarks import Cell
-from quest_core.config import Option
 from quest_core.errors import ConfigError
-from quest_core.registry import load_info
+from quest_core.hosts.discovery import load_info
+from quest_core.mechanisms.part import Option
 from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, last_best, load, run_uea
 from quest_tsai.info import INFO
 

@@ -258,9 +258,14 @@ def report(
 def speed(
     context: typer.Context,
     attention: Annotated[str, typer.Option(help="Comma-separated attentions without groupings.")] = "quest,standard",
-    out: Annotated[Path | None, typer.Option(help="Write speed.md and speed.json into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write report.md and speed.json into this folder.")] = None,
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,...", help="CPU threads; without it, 1,2,4 up to the number of cores.")
+    ] = None,
+    layouts: Annotated[str, typer.Option(help="contiguous, packed (q, k, v of one projection).")] = "contiguous,packed",
+    also: Annotated[str, typer.Option(help="Further contenders: FlexAttention, nn.MultiheadAttention.")] = "",
     rounds: Annotated[int, typer.Option(min=2, help="How often each contender takes its turn.")] = 31,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Small sizes, one thread; the numbers mean nothing.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     cpu_time: Annotated[
@@ -268,29 +273,36 @@ def speed(
         typer.Option("--cpu-time", help="Count processor time, where others use the machine too; with --threads 1."),
     ] = False,
 ) -> None:
-    """Time attentions against their peers in PyTorch, in turns within one run.
+    """Time attentions against their peers in PyTorch, in turns within one run, and compare with the ceilings.
 
-    The peers are scaled_dot_product_attention, FlexAttention, quest in three lines, for an AFT the formula by
-    broadcasting, and for attentions with their projections nn.MultiheadAttention.
+    The peer is scaled_dot_product_attention; beside it runs quest in three lines, and for an AFT the formula by
+    broadcasting. linear runs beside its naive formula.
 
-    Example:
+    Examples:
 
-    [cyan]quest bench speed --attention quest,qnorm,qknorm-hs,aft-simple --out docs/results/speed-cpu[/]
+    [cyan]quest bench speed --out docs/results/speed-cpu[/]
+
+    [cyan]quest bench speed --attention quest,qknorm-hs,aft-simple --also FlexAttention --threads 1[/]
     """
     from . import speed as bench
 
-    command = shlex.join(["quest", "bench", *map(portable, context.obj)])
-    text = bench.run(
-        parse_attentions(attention),
-        out,
-        threads=threads or store.cores(),
+    try:
+        numbers = None if threads is None else [int(number) for number in threads.split(",")]
+    except ValueError:
+        raise ConfigError(f"--threads is {threads!r}; write numbers, for example 1,2,4") from None
+    plan = bench.Plan(
+        attentions=tuple(parse_attentions(attention)),
+        also=tuple(filter(None, also.split(","))),
+        layouts=tuple(layouts.split(",")),
         rounds=rounds,
         device=device,
         dtype=dtype,
         cpu_time=cpu_time,
-        command=command,
     )
-    print(text)
+    command = shlex.join(["quest", "bench", *map(portable, context.obj)])
+    if smoke:
+        plan, numbers = plan.smoke(), numbers or [1]
+    print(bench.run(plan, out, threads=numbers, command=command))
 
 
 @app.command()

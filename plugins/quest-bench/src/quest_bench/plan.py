@@ -20,7 +20,7 @@ from typing import Any
 from quest_core.benchmarks import Cell
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, PluginError, one_of
-from quest_core.registry import Record, discover
+from quest_core.hosts.discovery import Record, discover
 
 from . import worker
 

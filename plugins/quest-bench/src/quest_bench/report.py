@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from quest_core.errors import ConfigError, one_of
-from quest_core.registry import Record
+from quest_core.hosts.discovery import Record
 
 from . import store
 from .plan import Suite, catalogue, reproduce, write_value

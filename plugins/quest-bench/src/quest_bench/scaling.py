@@ -72,7 +72,7 @@ def prepare(name: str, tokens: int, device: str, is_causal: bool) -> Call:
             return broadcast_aft(q, k, v, parameters[0].masked_fill(hidden, -math.inf) if is_causal else parameters[0])
 
     else:
-        made = quest_core.mechanism(name, num_heads=HEADS, head_dim=HEAD_DIM).to(device)
+        made = quest_core.Mechanism(name, num_heads=HEADS, head_dim=HEAD_DIM).to(device)
         parameters = list(made.parameters())
 
         def attend() -> Tensor:

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         self.query = nn.Linear(DIM, DIM, bias=False)
         self.key = nn.Linear(DIM, DIM, bias=False)
         self.value = nn.Linear(DIM, DIM, bias=False)
-        self.mechanism = quest_core.mechanism(attention, num_heads=1, head_dim=DIM)
+        self.mechanism = quest_core.Mechanism(attention, num_heads=1, head_dim=DIM)
         self.out = nn.Linear(DIM, DIM)
         self.norm2 = nn.LayerNorm(DIM)
         self.hidden = nn.Linear(DIM, DIM)
@@ -204,7 +204,7 @@ class Models:
         if config["score"] == "qknorm-ds":
             # Sharing the scales among the heads of a one-head model is having them for each head.
             given["name"] = given["name"].replace("qknorm-ds", "qknorm")
-        self.mechanism = quest_core.mechanism(given, num_heads=len(weight_seeds), head_dim=DIM)
+        self.mechanism = quest_core.Mechanism(given, num_heads=len(weight_seeds), head_dim=DIM)
 
         states = {}
         for seed in set(weight_seeds):

@@ -87,8 +87,8 @@ def entry_point(suite: str) -> importlib.metadata.EntryPoint:
 
 
 def describe() -> list[dict[str, Any]]:
-    """The plugin records of this environment, as `quest_core.registry.discover` gives them."""
-    from quest_core.registry import discover
+    """The plugin records of this environment, as `quest_core.hosts.discovery.discover` gives them."""
+    from quest_core.hosts.discovery import discover
 
     return [dataclasses.asdict(record) for record in discover()]
 
@@ -165,7 +165,7 @@ def _device() -> str:
 
 def _versions(entry: importlib.metadata.EntryPoint) -> dict[str, str]:
     """Versions of what took part, as installed in this environment: python, torch, quest-core, plugin, host."""
-    from quest_core.registry import discover
+    from quest_core.hosts.discovery import discover
 
     plugin = entry.dist.metadata["Name"] if entry.dist else None
     found = {"python": platform.python_version()}

@@ -12,9 +12,9 @@ from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
-from quest_core.registry import require_host
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
+from quest_core.hosts.discovery import require_host
 
 from .attention import Attention
 from .info import INFO

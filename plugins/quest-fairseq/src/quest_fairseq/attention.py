@@ -17,10 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
+from quest_core.mechanism import Mechanism, kv_heads
 from quest_core.mechanisms.base import merge_causal
-from quest_core.mechanisms.mechanism import kv_heads, mechanism
+from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
 State = dict[str, dict[str, Any]]
 """fairseq's incremental state: module and name -> what it keeps between two steps of decoding."""
@@ -49,7 +49,7 @@ class Attention(MultiheadAttention):
         made = cls.__new__(cls)
         made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
         made.config, made.kv_heads = config, groups
-        made.mechanism = mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
+        made.mechanism = Mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
         weight = host.out_proj.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         if groups != host.num_heads and not pooled:

@@ -16,7 +16,7 @@ from fairseq.models import MODEL_REGISTRY, register_model
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.mechanisms.mechanism import mechanism
+from quest_core.mechanism import Mechanism
 
 from .checkpoints import Remembers, sized
 from .config import ATTENTION, ATTENTION_FROM
@@ -33,7 +33,7 @@ class RelativeAttention(nn.Module):
         made = cls.__new__(cls)
         made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
         made.config = config
-        made.mechanism = mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
+        made.mechanism = Mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
         weight = made.o_net.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         return made

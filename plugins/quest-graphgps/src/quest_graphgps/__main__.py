@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from quest_core.errors import QuestError
-from quest_core.launch import run
+from quest_core.hosts.launching import run
 
 USAGE = """usage: python -m quest_graphgps main.py --cfg FILE [KEY VALUE ...]
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.adapter import Adapter, Capabilities, Site
+from quest_core.catalogue import parts
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
-from quest_core.import_hook import when_imported
-from quest_core.inject import inject
-from quest_core.registry import parts, require_host
-from quest_core.torch_mha import TorchAdapter
+from quest_core.hosts.adapter import Adapter, Capabilities, Site
+from quest_core.hosts.discovery import require_host
+from quest_core.hosts.injection import inject
+from quest_core.hosts.patching import when_imported
+from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
 from .attention import GraphAttention

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
+from quest_core.catalogue import parts
 from quest_core.checkpoints import differences
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError, one_of
-from quest_core.import_hook import when_imported
-from quest_core.inject import inject
-from quest_core.registry import parts
+from quest_core.hosts.injection import inject
+from quest_core.hosts.patching import when_imported
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal, scale_heads
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
+from quest_core.hosts.discovery import require_host
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
-from quest_core.registry import require_host
-from quest_core.torch_mha import TorchAdapter
 
 from . import checkpoints
 from .info import INFO

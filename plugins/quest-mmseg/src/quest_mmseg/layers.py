@@ -25,10 +25,10 @@ from mmseg.models.utils import nchw_to_nlc, nlc_to_nchw
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
+from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
+from quest_core.mechanism import Mechanism, kv_heads
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
-from quest_core.mechanisms.mechanism import Mechanism, kv_heads, mechanism
-from quest_core.torch_mha import MultiheadAttention as TorchMultiheadAttention
+from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
 
 def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
@@ -162,7 +162,7 @@ class PackedAttention(Replacement, nn.Module):
         pooled = is_pooled(getattr(host, "config", None), host.num_heads, kept, groups)
         self.kv_heads = groups
         head_dim = host.embed_dims // host.num_heads
-        made = mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
+        made = Mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
         self.mechanism = made.to(device=host.qkv.weight.device, dtype=host.qkv.weight.dtype)
         self.mechanism.train(host.training)
         if groups != host.num_heads and not pooled:

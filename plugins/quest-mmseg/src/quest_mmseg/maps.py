@@ -26,7 +26,7 @@ from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
 from quest_core.errors import ConfigError, InputError, UnsupportedError, one_of
-from quest_core.mechanisms.mechanism import Mechanism
+from quest_core.mechanism import Mechanism
 
 OPACITY = 0.6
 

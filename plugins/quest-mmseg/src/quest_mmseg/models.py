@@ -14,7 +14,7 @@ from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
-from quest_core.inject import REPORT, inject
+from quest_core.hosts.injection import REPORT, inject
 
 from .adapter import MmsegAdapter
 from .info import INFO

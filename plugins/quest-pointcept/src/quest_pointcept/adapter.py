@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.config import AttentionConfig
-from quest_core.convert import keep_heads, pool_heads
 from quest_core.errors import ConfigError
-from quest_core.mechanisms.mechanism import kv_heads
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.mechanism import kv_heads
+from quest_core.projections import keep_heads, pool_heads
 
 from .info import INFO
 from .layers import PointAttention, SerializedAttention, TensorAttention

@@ -20,13 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from quest_core.adapter import Adapter
 from quest_core.checkpoints import built_attentions, trained_attentions
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, PluginError
-from quest_core.inject import inject
-from quest_core.mechanisms.mechanism import AttentionMismatchWarning
-from quest_core.registry import require_host
+from quest_core.hosts.adapter import Adapter
+from quest_core.hosts.discovery import require_host
+from quest_core.hosts.injection import inject
+from quest_core.mechanism import AttentionMismatchWarning
 
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 """Names in Pointcept's registry."""

@@ -5,8 +5,8 @@ dict loads strictly, both ways, while the mechanism has no parameters of its own
 or narrower keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
 
 Where the host would call flash-attn, patches keep their own lengths and `quest_core.attention_packed` attends to them:
-on a GPU by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length. flash-attn itself
-is not needed. Where the host multiplies matrices, all patches are equally long and share one batch.
+on a GPU from Ampere on by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length.
+flash-attn itself is not needed. Where the host multiplies matrices, all patches are equally long and share one batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, pool_heads
 from quest_core.errors import InputError
+from quest_core.mechanism import Mechanism, key_features, kv_heads
 from quest_core.mechanisms.elliptical import Elliptical
-from quest_core.mechanisms.mechanism import key_features, kv_heads, mechanism
-from quest_core.packing import PackingPlan, attention_packed
+from quest_core.projections import Pool, pool_heads
+from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
 from .layout import Patches, counts_of, patches_of
 
@@ -75,7 +75,7 @@ class SerializedAttention(nn.Module):
         weight = host.qkv.weight
         if weight.shape[0] != self.rows:
             self.qkv = self._smaller(host.qkv, pool)
-        self.mechanism = mechanism(
+        self.mechanism = Mechanism(
             config, num_heads=self.num_heads, head_dim=self.head_dim, standard_scale=self.scale
         ).to(device=weight.device, dtype=weight.dtype)
         # A frozen encoder stays frozen, also where the mechanism learns.
@@ -153,14 +153,15 @@ class SerializedAttention(nn.Module):
         return attended
 
     def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
-        """The type to attend in: float32 where the host upcasts, the host's half where it would call flash-attn.
+        """The type to attend in: float32 where the host upcasts, the host's half where flash kernels run.
 
-        The keys' norms are float32 in either case, for the mechanism takes them before it casts. The host's
+        A GPU without flash kernels (before Ampere) has no bfloat16 arithmetic: there the caller's own type is kept.
+        The keys' norms are float32 in every case, because the mechanism takes them before it casts. The host's
         `upcast_softmax` needs nothing: fused kernels sum the softmax in float32 always.
         """
         if self.upcast:
             return torch.autocast(x.device.type, enabled=False)
-        if self.flash_dtype is not None and x.is_cuda:
+        if self.flash_dtype is not None and flash_runs(x.device, self.flash_dtype):
             return torch.autocast("cuda", dtype=self.flash_dtype)
         return nullcontext()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quest_core.errors import InputError
-from quest_core.packing import PackingPlan
+from quest_core.tools.packing import PackingPlan
 
 
 @dataclass(frozen=True)

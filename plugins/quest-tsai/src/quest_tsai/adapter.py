@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, UnsupportedError
-from quest_core.inject import inject
-from quest_core.registry import require_host
-from quest_core.torch_mha import TorchAdapter
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.discovery import require_host
+from quest_core.hosts.injection import inject
+from quest_core.hosts.torch import TorchAdapter
 
 from .info import INFO
 from .layers import (

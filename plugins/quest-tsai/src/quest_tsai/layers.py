@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.convert import Pool, is_pooled, keep_heads, pool_heads
 from quest_core.errors import InputError
-from quest_core.mechanisms.mechanism import kv_heads, mechanism
+from quest_core.mechanism import Mechanism, kv_heads
+from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
 
 def plain(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Core(nn.Module):
         if scale is not None:
             self.scale = scale
         standard_scale = 1.0 if self.learns_scale else factor
-        self.mechanism = mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
+        self.mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
 
     def forward(
         self,

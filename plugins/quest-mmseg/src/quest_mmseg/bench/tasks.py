@@ -21,7 +21,7 @@ from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_mod
 
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
-from quest_core.inject import REPORT
+from quest_core.hosts.injection import REPORT
 
 from ..checkpoints import difference
 from ..info import CORRUPTIONS

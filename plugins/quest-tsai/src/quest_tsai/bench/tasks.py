@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError, InputError, PluginError
-from quest_core.inject import inject
+from quest_core.hosts.injection import inject
 
 PROTOCOL = (
     "Early stopping and the reported accuracy both use the test split, as in Time-Series-Library: optimistic, alike "

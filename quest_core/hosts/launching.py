@@ -17,8 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .errors import PluginError, QuestError, one_of
-from .registry import Record, discover
+from ..errors import PluginError, QuestError, one_of
+from .discovery import Record, discover
 
 FOLDER = Path(__file__).resolve().parent / "launched"
 PAIRS = "QUEST_RUN"

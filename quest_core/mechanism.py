@@ -10,13 +10,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import checkpoints
-from ..cache import Cache
-from ..config import AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, second_derivative, tokens_are_divided
-from ..registry import parts
-from .base import Dims, Family, Grouping, Normaliser, Score, apply_weights, hide_lowest, logits, merge_causal
+from . import checkpoints
+from .cache import Cache
+from .catalogue import parts
+from .config import AttentionConfig, AttentionSpec
+from .errors import ConfigError, InputError, UnsupportedError
+from .kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, second_derivative, tokens_are_divided
+from .mechanisms.base import (
+    Dims,
+    Family,
+    Grouping,
+    Normaliser,
+    Score,
+    apply_weights,
+    hide_lowest,
+    logits,
+    merge_causal,
+)
 
 
 class Observation(NamedTuple):
@@ -47,8 +57,22 @@ class Observation(NamedTuple):
 class Mechanism(nn.Module):
     """softmax(score(q, k)) v and its relatives: the part of attention between the projections.
 
-    Build it with :func:`mechanism`. It spells its configuration in every state dict, and refuses a checkpoint of
-    another mechanism (see :mod:`quest_core.checkpoints`).
+    >>> m = Mechanism("quest+gqa(kv_heads=4)", num_heads=8, head_dim=64)
+    >>> out = m(q, k, v, is_causal=True)
+
+    It spells its configuration in every state dict, and refuses a checkpoint of another mechanism (see
+    :mod:`quest_core.checkpoints`).
+
+    Args:
+        attention: a name, mapping or AttentionConfig; see :class:`quest_core.AttentionConfig`.
+        num_heads: query heads H. Together with `head_dim` it is needed by every mechanism that keeps something;
+            without both, nothing is added to a state dict either.
+        head_dim: features D of a query/key head.
+        num_kv_heads: key/value heads G; by default what the attention says.
+        standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
+
+    Raises:
+        ConfigError: unknown name or option, heads that kv_heads does not divide, or sizes missing.
 
     Attributes:
         config: what was asked for.
@@ -58,7 +82,7 @@ class Mechanism(nn.Module):
         attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
-            (see :class:`quest_core.parallel.HeadParallel`).
+            (see :class:`quest_core.tools.parallel.HeadParallel`).
         keys_divided: whether that goes for the key/value heads too; a single one is on all ranks.
     """
 
@@ -67,9 +91,29 @@ class Mechanism(nn.Module):
     grouping: Grouping
     attention_is_not_standard: Tensor | None
 
-    def __init__(self, config: AttentionConfig, dims: Dims | None) -> None:
+    def __init__(
+        self,
+        attention: AttentionSpec,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        standard_scale: float | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = AttentionConfig.parse(attention)
+        dims = None
+        if num_heads is not None and head_dim is not None:
+            groups = kv_heads(config, num_heads) if num_kv_heads is None else num_kv_heads
+            dims = Dims(num_heads, groups, head_dim, standard_scale)
+        specs = list(config.specs())
+        for part in specs if dims is None else ():
+            if part.learnable or part.stateful or part.chained:
+                keeps = "learnable parameters" if part.learnable else "a state"
+                raise ConfigError(
+                    f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
+                    f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
+                )
         spelled = None if dims is None or config.name == "standard" else checkpoints.spell(config)
         self.register_buffer(checkpoints.ENTRY, spelled)
         self.attention_from: AttentionConfig | None = None
@@ -84,7 +128,6 @@ class Mechanism(nn.Module):
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
-        specs = list(config.specs())
         self._key_features = specs[0].key_features
         self._chained = any(part.chained for part in specs)
         self._counts_queries = any(part.counts_queries for part in specs)
@@ -373,24 +416,6 @@ def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:
     return part.build(dims, **config.build_arguments(part))
 
 
-def mechanism(
-    attention: AttentionSpec, *, num_heads: int, head_dim: int, standard_scale: float | None = None
-) -> Mechanism:
-    """Build the mechanism that a specification names.
-
-    Args:
-        attention: a name, mapping or AttentionConfig; see :class:`quest_core.AttentionConfig`.
-        num_heads: query heads H.
-        head_dim: features D of a query/key head.
-        standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
-
-    Raises:
-        ConfigError: for an unknown name or option, or heads that kv_heads does not divide.
-    """
-    config = AttentionConfig.parse(attention)
-    return Mechanism(config, Dims(num_heads, kv_heads(config, num_heads), head_dim, standard_scale))
-
-
 def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     """The number of key/value heads G that `attention` uses for `num_heads` query heads."""
     config = AttentionConfig.parse(attention)
@@ -467,15 +492,8 @@ _place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _make(spec: str | AttentionConfig) -> str:
     config = AttentionConfig.parse(spec)
-    for part in config.specs():
-        if part.learnable or part.stateful or part.chained:
-            keeps = "learnable parameters" if part.learnable else "a state"
-            raise ConfigError(
-                f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
-                f"m = quest_core.mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
-            )
     name = f"_{str(config).encode().hex()}"  # two threads at once store equal mechanisms
-    setattr(_STATELESS, name, Mechanism(config, None))
+    setattr(_STATELESS, name, Mechanism(config))
     return name
 
 

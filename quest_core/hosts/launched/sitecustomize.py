@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 def install(name: str) -> None:
     """Install the adapter of one plugin, in a process that has just imported its host."""
     try:
-        from quest_core.registry import adapter
+        from quest_core.hosts.discovery import adapter
     except ImportError as error:
         raise RuntimeError(  # no ImportError: scripts take that for a framework that is not there
             f"quest run: {sys.executable} has no quest-core, so the plugin '{name}' cannot be installed in it; "
@@ -30,7 +30,7 @@ def install(name: str) -> None:
 
 def watch() -> None:
     """Wait for the hosts that QUEST_RUN names, as plugin=module pairs."""
-    spec: Any = importlib.util.spec_from_file_location("quest_import_hook", HERE.parent / "import_hook.py")
+    spec: Any = importlib.util.spec_from_file_location("quest_patching", HERE.parent / "patching.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     for pair in filter(None, os.environ.get("QUEST_RUN", "").split(",")):

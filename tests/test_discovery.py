@@ -12,9 +12,10 @@ import entrypoints
 import pytest
 
 import quest_core
-from quest_core import PluginError, cli, registry
-from quest_core.config import Part
-from quest_core.registry import Requirement, discover
+from quest_core import PluginError, catalogue, cli
+from quest_core.hosts import discovery
+from quest_core.hosts.discovery import Requirement, discover
+from quest_core.mechanisms.part import Part
 
 ADAPTER = """
 from quest_core import Adapter, Capabilities
@@ -69,14 +70,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         importlib.invalidate_caches()
 
     yield write
-    registry.parts.cache_clear()
-    registry._loaded.cache_clear()
+    catalogue.parts.cache_clear()
+    discovery._loaded.cache_clear()
     for module in set(sys.modules) - before:
         if module.startswith("plugin_"):
             del sys.modules[module]
 
 
-def record(name: str) -> registry.Record:
+def record(name: str) -> discovery.Record:
     return next(r for r in discover() if r.name == name)
 
 
@@ -85,14 +86,14 @@ def test_listing_reads_info_alone(install: Install) -> None:
     assert record("mini").status == "ok"
     assert record("mini").version == "1.2"
     with pytest.raises(PluginError, match="'mini' .* fails to import: RuntimeError"):
-        registry.adapter("mini")
+        discovery.adapter("mini")
 
 
 def test_an_ok_plugin_gives_its_adapter(install: Install) -> None:
     install("mini", init="")
-    made = registry.adapter("mini")
+    made = discovery.adapter("mini")
     assert made.name == "mini"
-    assert registry.adapter("mini") is made
+    assert discovery.adapter("mini") is made
 
 
 def test_a_broken_info_is_a_record(install: Install) -> None:
@@ -100,7 +101,7 @@ def test_a_broken_info_is_a_record(install: Install) -> None:
     assert record("torn").status == "broken"
     assert "ZeroDivisionError" in record("torn").detail
     with pytest.raises(PluginError, match="'torn' is broken: .*fix: pip install --force-reinstall quest-torn"):
-        registry.adapter("torn")
+        discovery.adapter("torn")
 
 
 def test_a_missing_host_is_a_record(install: Install) -> None:
@@ -109,7 +110,7 @@ def test_a_missing_host_is_a_record(install: Install) -> None:
     assert found.status == "unsupported"
     assert found.supported == "no-such-host>=2.0,<3"
     with pytest.raises(PluginError, match=r"lost is not installed; supported: no-such-host>=2.0,<3; fix: pip install"):
-        registry.adapter("lost")
+        discovery.adapter("lost")
 
 
 def test_an_unsupported_host_version_is_a_record(install: Install) -> None:
@@ -141,10 +142,10 @@ def test_a_checkout_is_a_host_beside_a_package(install: Install, tmp_path: Path)
     (tmp_path / "lying_here.py").touch()
     importlib.invalidate_caches()
     assert record("p").status == "ok"
-    assert "p" not in [adapter.name for adapter in registry.running_adapters()]
+    assert "p" not in [adapter.name for adapter in discovery.running_adapters()]
     importlib.import_module("lying_here")
     try:
-        assert "p" in [adapter.name for adapter in registry.running_adapters()]
+        assert "p" in [adapter.name for adapter in discovery.running_adapters()]
     finally:
         del sys.modules["lying_here"]
 
@@ -161,13 +162,13 @@ def test_two_plugins_with_one_name_are_a_record(install: Install) -> None:
     install("twin", distribution="other-twin")
     assert record("twin").status == "duplicate"
     with pytest.raises(PluginError, match="both provide 'twin'; fix: pip uninstall"):
-        registry.adapter("twin")
+        discovery.adapter("twin")
 
 
 def test_a_plugin_without_an_adapter_says_so(install: Install) -> None:
     install("bare", init="", adapter="")
     with pytest.raises(PluginError, match="fails to import: AttributeError"):
-        registry.adapter("bare")
+        discovery.adapter("bare")
 
 
 def test_the_entrypoints_package_lists_the_same_plugins(install: Install) -> None:
@@ -180,7 +181,7 @@ def test_the_entrypoints_package_lists_the_same_plugins(install: Install) -> Non
 
 def test_installed_packages_add_mechanisms(install: Install) -> None:
     source = """
-from quest_core.config import Part
+from quest_core.mechanisms.part import Part
 from quest_core.mechanisms.scores import Standard
 from quest_core.kernels import unit
 
@@ -200,9 +201,9 @@ PARTS = [Part("cosine10", "score", "10 cos(q, k)", "a test", Cosine10)]
         mech = plugin_quest_mech.adapter:PARTS
         """,
     )
-    registry.parts.cache_clear()
+    catalogue.parts.cache_clear()
     assert "cosine10" in quest_core.available()
-    assert isinstance(registry.parts()["cosine10"], Part)
+    assert isinstance(catalogue.parts()["cosine10"], Part)
     import torch
 
     q, k, v = torch.randn(3, 1, 2, 4, 8)
@@ -274,8 +275,8 @@ def test_the_host_is_found_among_its_companions(install: Install) -> None:
 
 
 def test_requiring_a_host_says_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = registry.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x")
-    monkeypatch.setattr(registry, "discover", lambda: [lacking])
-    registry.require_host("another")
+    lacking = discovery.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x")
+    monkeypatch.setattr(discovery, "discover", lambda: [lacking])
+    discovery.require_host("another")
     with pytest.raises(PluginError, match=r"'toy' cannot be used: toyframe is not installed; fix: pip install x"):
-        registry.require_host("toy")
+        discovery.require_host("toy")

@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import AttentionSpec
-from .errors import InputError, UnsupportedError
-from .kernels.pytorch import autocast_dtype
-from .mechanisms.aft_conv import AttentionFreeConv
-from .mechanisms.base import Grouping, Score
-from .mechanisms.mechanism import Mechanism, stateless
-from .mechanisms.normalisers import Sigmoid, Softmax
+from ..config import AttentionSpec
+from ..errors import InputError, UnsupportedError
+from ..kernels.pytorch import autocast_dtype
+from ..mechanism import Mechanism, stateless
+from ..mechanisms.aft_conv import AttentionFreeConv
+from ..mechanisms.base import Grouping, Score
+from ..mechanisms.normalisers import Sigmoid, Softmax
 
 WASTE = 1.25
-"""A bucket's padded area, sequences · N · M, is at most this many times the area Σ n·m of what it holds ..."""
+"""The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
 
-SMALL_AREA = 2**13
-"""... and this much more: on a CPU core, 4 heads of 16 features, about what one more batch costs beside its area.
+The bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
+"""
 
-``python benchmarks/rules.py packing`` times other values of both."""
+FLASH_CAPABILITY = (8, 0)
+"""PyTorch's flash kernels need this compute capability (Ampere) or a later one."""
 
 
 class _Bucket(NamedTuple):
@@ -175,18 +176,22 @@ def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]
             alike.setdefault(lengths[b], []).append(b)
         return alike.values()
     groups: list[list[int]] = []
-    longest_n = longest_m = real = 0
-    # Longest first, so that a bucket's padding is known as it grows. Equal lengths stay in the order of memory.
+    closed = real = 0  # the padded area of all groups but the last, and the real area of all
+    longest_n = longest_m = 0  # of the last group
+    # Longest first: what long sequences leave of the allowed padding pays for joining the many lengths of short ones.
+    # Equal lengths stay in the order of memory.
     for b in sorted(live, key=lengths.__getitem__, reverse=True):
         n, m = lengths[b]
+        real += n * m
         if groups:
-            wide_n, wide_m, area = max(longest_n, n), max(longest_m, m), real + n * m
-            if (len(groups[-1]) + 1) * wide_n * wide_m <= WASTE * area + SMALL_AREA:
+            wide_n, wide_m = max(longest_n, n), max(longest_m, m)
+            if closed + (len(groups[-1]) + 1) * wide_n * wide_m <= WASTE * real:
                 groups[-1].append(b)
-                longest_n, longest_m, real = wide_n, wide_m, area
+                longest_n, longest_m = wide_n, wide_m
                 continue
+            closed += len(groups[-1]) * longest_n * longest_m
         groups.append([b])
-        longest_n, longest_m, real = n, m, n * m
+        longest_n, longest_m = n, m
     return groups
 
 
@@ -315,9 +320,9 @@ def attention_packed(
 
     >>> out = attention_packed(q, k, v, "quest", cu_seqlens_q=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
-    On CUDA, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length flash attention,
-    where it has one. Everything else runs in padded batches of sequences of similar length, whose padded area exceeds
-    the real one by a quarter at most (short sequences by more). Elliptical scores and key-driven groupings look at the
+    On a GPU from Ampere on, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length
+    flash attention, where it has one. Everything else runs in padded batches of sequences of similar length, whose
+    padded area exceeds the real one by a quarter at most. Elliptical scores and key-driven groupings look at the
     whole batch; they get all sequences in one padded batch.
 
     Args:
@@ -410,13 +415,22 @@ def _varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
+def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's flash kernels compute in `dtype` on `device`.
+
+    Earlier GPUs than Ampere (V100, T4) have neither these kernels nor bfloat16 arithmetic.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    return half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
 def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
     """Whether the variable-length flash kernels compute this mechanism."""
     if not q.is_cuda or dropout_p > 0 or mechanism.family is not None:
         return False
-    if _varlen_dtype(q) not in (torch.float16, torch.bfloat16) or min(q.shape[0], k.shape[0]) == 0:
+    if min(q.shape[0], k.shape[0]) == 0 or not flash_runs(q.device, _varlen_dtype(q)):
         return False
     found = _varlen_attn()
     if found is None or not found[1] >= {"scale", "window_size"}:

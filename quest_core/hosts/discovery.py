@@ -21,40 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import Part
-from .errors import ConfigError, PluginError, one_of
+from ..errors import PluginError, one_of
 
 if TYPE_CHECKING:
     from .adapter import Adapter
 
 API_VERSION = (1, 0)
 """The adapter contract's version. A plugin fits when its major is the same and its minor is not larger."""
-
-
-@functools.cache
-def parts() -> Mapping[str, Part]:
-    """Every mechanism by name: those of quest_core and those that installed packages add under `quest.attention`."""
-    from . import mechanisms
-
-    found = {part.name: part for part in mechanisms.PARTS}
-    for entry in sorted(importlib.metadata.entry_points(group="quest.attention"), key=lambda e: e.name):
-        try:
-            extra = entry.load()
-        except Exception as error:
-            raise PluginError(
-                f"mechanisms '{entry.name}' of {_distribution(entry)} fail to import: {error!r}; "
-                f"fix or remove it: pip uninstall {_distribution(entry)}"
-            ) from error
-        for part in extra:
-            if part.name in found:
-                raise ConfigError(f"mechanism '{part.name}' of {_distribution(entry)} exists already")
-            found[part.name] = part
-    return found
-
-
-def available() -> list[str]:
-    """The names that `attention=` understands: scores and families alone, normalisers and groupings after a '+'."""
-    return sorted(parts())
 
 
 @dataclass(frozen=True)

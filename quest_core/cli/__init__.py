@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
-from .config import AttentionConfig
-from .errors import PluginError, QuestError
-from .launch import main as run
-from .new_plugin import new_plugin
-from .registry import API_VERSION, Record, discover, load_adapter, parts
+from .. import __version__
+from ..catalogue import parts
+from ..config import AttentionConfig
+from ..errors import PluginError, QuestError
+from ..hosts.discovery import API_VERSION, Record, discover, load_adapter
+from ..hosts.launching import main as run
+from .template import new_plugin
 
 AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",

@@ -15,8 +15,8 @@ from string import Template
 
 import torch
 
-from .errors import ConfigError, PluginError
-from .registry import API_VERSION, discover
+from ..errors import ConfigError, PluginError
+from ..hosts.discovery import API_VERSION, discover
 
 TAKEN = ("bench", "core", "torch")
 """Names that quest-core and its own distributions use."""
@@ -176,8 +176,8 @@ def _sort_lines(match: re.Match[str]) -> str:
 
 
 def _template() -> Path:
-    installed = Path(__file__).with_name("_template")
-    checkout = Path(__file__).parents[1] / "plugins" / "_template"
+    installed = Path(__file__).parents[1] / "_template"
+    checkout = Path(__file__).parents[2] / "plugins" / "_template"
     for folder in (installed, checkout):
         if folder.is_dir():
             return folder

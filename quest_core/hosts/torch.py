@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import AttentionConfig, AttentionSpec
+from ..errors import InputError
+from ..mechanism import Mechanism, key_features, kv_heads
+from ..projections import Pool, keep_heads, pool_heads
 from .adapter import Adapter, Capabilities, Site, scale_heads
-from .config import AttentionConfig, AttentionSpec
-from .convert import Pool, keep_heads, pool_heads
-from .errors import InputError
-from .mechanisms.mechanism import key_features, kv_heads, mechanism
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -56,7 +56,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self._shrink(keep_heads)
         # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
         self._qkv_same_embed_dim = False
-        self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
+        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
         self.mechanism.to(device=device, dtype=dtype)
 
     @classmethod
@@ -93,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             made._parameters[name] = parameter
         made.out_proj = module.out_proj
         anchor = module.out_proj.weight
-        made.mechanism = mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
+        made.mechanism = Mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
         made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
         if made._smaller and not pooled:
             made._shrink(keep_heads if fresh else pool_heads)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter
-from .config import AttentionConfig, AttentionSpec
-from .errors import ConfigError, InputError, UnsupportedError
-from .inject import inject
-from .mechanisms.mechanism import Mechanism, kv_heads, mechanism
+from ..config import AttentionConfig, AttentionSpec
+from ..errors import ConfigError, InputError, UnsupportedError
+from ..hosts.adapter import Adapter
+from ..hosts.discovery import adapter as find_adapter
+from ..hosts.injection import inject
+from ..hosts.torch import TorchAdapter
+from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
-from .registry import adapter as find_adapter
-from .torch_mha import TorchAdapter
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _measure(
         found = [module for module in site.module.modules() if isinstance(module, Mechanism)]
         if len(found) != 1:
             raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")
-        wanted_score = mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim).score
+        wanted_score = Mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim).score
         ratios.append(found[0].score.scale(site.head_dim) / wanted_score.scale(site.head_dim))
         monitors.append(Monitor(found[0], logits=False))
     outputs = [_tensors(run(model, batch)) for batch in batches]

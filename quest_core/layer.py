@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
-from .convert import pool_heads
 from .errors import ConfigError, InputError
-from .mechanisms.mechanism import key_features, kv_heads, mechanism
+from .mechanism import Mechanism, key_features, kv_heads
+from .projections import pool_heads
 
 
 class Attention(nn.Module):
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(source, self.kv_heads * self.key_features, bias, **factory)
         self.v_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
-        self.mechanism = mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
+        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
 
     def forward(
         self,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, InjectionError
-from .kernels.pytorch import is_recomputing
-from .mechanisms.base import Normaliser, logits
-from .mechanisms.elliptical import EllipticalQuest
-from .mechanisms.mechanism import Mechanism, Observation
-from .mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax, _sinkhorn_blocks
-from .mechanisms.scores import Quest
+from ..errors import ConfigError, InjectionError
+from ..kernels.pytorch import is_recomputing
+from ..mechanism import Mechanism, Observation
+from ..mechanisms.base import Normaliser, logits
+from ..mechanisms.elliptical import EllipticalQuest
+from ..mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax, _sinkhorn_blocks
+from ..mechanisms.scores import Quest
 
 BLOCK = 2**19
 """Logits held at a time."""

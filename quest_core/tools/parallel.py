@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from .attention import Attention
-from .config import AttentionConfig
-from .errors import ConfigError, InputError, UnsupportedError
-from .mechanisms.base import Dims
-from .mechanisms.mechanism import Mechanism
+from ..config import AttentionConfig
+from ..errors import ConfigError, InputError, UnsupportedError
+from ..layer import Attention
+from ..mechanism import Mechanism
+from ..mechanisms.base import Dims, local
 
 
 class HeadParallel(ParallelStyle):
@@ -133,7 +133,7 @@ class WholeLinear(nn.Linear):
         """[B, N, E], the same on all ranks -> [B, N, D]; gradients are partial sums, one of each rank's heads."""
         if isinstance(x, DTensor):
             x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
-        return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) -> dict[str, int | None]:
@@ -143,23 +143,10 @@ def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) ->
     """
     kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
     with torch.device("meta"):
-        once = Mechanism(config, dims)
-        twice = Mechanism(config, Dims(2 * dims.num_heads, kv_heads, dims.head_dim))
+        once = Mechanism(config, num_heads=dims.num_heads, head_dim=dims.head_dim, num_kv_heads=dims.kv_heads)
+        twice = Mechanism(config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, num_kv_heads=kv_heads)
     wide = dict(twice.named_parameters())
     return {
         name: next((i for i, (a, b) in enumerate(zip(p.shape, wide[name].shape, strict=True)) if a != b), None)
         for name, p in once.named_parameters()
     }
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """What this rank uses of a parameter that `HeadParallel` has placed; others are returned as they are."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if all(isinstance(placement, Replicate) for placement in parameter.placements):
-        # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
-        shared = parameter.redistribute(placements=parameter.placements)
-        whole: Tensor = shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
-        return whole
-    part: Tensor = parameter.to_local()
-    return part

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from ..checkpoints import ENTRY, accept
+from ..config import AttentionConfig, AttentionSpec
+from ..errors import InjectionError
+from ..mechanisms.elliptical import chain, stack_of
+from ..notices import say
 from .adapter import Adapter, Site, require
-from .checkpoints import ENTRY, accept
-from .config import AttentionConfig, AttentionSpec
-from .errors import InjectionError
-from .mechanisms.elliptical import chain, stack_of
-from .registry import adapter as find_adapter
-from .registry import discover, running_adapters
-from .torch_mha import TorchAdapter
+from .discovery import adapter as find_adapter
+from .discovery import discover, running_adapters
+from .torch import TorchAdapter
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
@@ -66,8 +66,8 @@ class Report:
         )
 
     def announce(self) -> None:
-        """Print the report in one line on standard error, as a plugin does when a host's config asked for it."""
-        print(f"quest: {self}", file=sys.stderr)
+        """Write the report in one line to the host's log, as a plugin does when a host's config asked for it."""
+        say(str(self))
 
 
 def inject(
@@ -77,6 +77,7 @@ def inject(
     adapter: str | Adapter | None = None,
     fresh: bool = False,
     attention_from: AttentionSpec | None = None,
+    allow_partial: bool = False,
 ) -> tuple[nn.Module, Report]:
     """Replace every attention module of `model`, in place.
 
@@ -94,6 +95,8 @@ def inject(
             averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
         attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
+        allow_partial: go on where the model holds other modules that are attention by their name and that no adapter
+            replaces. The report names them.
 
     Returns:
         The model (a new module only if the model itself was the attention) and the report, which the model also
@@ -101,7 +104,7 @@ def inject(
 
     Raises:
         ConfigError: unknown mechanism or option.
-        InjectionError: no attention was found, or the model is wrapped already.
+        InjectionError: no attention was found, only a part of it could be replaced, or the model is wrapped already.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
@@ -117,6 +120,11 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in _choose_sites(model, adapters)]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters))
+    left = _left_alone(model, [site.module for _, site in chosen])
+    by_design = {name for owner in adapters for name in owner.leaves_alone}
+    missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
+    if missed and not allow_partial:
+        raise InjectionError(_partial(config, [site.path for _, site in chosen], missed))
     for owner, site in chosen:
         require(owner, site, config)
     stacks = {site.path: site.stack or stack_of(site.path) for _, site in chosen}
@@ -144,7 +152,7 @@ def inject(
     ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
     # DistributedDataParallel would broadcast the buffers in every step.
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
-    report = Report(str(config), tuple(rows), _left_alone(model, made))
+    report = Report(str(config), tuple(rows), tuple(left))
     setattr(model, REPORT, report)
     return model, report
 
@@ -160,14 +168,24 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     return model
 
 
-def _left_alone(model: nn.Module, made: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Paths of modules that are attention by their name, outside of what was replaced and not wrapped around it."""
-    ours = {id(inner) for module in made for inner in module.modules()}
-    return tuple(
-        path
+def _left_alone(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Modules that are attention by their name, outside of the chosen ones and not wrapped around one, by path."""
+    ours = {id(inner) for module in chosen for inner in module.modules()}
+    return {
+        path: module
         for path, module in model.named_modules()
         if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE)
         and not any(id(inner) in ours for inner in module.modules())
+    }
+
+
+def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str]) -> str:
+    shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
+    more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
+    return (
+        f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which are "
+        f"attention by their name and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
+        "or write an adapter for them (docs/writing-an-adapter.md)"
     )
 
 

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .config import DEFAULTS, AttentionConfig
-from .errors import UnsupportedError
-from .registry import parts
+from ..catalogue import parts
+from ..config import DEFAULTS, AttentionConfig
+from ..errors import UnsupportedError
+from .patching import Patches
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,26 @@ class Adapter(ABC):
         it does not touch the model (the caller swaps it in). Random numbers may be drawn freely.
         """
 
+    leaves_alone: ClassVar[frozenset[str]] = frozenset()
+    """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
+    pixel decoder. They are reported; any other that stays is an error, unless `inject` is told `allow_partial`."""
+    patches: ClassVar[Patches]
+    """What `install` has changed in the host; every adapter class has its own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.patches = Patches()
+
     @abstractmethod
     def install(self) -> None:
-        """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
+        """Make the host's own config system accept `attention`. Idempotent; runs before any model is built.
+
+        Every change to the host goes through `patches`.
+        """
+
+    def uninstall(self) -> None:
+        """Undo `install`: the host is as it was before."""
+        self.patches.undo()
 
     def connect(self, model: nn.Module) -> None:  # noqa: B027
         """Tell the replacements what they need of the model around them; called once all of them are in place.

@@ -1,0 +1,125 @@
+"""Patches: changes to a host's modules and classes, each made once, in any order of imports, and undone together.
+
+Standard library only, and loadable without the package around it: `quest run` uses it in every Python process below
+it, where importing quest_core, and PyTorch with it, would cost seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """What a plugin has changed in its host.
+
+    >>> patches = Patches()
+    >>> patches.when_imported("host.layers", lambda: patches.wrap(host.layers.Block, "__init__", with_attention))
+    >>> patches.undo()
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # owner, name, what stood there itself
+        self._waiting: list[tuple[str, Callable[[], None]]] = []
+
+    def __iter__(self) -> Iterator[tuple[Any, str, Any]]:
+        """(owner, name, original) of every change; `original` is None where the owner only inherited the name."""
+        for owner, name, original in self._made.values():
+            yield owner, name, None if original is _ABSENT else original
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Set `owner.name` to `make(owner.name)`, unless this object has done so already.
+
+        Args:
+            owner: a module, class or object.
+            make: takes the original and returns what stands in its place; see functools.wraps.
+        """
+        if (id(owner), name) not in self._made:
+            self.put(owner, name, make(getattr(owner, name)))
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` to `value`, unless this object has done so already."""
+        if (id(owner), name) not in self._made:
+            self._made[id(owner), name] = (owner, name, vars(owner).get(name, _ABSENT))
+            setattr(owner, name, value)
+
+    def when_imported(self, module: str, action: Callable[[], None]) -> None:
+        """As the function `when_imported`; `undo` withdraws an action that is still waiting."""
+        self._waiting.append((module, action))
+        when_imported(module, action)
+
+    def undo(self) -> None:
+        """Restore what stood before, the latest change first; then all of it can be made again."""
+        for module, action in self._waiting:
+            actions = _finder.waiting.get(module, [])
+            if action in actions:
+                actions.remove(action)
+            if not actions:
+                _finder.waiting.pop(module, None)
+        self._waiting.clear()
+        for owner, name, original in reversed(self._made.values()):
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._made.clear()
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` once: now if the module `name` is imported already, else right after its import.
+
+    The code that imports it continues when the action is through. What the action raises, the import raises; the
+    module then is not imported, and another attempt calls the actions again.
+
+    Args:
+        name: dotted name of a module, which need not exist.
+        action: what to do.
+    """
+    if name in sys.modules:
+        action()
+        return
+    _finder.waiting.setdefault(name, []).append(action)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Finder(MetaPathFinder):
+    """Lets the other finders find a module that is waited for, and has its loader call the actions."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self.finding: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.waiting or name in self.finding:
+            return None
+        self.finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.finding.discard(name)
+        if spec is None or spec.loader is None:
+            return spec
+        # The module keeps its own loader, which others ask for sources and data files.
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == name:
+                for action in list(self.waiting.get(name, [])):
+                    action()
+                self.waiting.pop(name, None)  # an action that failed is due again at the next attempt to import
+
+        loader.exec_module = exec_module
+        return spec
+
+
+_finder = _Finder()

@@ -1,0 +1,56 @@
+"""What users must read, in the host's own log where it has one.
+
+Everything goes to the logger ``quest_core``, whose records reach the root logger's handlers. A host with a logger of
+its own gets them through a handler that its plugin adds (`forward_to`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+LOGGER = logging.getLogger("quest_core")
+LOGGER.addHandler(logging.NullHandler())
+
+
+def say(message: str) -> None:
+    """Write one line to the host's log, or to standard error if nothing listens."""
+    if is_heard(logging.INFO):
+        LOGGER.info(message)
+    else:
+        print(f"quest: {message}", file=sys.stderr)
+
+
+def is_heard(level: int) -> bool:
+    """Whether a handler will receive records of this level."""
+    logger: logging.Logger | None = LOGGER
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return LOGGER.isEnabledFor(level)
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def forward_to(logger: Callable[[], logging.Logger]) -> logging.Handler:
+    """Send all notices to another logger too.
+
+    Args:
+        logger: called for every record, because hosts make their logger late and anew for each run.
+
+    Returns:
+        The handler, for ``LOGGER.removeHandler``.
+    """
+    handler = _Forward(logger)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    return handler
+
+
+class _Forward(logging.Handler):
+    def __init__(self, logger: Callable[[], logging.Logger]) -> None:
+        super().__init__()
+        self.logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.logger().handle(record)

@@ -1,0 +1,99 @@
+"""hosts.patching: a change to a host is made once, in any order of imports, and undone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quest_core.hosts.patching import Patches, when_imported
+
+
+class Host:
+    def run(self, x: int) -> int:
+        return x
+
+    value = 1
+
+
+class Child(Host):
+    pass
+
+
+def plus_one(original: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(original)
+    def run(*args: Any) -> int:
+        return original(*args) + 1
+
+    return run
+
+
+def test_wraps_once_and_undoes() -> None:
+    patches, before = Patches(), dict(vars(Host))
+    for _ in range(2):
+        patches.wrap(Host, "run", plus_one)
+        patches.put(Host, "value", 2)
+        patches.put(Host, "new", 3)
+    assert (Host().run(1), Host.value, Host.new) == (2, 2, 3)  # type: ignore[attr-defined]
+    assert [(owner, name) for owner, name, _ in patches] == [(Host, "run"), (Host, "value"), (Host, "new")]
+    patches.undo()
+    assert dict(vars(Host)) == before
+    patches.wrap(Host, "run", plus_one)
+    assert Host().run(1) == 2
+    patches.undo()
+
+
+def test_an_inherited_name_is_removed_again() -> None:
+    patches = Patches()
+    patches.wrap(Child, "run", plus_one)
+    assert (Child().run(1), Host().run(1)) == (2, 1)
+    patches.undo()
+    assert "run" not in vars(Child)
+
+
+def test_two_owners_undo_in_any_order_of_their_own() -> None:
+    first, second = Patches(), Patches()
+    first.wrap(Host, "run", plus_one)
+    second.wrap(Host, "run", plus_one)
+    assert Host().run(1) == 3
+    second.undo()
+    assert Host().run(1) == 2
+    first.undo()
+    assert Host().run(1) == 1
+
+
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_a_module_is_patched_in_any_order_of_imports(
+    imported_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "patched_host.py").write_text("def f():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "patched_host", raising=False)
+    patches = Patches()
+
+    def load() -> ModuleType:
+        return __import__("patched_host")
+
+    if imported_first:
+        load()
+    patches.when_imported("patched_host", lambda: patches.wrap(sys.modules["patched_host"], "f", plus_one))
+    assert load().f() == 2
+    patches.undo()
+    assert load().f() == 1
+
+
+def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_host.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    called = []
+    patches = Patches()
+    patches.when_imported("late_host", lambda: called.append("mine"))
+    when_imported("late_host", lambda: called.append("another's"))
+    patches.undo()
+    __import__("late_host")
+    assert called == ["another's"]
