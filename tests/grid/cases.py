@@ -103,13 +103,16 @@ class Layers(nn.Module):
         self.is_causal = is_causal
         self.chained = any(part.chained for part in config.specs())
         count = 2 if self.chained else 1
-        self.layers = nn.ModuleList(quest_core.mechanism(config, num_heads=heads, head_dim=dim) for _ in range(count))
+        self.layers = nn.ModuleList(quest_core.Mechanism(config, num_heads=heads, head_dim=dim) for _ in range(count))
         if self.chained:
             quest_core.chain(self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, weights: bool = False) -> Tensor:
         if self.chained:
             self.layers[0](q, k, earlier(v), attn_mask=mask, is_causal=self.is_causal)
+        if weights:
+            full: Tensor = self.layers[-1].forward_with_logits(q, k, v, attn_mask=mask, is_causal=self.is_causal)[0]
+            return full
         out: Tensor = self.layers[-1](q, k, v, attn_mask=mask, is_causal=self.is_causal)
         return out
 
@@ -325,9 +328,10 @@ class Made:
         """The module's parameters."""
         return dict(self.module.named_parameters())
 
-    def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
-        """The module as a function of its parameters too."""
-        out: Tensor = torch.func.functional_call(self.module, dict(parameters), tensors)
+    def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor, weights: bool = False) -> Tensor:
+        """The module as a function of its parameters too; with `weights` by `forward_with_logits`."""
+        more = {"weights": True} if weights else {}
+        out: Tensor = torch.func.functional_call(self.module, dict(parameters), tensors, more)
         return out
 
     def reference(
@@ -354,9 +358,9 @@ class Made:
     def seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the generator that pgqa draws from seeded before each call."""
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             torch.manual_seed(self.seed)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
@@ -440,20 +444,26 @@ def bounds(
 ) -> list[float]:
     """How far a result may be from `exact`; `plain` are results of the plain formula in the type `rough`.
 
-    The bound is `slack` times the error of the plain formula in the type of the cell, and that of a sum of M + D terms,
-    (M + D) · eps · the largest number of the cell. The derivative of a unit vector is 1/‖x‖ times as large, before what
-    lies along x is taken away. The error of float64 is that of float32 scaled.
+    The bound is `slack` times the relative error of the plain formula in the type of the cell, the largest of the
+    results of the cell, and that of a sum of M + D terms: (M + D) · eps · the largest number of the cell. The derivative
+    of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is that of
+    float32 scaled.
     """
     eps, dtype = torch.finfo(made.cell.dtype).eps, rough(made)
-    largest = max([float(x.abs().max()) for x in exact if x.numel()], default=0.0)
-    lengths = [float(n) for x in tensors[:2] for n in x.detach().double().norm(dim=-1).flatten() if n > 0]
-    steep = max(1.0, 1 / min(lengths, default=1.0))
-    allowed = []
+    sizes = [float(x.abs().max()) if x.numel() else 0.0 for x in exact]
+    largest = max(sizes, default=0.0)
+    steep = 1.0
+    if made.config.family in (None, "cosine"):
+        lengths = [float(n) for x in tensors[:2] for n in x.detach().double().norm(dim=-1).flatten() if n > 0]
+        steep = max(1.0, 1 / min(lengths, default=1.0))
+    errors = []
     for truth, other in zip(exact, plain, strict=True):
         error = float((other.double() - truth).abs().max()) if truth.numel() else 0.0
-        error = error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0
-        allowed.append(slack * error + (tensors[1].shape[2] + made.dim) * eps * largest * steep)
-    return allowed
+        errors.append(error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0)
+    # What is zero but for rounding has no relative error.
+    relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
+    sums = (tensors[1].shape[2] + made.dim) * eps * largest * steep
+    return [slack * max(error, relative * size) + sums for error, size in zip(errors, sizes, strict=True)]
 
 
 def compare(
@@ -500,6 +510,8 @@ def refusal(error: BaseException) -> QuestError | None:
 
 
 WORDS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("decode", "causal"),
+    "weights returned": ("weights",),
     "compile, one length": ("compile",),
     "compile, any length": ("compile",),
     "export": ("export",),

@@ -20,7 +20,10 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import quest_core
+
 from .cases import (
+    Cell,
     Deviation,
     Made,
     bounds,
@@ -28,6 +31,7 @@ from .cases import (
     check,
     compare,
     differentiable,
+    earlier,
     gradients,
     names,
     rough,
@@ -59,6 +63,35 @@ def eager(made: Made) -> str | None:
     """Nothing is transformed."""
     tensors = made.tensors()
     check(made, tensors, gradients(made.seeded(made.call), made.named(), tensors, made.cell.dtype))
+    return None
+
+
+def decode(made: Made) -> str | None:
+    """Token by token with a cache: equal to the causal formula. The mask, if any, is one of keys."""
+    made = Cell(made.cell.subject, made.cell.layout, made.cell.dtype, made.cell.mask, is_causal=True).made()
+    q, k, v, *mask = made.tensors(min(made.lengths()[0], 7))
+    caches = [quest_core.Cache() for _ in made.module.layers]
+    outs = []
+    for i in range(q.shape[2]):
+        given = [x[:, :, i : i + 1] for x in (q, k, v)]
+        seen = mask[0][..., : i + 1] if mask else None
+        for layer, cache, values in zip(
+            made.module.layers, caches, (earlier(given[2]), given[2])[-len(caches) :], strict=True
+        ):
+            out = made.seeded(layer.decode)(*given[:2], values, cache, attn_mask=seen)
+        outs.append(out.detach())
+    check(made, (q, k, v, *mask), [torch.cat(outs, 2)])
+    return None
+
+
+def weights_returned(made: Made) -> str | None:
+    """forward_with_logits: the plain formula, whose output and gradients are those of forward."""
+
+    def call(parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
+        return made.call(parameters, *tensors, weights=True)
+
+    tensors = made.tensors()
+    check(made, tensors, gradients(made.seeded(call), made.named(), tensors, made.cell.dtype))
     return None
 
 
@@ -394,6 +427,8 @@ def second_derivative_math(made: Made) -> str | None:
 
 
 TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
+    "decode": decode,
+    "weights returned": weights_returned,
     "compile, one length": compile_static,
     "compile, any length": compile_dynamic,
     "export": export,
@@ -409,3 +444,9 @@ TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
     "second derivative": second_derivative,
     "second derivative, math kernel": second_derivative_math,
 }
+
+SLOW: Mapping[str, Callable[[Made], str | None]] = {
+    "inductor, one length": compile_inductor,
+    "inductor, any length": compile_inductor_dynamic,
+}
+"""Needs a C++ compiler, and seconds to minutes a cell."""
