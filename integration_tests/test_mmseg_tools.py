@@ -338,6 +338,7 @@ def sides(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.distributed
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_two_processes_train_validate_resume_and_test(attention: str, sides: Path) -> None:

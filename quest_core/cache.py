@@ -2,52 +2,212 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .errors import ConfigError, InputError, UnsupportedError
+
+
+@dataclass
+class _Rows:
+    """A tensor with one row for each token.
+
+    Attributes:
+        memory: [B, G, capacity, D].
+        filled: the first rows, which hold tokens.
+        owned: the memory belongs to this cache only, so a step may write into it.
+    """
+
+    memory: Tensor
+    filled: int
+    owned: bool
 
 
 class Cache:
-    """The state of one layer: named tensors, each with the batch as its first axis.
+    """The state of one attention layer while it decodes.
 
-    A softmax mechanism keeps ``k`` (as the score prepared it: unit vectors for quest) and ``v``, [B, G, M, D]; a
-    recurrent one (linear, cosine, aft-simple) keeps running sums, whose size does not grow.
+    Softmax and sigmoid attention keep ``k`` (as the score prepared it: unit vectors for quest) and ``v``,
+    [B, G, tokens, D]; aft-full keeps keys and values too. These are written with `append`. A recurrent mechanism
+    (linear, cosine, aft-simple, aft-local) keeps a state whose size does not grow, written as ``cache[name] = x``.
+
+    Where gradients are recorded, a step concatenates instead of writing in place, because the backward pass needs the
+    tensors of earlier steps. Decode under ``torch.no_grad()`` or ``torch.inference_mode()``.
+
+    >>> cache = Cache(max_length=8192)
+    >>> y = layer(prompt, is_causal=True, cache=cache)  # [B, N, E]
+    >>> y = layer(token, is_causal=True, cache=cache)   # [B, 1, E]
+    >>> cache.reorder(beams)                            # beam search: keep these rows of the batch, in this order
+    >>> cache.truncate(len(cache) - 3)                  # speculative decoding: forget the last 3 tokens
+
+    Args:
+        max_length: the most tokens. The first step allocates memory for all of them, later steps write into it. If
+            None, the memory doubles when it is full.
 
     Attributes:
         tokens: how many tokens have been decoded.
+
+    Raises:
+        ConfigError: `max_length` is below 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_length: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length is {max_length}; it is a number of tokens, at least 1, or None to grow")
+        self.max_length = max_length
         self.tokens = 0
-        self._state: dict[str, Tensor] = {}
+        self._rows: dict[str, _Rows] = {}
+        self._states: dict[str, Tensor] = {}
+        self._attention: object = ""
+        self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
+        self._in_place = True
 
     def __len__(self) -> int:
         return self.tokens
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._state[name]
+        if name in self._states:
+            return self._states[name]
+        return self._rows[name].memory[:, :, : self.tokens]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._state[name] = value
+        self._states[name] = value
 
     def __contains__(self, name: str) -> bool:
-        return name in self._state
+        return name in self._states or (name in self._rows and self.tokens > 0)
+
+    def admit(self, attention: object, k: Tensor, v: Tensor, *, in_place: bool) -> None:
+        """Begin a step; every decode calls this before it changes the cache.
+
+        Args:
+            attention: the mechanism's configuration, for error messages.
+            k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalisation.
+            in_place: `append` may write into memory that earlier steps have returned views of.
+
+        Raises:
+            InputError: more tokens than `max_length`, or tensors that differ from those of earlier steps in batch,
+                heads, features, type or device.
+        """
+        total = self.tokens + k.shape[2]
+        if self.max_length is not None and total > self.max_length:
+            raise InputError(
+                f"the cache holds {self.tokens} tokens and {k.shape[2]} new ones make {total}, more than its "
+                f"max_length={self.max_length}; make it Cache(max_length={total}) or more, or Cache() to grow"
+            )
+        for name, x in (("k", k), ("v", v)):
+            new = (x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            old = self._shapes.get(name, new)
+            if self.tokens and old != new:
+                meanings = ("a batch of {}", "{} heads", "{} features a head", "type {}", "device {}")
+                text, have, got = next(x for x in zip(meanings, old, new, strict=True) if x[1] != x[2])
+                raise InputError(
+                    f"the cache holds {text.format(have)}, the new tokens are {got} ({name} of attention "
+                    f"'{attention}'); start a new Cache, or reorder() this one if its batch has changed"
+                )
+            self._shapes[name] = new
+        self._attention = attention
+        recorded = torch.is_grad_enabled() and any(rows.memory.requires_grad for rows in self._rows.values())
+        self._in_place = in_place and not recorded
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Extend a tensor along its token axis: [B, G, M, D] and new [B, G, N, D] -> [B, G, M + N, D]."""
-        if name in self._state:
-            old = self._state[name]
-            if old.shape[0] != new.shape[0]:
-                raise InputError(f"the cache holds a batch of {old.shape[0]}, the new tokens are {new.shape[0]}")
-            new = torch.cat([old, new], dim=2)
-        self._state[name] = new
-        return new
+        """Extend a tensor along its token axis; once a step for each name, in every step.
+
+        Args:
+            new: [B, G, N, D].
+
+        Returns:
+            [B, G, tokens + N, D], a view of the cache's memory.
+
+        Raises:
+            InputError: earlier steps have not appended to `name`.
+        """
+        start, stop = self.tokens, self.tokens + new.shape[2]
+        rows = self._rows.get(name)
+        if start and (rows is None or rows.filled < start):
+            raise InputError(f"the cache holds {start} tokens that have no '{name}'; append to it in every step")
+        if not self._in_place:
+            whole = new if rows is None or not start else torch.cat([rows.memory[:, :, :start], new], dim=2)
+            self._rows[name] = _Rows(whole, stop, owned=False)
+            return whole
+        if rows is None or not self._fits(rows, new, stop):
+            capacity = self.max_length or max(stop, 2 * start)
+            memory = new.new_empty(*new.shape[:2], capacity, new.shape[3])  # [B, G, capacity, D]
+            if rows is not None and start:
+                memory[:, :, :start] = rows.memory[:, :, :start].detach()
+            rows = self._rows[name] = _Rows(memory, start, owned=True)
+        rows.memory[:, :, start:stop] = new.detach()
+        rows.filled = stop
+        return rows.memory[:, :, :stop]
+
+    def _fits(self, rows: _Rows, new: Tensor, stop: int) -> bool:
+        """Whether the tokens up to `stop` can be written into this memory; what is left of a reset may differ."""
+        memory = rows.memory
+        same = memory.shape[:2] == new.shape[:2] and memory.shape[3] == new.shape[3]
+        same = same and (self.tokens > 0 or (memory.dtype == new.dtype and memory.device == new.device))
+        writable = rows.owned and (torch.is_inference_mode_enabled() or not memory.is_inference())
+        return same and writable and stop <= memory.shape[2]
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them."""
-        self._state = {name: x[rows] for name, x in self._state.items()}
+        """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them; a row may appear repeatedly.
+
+        Raises:
+            InputError: `rows` is not a vector of whole numbers.
+        """
+        if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
+        self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
+        self._rows = {name: self._moved(x, rows) for name, x in self._rows.items()}
+        self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens; the memory stays.
+
+        Raises:
+            InputError: `tokens` is negative or more than there are.
+            UnsupportedError: the mechanism keeps sums over all tokens, and `tokens` is neither 0 nor the current
+                length.
+        """
+        if not 0 <= tokens <= self.tokens:
+            raise InputError(
+                f"truncate({tokens}): the cache holds {self.tokens} tokens; choose from 0 to {self.tokens}"
+            )
+        if self._states and 0 < tokens < self.tokens:
+            raise UnsupportedError(
+                f"truncate({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens "
+                f"({', '.join(self._states)}), from which single tokens cannot be removed; keep a copy() of the cache "
+                f"at {tokens} tokens, or truncate(0) and decode again"
+            )
+        if tokens == 0:
+            self._states = {}
+        self.tokens = tokens
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays for the next sequences."""
+        self.truncate(0)
+
+    def copy(self) -> Cache:
+        """Return an independent copy: steps of one do not change the other."""
+        made = Cache(self.max_length)
+        made.tokens, made._attention, made._shapes = self.tokens, self._attention, dict(self._shapes)
+        made._states = {name: x.clone() for name, x in self._states.items()}
+        made._rows = {name: self._moved(x, None) for name, x in self._rows.items()}
+        return made
+
+    def _moved(self, rows: _Rows, order: Tensor | None) -> _Rows:
+        """The tokens so far in memory of their own, of the batch rows `order` or all."""
+        old = rows.memory[:, :, : self.tokens]  # [B, G, tokens, D]
+        if not rows.owned:  # part of a graph
+            return replace(rows, memory=old.clone() if order is None else old.index_select(0, order))
+        batch = old.shape[0] if order is None else order.shape[0]
+        memory = old.new_empty(batch, old.shape[1], rows.memory.shape[2], old.shape[3])
+        if order is None:
+            memory[:, :, : self.tokens] = old
+        else:
+            torch.index_select(old, 0, order, out=memory[:, :, : self.tokens])
+        return _Rows(memory, self.tokens, owned=True)
 
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(x.numel() * x.element_size() for x in self._state.values())
+        """Memory held, in bytes, with what is allocated for tokens to come."""
+        held = [rows.memory for rows in self._rows.values()] + list(self._states.values())
+        return sum(x.numel() * x.element_size() for x in held)

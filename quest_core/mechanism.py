@@ -15,7 +15,14 @@ from .cache import Cache
 from .catalogue import parts
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
-from .kernels.pytorch import autocast_dtype, is_tracing, name_second_derivative, second_derivative, tokens_are_divided
+from .kernels.pytorch import (
+    autocast_dtype,
+    is_tracing,
+    name_second_derivative,
+    second_derivative,
+    tokens_are_divided,
+    transform,
+)
 from .mechanisms.base import (
     Dims,
     Family,
@@ -132,6 +139,7 @@ class Mechanism(nn.Module):
         self._chained = any(part.chained for part in specs)
         self._counts_queries = any(part.counts_queries for part in specs)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
+        self._learns = any(part.learnable for part in specs)
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.dropout]
         self._mixing = [part.name for part in specs if part.mixes_tokens]
@@ -282,24 +290,33 @@ class Mechanism(nn.Module):
 
         Args:
             q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: the new tokens alone.
-            cache: this layer's state; it is extended.
+            cache: this layer's state; it is extended. A step that raises leaves its tokens as they were.
             attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
                 and reads what the mask says of the new ones.
 
         Returns:
             [B, H, N, Dv].
+
+        Raises:
+            InputError: as in `forward`, or the new tokens do not fit those in the cache, or are more than its
+                `max_length`.
+            UnsupportedError: the mechanism cannot decode incrementally.
         """
         if self._no_cache:
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
         mask = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
+        recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
+        cache.admit(self.config, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
             if self.observer is not None:
                 self.observer(Observation(q, k, None, mask, True))
-            key_mask = self._key_mask(mask)
-            out = self.family.decode(q, k, v, cache, None if key_mask is None else key_mask[:, cache.tokens :])
+            key_mask = self._key_mask(mask)  # [B or 1, M or 1]
+            if key_mask is not None and key_mask.shape[1] > 1:
+                key_mask = key_mask[:, cache.tokens :]
+            out = self.family.decode(q, k, v, cache, key_mask)
         else:
             q, k, v = self._prepare(q, k, v, mask, True, cache)
-            out = self._attend(q, k, v, mask, True, dropout_p)
+            out = self._attend(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
         cache.tokens += q.shape[2]
         return out
 

@@ -1,24 +1,20 @@
-"""What every core test relies on: repeatable random numbers and property tests that behave the same everywhere."""
+"""Property tests: how many examples they draw, and that an example replays with the tensors it failed on."""
 
 from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 from hypothesis import register_random, settings
 
-# Tensors in tests are tiny: a second thread costs more than it computes, and one thread fixes the order of sums.
-torch.set_num_threads(1)
-
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30, print_blob=True)
-settings.register_profile("dev", deadline=None, max_examples=60)
-settings.register_profile("thorough", deadline=None, max_examples=1000)
+for name, examples in (("ci", 30), ("dev", 60), ("thorough", 1000)):
+    # hypothesis's own profile for CI, the default there, draws the same examples in every run
+    settings.register_profile(name, derandomize=False, deadline=None, max_examples=examples, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
 class _TorchRandom:
-    """PyTorch's generator in the form hypothesis asks for, so that an example replays with the numbers it failed on."""
+    """PyTorch's generator in the form hypothesis asks for."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -27,10 +23,3 @@ class _TorchRandom:
 
 _TORCH_RANDOM = _TorchRandom()  # hypothesis keeps a weak reference
 register_random(_TORCH_RANDOM)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    """Seeds PyTorch before every test, so that no test depends on the ones before it; the value is the seed."""
-    torch.manual_seed(0)
-    return 0

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import quest_core
 from quest_core import AttentionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,3 +43,13 @@ def test_attentions_in_examples_are_valid(page: Path) -> None:
         AttentionConfig.parse(spec)
     for line in re.findall(r"^\s*attention: ([a-z][^\n{#]*)", text, re.MULTILINE):
         AttentionConfig.parse(line.strip())
+
+
+def test_the_example_of_a_cache_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "concepts.md").read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "Cache(" in block]
+    names: dict[str, Any] = {"torch": torch, "quest_core": quest_core}
+    exec(example, names)
+    assert len(names["cache"]) == 0
+    assert len(names["draft"]) == 21
+    assert names["y"].shape == (4, 1, 256)

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,7 @@ def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> 
 
 
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
-    code = "import noxfile, pathlib, sys; noxfile.dev._link_pytorch(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    runpy.run_path(str(ROOT / "dev"))["_link_pytorch"](tmp_path)
     code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
     command = [sys.executable, "-S", "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -224,13 +224,25 @@ def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Pat
 
 def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
-    for name, folder in dev["further"]().items():
-        made, replaced = dev["environment"](name), folder / "requirements.txt"
-        plugin = ROOT / "plugins" / dev["plugin_of"](name)
+    names = [name for name in dev["further"]() if dev["base"](name) != "core"]
+    for name in names:
+        made, replaced = dev["environment"](name), dev["further"]()[name] / "requirements.txt"
+        plugin = ROOT / "plugins" / dev["base"](name)
         extras = "[test]" if replaced.exists() else "[host,test]"
         assert f"{plugin}{extras}" in made.requirements
         assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
-    assert "quest-mmseg-onedl" in dev["further"]()
+    assert "quest-mmseg-onedl" in names
+
+
+def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
+    made = dev["environment"]("core-oldest")
+    assert made.requirements == ("-e", f"{ROOT}[test]")
+    assert made.for_pytorch
+    assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
+    assert dev["test_paths"]("core-oldest") == {"core-oldest tests": [ROOT / "tests"]}
+    assert "core-newest" in dev["further"]()
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
@@ -259,10 +271,67 @@ MODULE = 'import pytest; pytest.skip("no such host", allow_module_level=True)'
 def test_skips_need_a_reason_and_can_be_forbidden(tmp_path: Path, no_skip: str, outcomes: dict[str, int]) -> None:
     (tmp_path / "test_it.py").write_text(SKIPPING)
     (tmp_path / "test_module.py").write_text(MODULE)
-    options = ["-q", "-p", "quest_core.testing.pytest_plugin", "--continue-on-collection-errors", "--rootdir", "."]
-    environment = {**os.environ, "QUEST_NO_SKIP": no_skip, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", *options, "."]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_pytest(tmp_path, "-q", "--continue-on-collection-errors", QUEST_NO_SKIP=no_skip)
     found = {word: int(n) for n, word in re.findall(r"(\d+) (failed|skipped|xfailed|passed|error)", done.stdout)}
     assert found == outcomes, done.stdout
     assert done.returncode == 1
+
+
+DRAWING = """
+import random
+import numpy, torch
+from hypothesis import given, settings, strategies
+torch.set_num_threads(2)
+@settings(max_examples=5, derandomize=False)
+@given(strategies.integers(0, 10**9))
+def test_drawn(number): print("drawn", number)
+def test_random(seed): print("drawn", seed, random.random(), numpy.random.rand(), torch.rand(()).item())
+def test_threads():
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+def test_the_next_ones(): assert torch.get_num_threads() == 1
+def test_failing(): raise AssertionError
+"""
+
+
+def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(DRAWING)
+    runs = [run_pytest(tmp_path, "-s", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
+    drawn = [re.findall(r"drawn .*", run) for run in runs]
+    assert all("4 passed" in run and "1 failed" in run for run in runs), runs[0]
+    assert drawn[0] != drawn[1]
+    assert drawn[2] == drawn[3]
+    assert runs[2].count("QUEST_TEST_SEED=7 repeats") == 2
+    assert "QUEST_TEST_SEED is 'seven'" in run_pytest(tmp_path, QUEST_TEST_SEED="seven").stderr
+
+
+SLOW = """
+import subprocess, sys, time
+CHILD = [sys.executable, "-c", "def waits(): import time; time.sleep(60)\\nwaits()"]
+def test_waiting(): time.sleep(60)
+def test_child():
+    done = subprocess.run(CHILD, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+def test_careless(): subprocess.run(CHILD)
+def test_quick(): pass
+"""
+
+
+def test_a_test_that_never_ends_fails_with_stacks(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(SLOW)
+    start = time.monotonic()
+    shown = run_pytest(tmp_path, "-o", "timeout=3").stdout
+    assert time.monotonic() - start < 50
+    assert "3 failed, 1 passed" in shown
+    assert "Timeout (>3.0s)" in shown
+    assert re.search(r'Fatal Python error: Aborted.*File "<string>", line 1 in waits', shown, re.DOTALL), shown
+    assert "it passed only after its processes" in shown
+
+
+def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """pytest with the plugin on the files of a folder."""
+    command = [sys.executable, "-m", "pytest", "-p", "quest_core.testing.pytest_plugin", "--rootdir", ".", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
+    return subprocess.run(
+        [*command, "."], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )

@@ -14,7 +14,7 @@ import torch
 
 import quest_fairseq
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 USER_DIR = str(Path(quest_fairseq.__file__).parent)
 TOOLS = Path(sys.executable).parent

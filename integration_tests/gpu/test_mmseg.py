@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import uuid
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Watch(Hook):
 
 class TestMmseg(HostTraining):
     host = "mmseg"
-    distribution = "mmsegmentation"
+    distribution = packages_distributions()["mmseg"][0]  # mmsegmentation or onedl-mmsegmentation
     model = "Segmenter, ViT-S/16, 12 layers, width 384, 6 heads, 512x512, batch 8"
 
     def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:

@@ -8,6 +8,7 @@ K_t' + w_tt' over t' as weights), [A] equation 2. aft-conv is in `aft_conv`.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
+from ..kernels.pytorch import no_autocast
 from .aft_ops import aft_biased, aft_running, finite
 from .base import Dims, Family, local
 from .part import Option, Part
@@ -66,6 +68,59 @@ def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return functional.pad(y, (0, 0, n - m, 0)) if n > m else y[..., m - n :, :]
 
 
+Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Several tokens as one: (top, total, weighted), each [B, H, 1, D]. The sum of their weights is exp(top)·total, that of
+the weighted values exp(top)·weighted. A top of −inf means that every token is hidden."""
+
+
+def add_up(keys: Tensor, values: Tensor) -> Sums:
+    """The sums over all tokens: keys and values [B, H, M, D], M > 0, float32 or wider."""
+    if keys.shape[2] == 1:
+        seen = (keys > -math.inf).to(keys.dtype)
+        return keys, seen, values * seen
+    top = keys.detach().amax(2, keepdim=True)  # [B, H, 1, D]
+    weights = (keys - finite(top)).exp_()  # [B, H, M, D]
+    return top, weights.sum(2, keepdim=True), (weights * values).sum(2, keepdim=True)
+
+
+def join(one: Sums, other: Sums) -> Sums:
+    """The sums over the tokens of both, exact whatever their sizes."""
+    top = torch.maximum(one[0], other[0]).detach()
+    base = finite(top)
+    x, y = (one[0] - base).exp_(), (other[0] - base).exp_()
+    return top, one[1] * x + other[1] * y, one[2] * x + other[2] * y
+
+
+def average(sums: Sums) -> Tensor:
+    """[B, H, 1, D]; 0 where every token is hidden."""
+    return sums[2] / torch.where(sums[1] > 0, sums[1], 1)
+
+
+def as_token(sums: Sums) -> tuple[Tensor, Tensor]:
+    """The key and the value [B, H, 1, D] of one token that counts as much as all those."""
+    seen = sums[1] > 0
+    return torch.where(seen, sums[0] + torch.where(seen, sums[1], 1).log(), -math.inf), average(sums)
+
+
+def kept(cache: Cache, name: str) -> Sums | None:
+    """The sums that earlier steps have put into the cache as one tensor [B, H, 3, D]."""
+    if name not in cache:
+        return None
+    top, total, weighted = cache[name].split(1, 2)
+    return top, total, weighted
+
+
+def after(earlier: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of earlier tokens [B, H, P, D] and of new ones [B, H, N, D] -> [B, H, P + N, D]."""
+    return torch.cat([earlier[0], keys], dim=2), torch.cat([earlier[1], values], dim=2)
+
+
+def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Wide keys and values [B, H, M, D] of which nothing hidden is left: −inf and 0."""
+    keys, values = hide(widen(k), key_mask), widen(v)
+    return keys, values if key_mask is None else values.masked_fill(keys == -math.inf, 0)
+
+
 class AttentionFreeSimple(Family):
     """No bias: one weight for a key and feature, whoever asks. [A] equation 5."""
 
@@ -86,16 +141,21 @@ class AttentionFreeSimple(Family):
         return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. All earlier tokens act as one, whose key is their log normaliser and whose value is
-        their average: so the state is two numbers a feature."""
-        keys, values = hide(widen(k), key_mask), widen(v)
-        if "normaliser" in cache:
-            keys = torch.cat([cache["normaliser"], keys], dim=2)
-            values = torch.cat([cache["average"], values], dim=2)
-        y, normaliser = aft_running(_rows(keys), _rows(values))
-        cache["average"] = _heads(y[-1:], v).contiguous()
-        cache["normaliser"] = _heads(normaliser[-1:], v).contiguous()
-        return gate(q, _heads(y[keys.shape[2] - q.shape[2] :], v), self.query)
+        """See `Family.decode`. The state is the sums over all earlier tokens, three numbers a feature."""
+        if (empty := nothing(q, k, v)) is not None:
+            return empty
+        keys, values = visible(k, v, key_mask)
+        sums = add_up(keys, values)
+        before = kept(cache, "sums")
+        if before is not None:
+            sums = join(before, sums)
+        cache["sums"] = torch.cat(sums, dim=2)  # [B, H, 3, D]
+        if q.shape[2] == 1:
+            return gate(q, average(sums), self.query)
+        if before is not None:
+            keys, values = after(as_token(before), keys, values)
+        y, _ = aft_running(_rows(keys), _rows(values))
+        return gate(q, _heads(y[-q.shape[2] :], v), self.query)
 
 
 class AttentionFreeFull(Family):
@@ -124,13 +184,13 @@ class AttentionFreeFull(Family):
         else:
             self.query_positions, self.key_positions = positions(rank), positions(rank)
 
-    def bias(self, start: int, n: int, m: int) -> tuple[Tensor, Tensor | None]:
-        """w of queries at `start` … `start` + n − 1 and keys at 0 … m − 1: ([n, r], [m, r]) or ([n, m], None)."""
+    def bias(self, start: int, n: int, first: int, m: int) -> tuple[Tensor, Tensor | None]:
+        """w of n queries from position `start` on and m keys from `first` on: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
-            return local(self.table)[start : start + n, :m], None
+            return local(self.table)[start : start + n, first : first + m], None
         assert self.query_positions is not None
         assert self.key_positions is not None
-        return local(self.query_positions)[start : start + n], local(self.key_positions)[:m]
+        return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless
@@ -140,16 +200,11 @@ class AttentionFreeFull(Family):
             InputError: more tokens than `max_length`.
         """
         n, m = q.shape[2], k.shape[2]
-        if max(n, m) > self.max_length:
-            raise InputError(
-                f"attention '{self.name}': {max(n, m)} tokens are more than max_length={self.max_length}, for "
-                f"whose positions it has biases; build it with max_length={max(n, m)} or more, or use 'aft-simple', "
-                "which has none"
-            )
+        self._check_length(max(n, m))
         if (empty := nothing(q, k, v)) is not None:
             return empty
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
-        left, right = self.bias(m - n + blind if is_causal else 0, n - blind, m)
+        left, right = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
         keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))
         left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
         y, _ = aft_biased(keys, values, left, right, is_causal, self.window)
@@ -157,9 +212,39 @@ class AttentionFreeFull(Family):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
-        return self.forward(
-            q, cache.append("k", hide(k, key_mask)), cache.append("v", v), key_mask=None, is_causal=True
-        )
+        start = cache.tokens
+        self._check_length(start + q.shape[2])
+        if (empty := nothing(q, k, v)) is not None:
+            return empty
+        keys, values = visible(k, v, key_mask)  # wide, or each step would widen all of them again
+        keys, values = cache.append("k", keys), cache.append("v", values)  # [B, H, M, D]
+        if q.shape[2] > 1:
+            return self._several(q, keys, values, start)
+        return gate(q, average(self._one(keys, values, start)), self.query)
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.max_length:
+            raise InputError(
+                f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}, for "
+                f"whose positions it has biases; build it with max_length={tokens} or more, or use 'aft-simple', "
+                "which has none"
+            )
+
+    def _one(self, keys: Tensor, values: Tensor, start: int) -> Sums:
+        """The sums that the query at position `start` sees: keys and values [B, H, M, D] of the last M tokens."""
+        m = keys.shape[2]
+        left, right = self.bias(start, 1, start + 1 - m, m)
+        with no_autocast(keys.device.type):
+            w = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, M]
+        return add_up(keys + w.to(keys.dtype)[:, :, None], values)
+
+    def _several(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """The output [B, H, N, D] of the queries from position `start` on: keys and values of the last M tokens."""
+        n, m = q.shape[2], keys.shape[2]
+        left, right = self.bias(start, n, start + n - m, m)
+        left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
+        y, _ = aft_biased(_rows(keys), _rows(values), left, right, True, self.window)
+        return gate(q, _heads(y, values), self.query)
 
 
 class AttentionFreeLocal(AttentionFreeFull):
@@ -183,6 +268,31 @@ class AttentionFreeLocal(AttentionFreeFull):
                 f"{k.shape[2]} keys of two sequences do not have; use 'aft-simple' or 'aft-full' to attend across"
             )
         return super().forward(q, k, v, key_mask=key_mask, is_causal=is_causal)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        """See `Family.decode`. The state is the last `window` − 1 tokens, and the sums over those before them, which
+        have no bias."""
+        start, near = cache.tokens, self.window - 1
+        self._check_length(start + q.shape[2])
+        if (empty := nothing(q, k, v)) is not None:
+            return empty
+        keys, values = visible(k, v, key_mask)
+        if "recent_k" in cache:
+            keys, values = after((cache["recent_k"], cache["recent_v"]), keys, values)  # [B, H, near + N, D] or fewer
+        far = kept(cache, "far")
+        if q.shape[2] > 1:
+            # A token for all of the far ones stands right before the `near`: no query is closer to it than `window`.
+            out = self._several(q, *(after(as_token(far), keys, values) if far else (keys, values)), start)
+        else:
+            sums = self._one(keys, values, start)
+            out = gate(q, average(join(far, sums) if far else sums), self.query)
+        leave = keys.shape[2] - near
+        if leave > 0:
+            sums = add_up(keys[:, :, :leave], values[:, :, :leave])
+            cache["far"] = torch.cat(join(far, sums) if far else sums, dim=2)  # [B, H, 3, D]
+            keys, values = keys[:, :, leave:].clone(), values[:, :, leave:].clone()
+        cache["recent_k"], cache["recent_v"] = keys, values  # [B, H, near, D] or fewer
+        return out
 
 
 QUERY = Option("query", bool, True, "gate the average with σ(query); false is the paper's ablation")
@@ -218,7 +328,7 @@ PARTS = (
         mixes_tokens=True,
         dropout=False,
         weights=False,
-        complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory",
+        complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding",
     ),
     Part(
         "aft-simple",

@@ -147,19 +147,23 @@ class Elliptical(Standard):
             change = change * weight
         else:
             weight = change.new_ones(1, 1, m, 1)
-        if is_causal:
-            total, count = change.cumsum(2), weight.cumsum(2).expand(v.shape[0], 1, m, 1)
-            if cache is not None:
-                if "elliptical_total" in cache:
-                    total, count = total + cache["elliptical_total"], count + cache["elliptical_count"]
-                cache["elliptical_total"], cache["elliptical_count"] = total[:, :, -1:], count[:, :, -1:]
+        if cache is not None:  # as many queries as new keys
+            total, count = (change, weight) if m == 1 else (change.cumsum(2), weight.cumsum(2))
+            if "elliptical_total" in cache:
+                total, count = total + cache["elliptical_total"], count + cache["elliptical_count"]
+            # Copies, because a view would keep the memory of all new tokens.
+            cache["elliptical_total"] = total[:, :, -1:].clone()
+            cache["elliptical_count"] = count[:, :, -1:].expand(v.shape[0], 1, 1, 1).clone()
+            mean = total / count.clamp(min=1)  # [B, G, N, D]
+        elif is_causal:
             # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
             last = (torch.arange(n, device=v.device) + m - n).clamp(min=0)
-            mean = total[:, :, last] / count[:, :, last].clamp(min=1)  # [B, G, N, D]
+            mean = change.cumsum(2)[:, :, last] / weight.cumsum(2)[:, :, last].clamp(min=1)  # [B, G, N, D]
         else:
             mean = change.sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)  # [B, G, 1, D]
         top = mean.amax(-1, keepdim=True)
-        return torch.where(top > 0, mean / torch.where(top > 0, top, 1), 1)
+        changed = top > 0
+        return torch.where(changed, mean / torch.where(changed, top, 1), 1)
 
     @staticmethod
     def _spread(metric: Tensor, heads: int, head: Tensor | None) -> Tensor:

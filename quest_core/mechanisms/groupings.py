@@ -17,6 +17,9 @@ from .part import Option, Part
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
 
+EQUAL = 1e-6
+"""Norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32."""
+
 _NO_KV_HEADS = "attention '{name}' needs 'kv_heads', the number of key/value heads: write {name}(kv_heads=2)"
 
 
@@ -147,7 +150,8 @@ class KeyDriven(Grouping):
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         norms = key_norms(k, mask).mean(0)  # [G]
         spread = norms.max() - norms.min()
-        scaled = torch.where(spread > 0, (norms - norms.min()) / torch.where(spread > 0, spread, 1), 1)
+        differ = spread > EQUAL * norms.max()
+        scaled = torch.where(differ, (norms - norms.min()) / torch.where(differ, spread, 1), 1)
         return head_index(allocate(scaled, num_heads, self.min_queries), num_heads)
 
 

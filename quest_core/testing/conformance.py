@@ -372,6 +372,11 @@ class AdapterConformance(ABC):
     # --- types and compilers ---------------------------------------------------------------------------------------
 
     def test_autocast(self) -> None:
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                self.run(self.stock().eval(), self.inputs())
+        except RuntimeError as error:  # for example an LSTM, whose bfloat16 kernel needs AVX-512
+            pytest.xfail(f"the host's own model fails under autocast on this CPU: {error}")
         model = self.injected("quest").eval()
         with torch.autocast("cpu", torch.bfloat16):
             low = self.run(model, self.inputs())

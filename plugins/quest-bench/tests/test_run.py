@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -144,14 +143,18 @@ def test_a_worker_that_dies_or_returns_nothing_is_a_failed_cell(fake: Path) -> N
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_stopping_leaves_no_half_result_and_no_worker(fake: Path, stop: signal.Signals) -> None:
-    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard,quest"]
-    command += ["--seeds", "0-1", "--set", "mode=hang", "--jobs", "2", "--out", "out"]
     # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
-    _until(lambda: len(list(Path("out").glob("cells/*/work/pid"))) == 2 and all(_pids()))
-    process.send_signal(stop)
-    shown, _ = process.communicate(timeout=60)
+    code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; runpy.run_module('quest_bench.cli', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "run", "fake/suite/one", "--attention", "standard,quest"]
+    command += ["--seeds", "0-1", "--set", "mode=hang", "--jobs", "2", "--out", "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            _until(lambda: len(list(Path("out").glob("cells/*/work/pid"))) == 2 and all(_pids()))
+            process.send_signal(stop)
+            shown, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     if stop == signal.SIGINT:
         assert process.returncode == 130
         assert "The same command resumes" in shown

@@ -182,18 +182,14 @@ def test_peak_memory_counts_what_is_held_at_once() -> None:
 )
 def test_peak_memory_grows_with_an_exponent_of_at_most_1_1(attention: str, is_causal: bool) -> None:
     """At d = 256, forward and backward; docs/results/scaling-cpu goes on to 16384 tokens."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     points = []
     for tokens in (1024, 2048, 4096):
         call = scaling.prepare(attention, tokens, "cpu", is_causal)
         points.append(scaling.Point(attention, tokens, 0, 0, 0, scaling.peak_memory(call, "cpu")))
-    torch.set_num_threads(threads)
     assert scaling.exponent(points, lambda p: p.peak_bytes) <= 1.1
 
 
 def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    threads = torch.get_num_threads()
     command = [
         "scaling",
         "--attention",
@@ -206,7 +202,6 @@ def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.Capture
         "1",
     ]
     assert app_main([*command, "--out", str(tmp_path)]) == 0
-    torch.set_num_threads(threads)
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]
     assert {(p["contender"], p["tokens"]) for p in points} == {

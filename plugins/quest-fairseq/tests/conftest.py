@@ -13,13 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 
 import quest_fairseq
-
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 USER_DIR = str(Path(quest_fairseq.__file__).parent)
 SHAPE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]

@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 ROOT = os.environ.get("QUEST_GRAPHGPS_ROOT", "")
 REAL = "test_real_graphgps.py"

@@ -14,11 +14,9 @@ except ModuleNotFoundError:
     sys.path.append(str(ENVIRONMENT))
     import quest_mmseg_environment  # noqa: F401
 
-import torch  # noqa: E402
 from mmengine.config import ConfigDict  # noqa: E402
 from mmengine.registry import init_default_scope  # noqa: E402
 
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 init_default_scope("mmseg")
 logging.getLogger("mmengine").setLevel(logging.WARNING)
 

@@ -17,9 +17,6 @@ except ModuleNotFoundError:
     sys.path.append(str(HERE.parent / "environment"))
     import quest_pointcept_environment  # noqa: F401
 
-import torch  # noqa: E402
-
-torch.set_num_threads(1)  # spconv's sums on a CPU are wrong with more
 
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
 REQUIRED = os.environ.get("QUEST_REQUIRE_POINTCEPT") == "1"

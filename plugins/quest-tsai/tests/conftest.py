@@ -17,9 +17,6 @@ except ModuleNotFoundError:
     import quest_tsai_environment  # noqa: F401
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`quest bench`: ls, run and report."""
+"""`quest bench`: ls, run, report, speed, scaling and decode."""
 
 from __future__ import annotations
 
@@ -330,6 +330,38 @@ def scaling(
         longest=longest,
         device=device,
         is_causal=causal,
+        command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
+    )
+    print(text)
+
+
+@app.command()
+def decode(
+    context: typer.Context,
+    attention: Annotated[str, typer.Option(help="Comma-separated attentions that decode.")] = "quest,standard",
+    out: Annotated[Path | None, typer.Option(help="Write decode.md and decode.json into this folder.")] = None,
+    tokens: Annotated[int, typer.Option(min=20, help="Tokens in the cache.")] = 8192,
+    rounds: Annotated[int, typer.Option(min=20, help="How many steps are timed.")] = 100,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+) -> None:
+    """Time one decoding step with a Cache against scaled_dot_product_attention on preallocated keys and values.
+
+    Example:
+
+    [cyan]quest bench decode --attention quest,standard,linear --threads 1[/]
+    """
+    from . import decode as bench
+
+    if rounds >= tokens:
+        raise ConfigError(f"--rounds is {rounds}; it is smaller than --tokens, {tokens}")
+    text = bench.run(
+        parse_attentions(attention),
+        out,
+        threads=threads or store.cores(),
+        tokens=tokens,
+        rounds=rounds,
+        device=device,
         command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
     )
     print(text)

@@ -180,16 +180,16 @@ class Attention(MultiheadAttention):
         if kept and "cache" not in kept:
             raise InputError("the incremental state holds keys that were not put there by this module; start afresh")
         cache: Cache = kept["cache"] if kept else Cache()
-        hidden = kept.get("padding")  # [B, tokens so far] or None
-        if padding is not None or hidden is not None:
+        mask = None
+        if padding is not None or "real" in cache:
             batch, tokens = query.shape[1], query.shape[0]
-            hidden = query.new_zeros(batch, cache.tokens, dtype=torch.bool) if hidden is None else hidden
-            new = query.new_zeros(batch, tokens, dtype=torch.bool) if padding is None else padding.bool()
-            hidden = torch.cat([hidden, new], dim=1)
+            earlier = cache["real"] if "real" in cache else query.new_ones(batch, len(cache), dtype=torch.bool)
+            new = query.new_ones(batch, tokens, dtype=torch.bool) if padding is None else ~padding.bool()
+            cache["real"] = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
+            mask = cache["real"][:, None, None]
         k, v = self._split(self.k_proj(query), self.kv_heads), self._split(self.v_proj(query), self.kv_heads)
-        mask = None if hidden is None else ~hidden[:, None, None]
         out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
-        self._set_input_buffer(state, {"cache": cache, "padding": hidden})
+        self._set_input_buffer(state, {"cache": cache})
         return out
 
     def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
@@ -199,8 +199,6 @@ class Attention(MultiheadAttention):
         kept = self._get_input_buffer(incremental_state)
         if "cache" in kept:
             kept["cache"].reorder(new_order)
-            if kept["padding"] is not None:
-                kept["padding"] = kept["padding"].index_select(0, new_order)
         return incremental_state
 
     def _visible(
