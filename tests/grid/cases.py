@@ -445,9 +445,9 @@ def bounds(
     """How far a result may be from `exact`; `plain` are results of the plain formula in the type `rough`.
 
     The bound is `slack` times the relative error of the plain formula in the type of the cell, the largest of the
-    results of the cell, and that of a sum of M + D terms: (M + D) · eps · the largest number of the cell. The derivative
-    of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is that of
-    float32 scaled.
+    results of the cell, and that of a sum of M + D terms: (M + D) · eps · the largest number of the cell. The
+    derivative of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is
+    that of float32 scaled.
     """
     eps, dtype = torch.finfo(made.cell.dtype).eps, rough(made)
     sizes = [float(x.abs().max()) if x.numel() else 0.0 for x in exact]

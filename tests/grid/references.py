@@ -177,7 +177,7 @@ def head_of_each(config: AttentionConfig, k: Tensor, heads: int, seen: Tensor, s
 
 def perturbed(weights: Tensor, groups: int, seen: Tensor, draw: Callable[..., Tensor]) -> Tensor:
     """pgqa: weights less Gaussian noise of each group's mean and deviation, but not where query and key agree."""
-    batch, heads, n, m = weights.shape
+    batch, _, n, m = weights.shape
     inside = weights.detach().reshape(batch, groups, -1)
     counted = seen.expand(weights.shape).reshape(inside.shape)
     count = counted.sum(-1, keepdim=True).clamp(min=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +48,3 @@ def test_a_wrong_example_is_made_simpler() -> None:
     assert simpler(one, lambda other: other.is_causal) == Example(
         "quest", heads=1, groups=1, batch=1, n=1, m=1, dim=2, dim_v=2, key_dim=2, is_causal=True
     )
-
-
-if __name__ == "__main__":
-    pytest.main([__file__])

@@ -102,7 +102,7 @@ def test_attention(subject: Subject, heads: int) -> None:
             ) -> Tensor:
                 q, k, v = (F.linear(x, p[f"{n}_proj.weight"], p[f"{n}_proj.bias"]) for n in "qkv")
                 mask = real[:, None, None]
-                if config.family is None and config["normaliser"] == "sinkhorn" or "pgqa" in str(config):
+                if "sinkhorn" in str(config) or "pgqa" in str(config):
                     mask = mask & real[:, None, :, None]
                 kd = subject.key_features or dim
                 out = _attend(config, p, _heads(q, dim), _heads(k, kd), _heads(v, dim), mask, is_causal)

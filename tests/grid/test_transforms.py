@@ -25,7 +25,7 @@ def test_right_or_refused(subject: Subject, transform: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", SLOW)
-@pytest.mark.parametrize("name", ("quest", "quest+gqa", "quest+sigmoid", "aft-full"))
+@pytest.mark.parametrize("name", ["quest", "quest+gqa", "quest+sigmoid", "aft-full"])
 def test_inductor(name: str, transform: str) -> None:
     for layout in ("packed", "chunk"):
         SLOW[transform](Cell(BY_NAME[name], layout, torch.float32, "keys", is_causal=True).made())

@@ -75,10 +75,9 @@ def decode(made: Made) -> str | None:
     for i in range(q.shape[2]):
         given = [x[:, :, i : i + 1] for x in (q, k, v)]
         seen = mask[0][..., : i + 1] if mask else None
-        for layer, cache, values in zip(
-            made.module.layers, caches, (earlier(given[2]), given[2])[-len(caches) :], strict=True
-        ):
-            out = made.seeded(layer.decode)(*given[:2], values, cache, attn_mask=seen)
+        values = (earlier(given[2]), given[2])[-len(caches) :]
+        for layer, cache, value in zip(made.module.layers, caches, values, strict=True):
+            out = made.seeded(layer.decode)(*given[:2], value, cache, attn_mask=seen)
         outs.append(out.detach())
     check(made, (q, k, v, *mask), [torch.cat(outs, 2)])
     return None
@@ -390,9 +389,9 @@ def func_jvp(made: Made) -> str | None:
 
 
 def _tangent(x: Tensor) -> Tensor:
-    """A direction with the strides of x, as PyTorch requires where elements share memory."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return torch.sin(torch.arange(extent, dtype=torch.float64)).as_strided(x.shape, x.stride())
+    """A direction that lies in memory as x does, which PyTorch requires where elements share memory."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return torch.sin(torch.arange(count, dtype=torch.float64)).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def second_derivative(made: Made) -> str | None:
