@@ -46,5 +46,5 @@ def test_a_wrong_example_is_made_simpler() -> None:
 
     one = Example("quest", heads=8, groups=8, n=13, m=31, is_causal=True, mask="bias", mask_shape=(False, False))
     assert simpler(one, lambda other: other.is_causal) == Example(
-        "quest", heads=1, groups=1, batch=1, n=1, m=1, dim=2, dim_v=2, key_dim=2, is_causal=True
+        "quest", heads=1, groups=1, batch=1, n=0, m=0, dim=2, dim_v=2, key_dim=2, is_causal=True
     )
