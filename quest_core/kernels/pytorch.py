@@ -6,6 +6,7 @@ This is the only file of quest_core that reads a private name of PyTorch.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,6 +37,15 @@ def is_compiling() -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen."""
     return bool(torch._C._get_tracing_state())
+
+
+def size(x: Tensor, axis: int) -> int:
+    """Return a size of `x` as a number, fixed in what torch.jit.trace records: the features of a head, say."""
+    if not is_tracing():
+        return x.shape[axis]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return int(x.shape[axis])
 
 
 def is_exporting() -> bool:
