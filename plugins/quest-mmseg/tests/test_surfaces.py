@@ -31,7 +31,7 @@ from quest_core import Mechanism
 from quest_core.errors import ConfigError, InputError, UnsupportedError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanism import AttentionMismatchWarning
-from quest_mmseg.checkpoints import difference
+
 from quest_mmseg.info import INFO
 
 MIM = Path(mmseg.__file__).parent / ".mim"

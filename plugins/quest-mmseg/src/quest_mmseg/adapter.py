@@ -1,17 +1,21 @@
 """MmsegAdapter: where mmseg's attention is, and how `attention=` reaches it.
 
-A config names classes of the scope ``quest_mmseg`` (see quest_mmseg.models), which build the host's own class and then
-inject. That is before wrapping, optimizer, EMA, `init_weights` and `load_from`, so new parameters are seen by all.
+A config names classes of the scope ``quest_mmseg`` (see quest_mmseg.models), which build mmseg's own class and then
+inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all of these see the new parameters.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+from mmengine.logging import MMLogger
+from mmengine.runner import FlexibleRunner, Runner
 from torch import Tensor, nn
 
+from quest_core import notices
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
@@ -19,8 +23,8 @@ from quest_core.hosts.discovery import require_host
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 
-from . import checkpoints
 from .info import INFO
+from .keys import refuse_unread
 from .layers import (
     BEiTAttention,
     EfficientMultiheadAttention,
@@ -51,6 +55,9 @@ class MmsegAdapter(Adapter):
 
     name: ClassVar[str] = "mmseg"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    log: ClassVar[logging.Handler | None] = None
+    """What writes notices to mmengine's log, while installed."""
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every attention module that can be replaced, in the order of registration, that of the forward pass.
@@ -116,13 +123,36 @@ class MmsegAdapter(Adapter):
                 (_connect_backbone if kind == "VisionTransformer" else _connect_head)(module)
 
     def install(self) -> None:
-        """Check the host's version, and let no run resume or be tested with another attention than it was trained with.
+        """Have Runners compare their config with the model, and write notices to mmengine's log.
+
+        The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
 
         Raises:
             PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        checkpoints.guard()
+        self.patches.wrap(Runner, "wrap_model", _compared)
+        self.patches.wrap(FlexibleRunner, "load_or_resume", _compared)
+        if MmsegAdapter.log is None:
+            MmsegAdapter.log = notices.forward_to(MMLogger.get_current_instance)
+
+    def uninstall(self) -> None:
+        """Undo `install`. The types of the scope ``quest_mmseg`` stay in mmengine's registry."""
+        super().uninstall()
+        if MmsegAdapter.log is not None:
+            notices.LOGGER.removeHandler(MmsegAdapter.log)
+            MmsegAdapter.log = None
+
+
+def _compared(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a runner that first compares the runner's config with its model."""
+
+    @functools.wraps(stock)
+    def compared(runner: Any, *arguments: Any, **options: Any) -> Any:
+        refuse_unread(runner.cfg, runner.model)
+        return stock(runner, *arguments, **options)
+
+    return compared
 
 
 def _connect_backbone(backbone: Any) -> None:

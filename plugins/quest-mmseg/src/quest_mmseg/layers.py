@@ -30,6 +30,9 @@ from quest_core.mechanism import Mechanism, kv_heads
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
+HIDES = -100.0
+"""What Swin adds to the logits of keys that a query may not see."""
+
 
 def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
     """The mechanisms in `module` that want to know the grid of patches: those of aft-conv."""
@@ -237,8 +240,9 @@ class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
     """For Swin's attention inside windows."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Windows [B·W, N, E] and an additive mask [W, N, N] -> [B·W, N, E]."""
+        """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""
         added = self._position_bias(x.shape[1])  # [1, H, N, N]
         if mask is not None:
+            mask = mask.masked_fill(mask <= HIDES, -torch.inf)
             added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
         return self._attend(x, self.qkv.bias, added)
