@@ -147,7 +147,7 @@ def test_mmseg_refuses_keys_that_it_does_not_know():
 def test_attention_at_the_top_level_of_a_config_is_refused():
     """What `--cfg-options attention=quest` makes, where the `model.` is forgotten."""
     standard, quest, stock = build(attention="standard"), build(attention="quest"), build()
-    for model, has in ((standard, "attention standard"), (stock, "mmseg's own attention")):
+    for model, has in ((standard, "attention 'standard'"), (stock, "mmseg's own attention")):
         with pytest.raises(ConfigError, match=f"top level .* the model has {has}; write model.attention='quest'"):
             refuse_unread(Config({"attention": "quest"}), model)
     with pytest.raises(ConfigError, match="did you mean 'quest'"):

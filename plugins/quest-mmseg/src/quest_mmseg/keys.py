@@ -56,10 +56,11 @@ def refuse_unread(config: Any, model: nn.Module) -> None:
     given = config.get("attention")
     if given is None:
         return
+    wanted = AttentionConfig.parse(given)
     built = {getattr(module, REPORT).attention for module in model.modules() if hasattr(module, REPORT)}
-    if not any(AttentionConfig.parse(given).means(attention) for attention in built):
-        has = f"attention {', '.join(sorted(built))}" if built else "mmseg's own attention"
+    if not any(wanted.means(attention) for attention in built):
+        has = f"attention '{', '.join(sorted(built))}'" if built else "mmseg's own attention"
         raise ConfigError(
-            f"attention is '{given}' at the top level of the config, where nothing reads it; the model has {has}; "
-            f"write model.attention='{given}' (--cfg-options model.attention=...) with a type of quest_mmseg"
+            f"attention is '{wanted}' at the top level of the config, where nothing reads it; the model has {has}; "
+            f"write model.attention='{wanted}' (--cfg-options model.attention=...) with a type of quest_mmseg"
         )
