@@ -111,7 +111,7 @@ class TestSegFormer(Backbone):
 
 
 class TestPCPVT(Backbone):
-    """Twins with global attention alone."""
+    """Twins with only global attention."""
 
     sites = 2
     refused = ("linear",)

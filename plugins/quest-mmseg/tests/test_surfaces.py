@@ -330,7 +330,7 @@ def test_every_mechanism_trains_and_predicts_at_any_size(attention):
 
 
 def test_aft_conv_knows_the_grid_and_the_class_tokens():
-    """A patch far outside the window reaches a query through the global sum alone; its neighbours have a bias."""
+    """A patch far outside the window reaches a query only through the global sum; its neighbours have a bias."""
     model = build(attention="aft-conv(window=3)").eval()
     families = [m.family for m in model.modules() if isinstance(m, Mechanism)]
     assert [family.prefix for family in families] == [1, 1, CLASSES, CLASSES]

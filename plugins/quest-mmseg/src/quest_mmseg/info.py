@@ -1,4 +1,4 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin's description, as data. Standard library only: listing plugins executes only this file."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ INFO: dict[str, Any] = {
         "backbones": ["VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"],
         "heads": ["SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"],
     },
-    # Modules of mmseg with something called attention that has no queries, keys and values to exchange, or hides them.
+    # Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them.
     "refused": {
-        "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term of each "
-        "query's own to the softmax",
+        "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term for "
+        "each query to the softmax",
         "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
         "MSCAAttention": "SegNeXt's attention is a convolution",
         "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
