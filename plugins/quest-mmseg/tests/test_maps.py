@@ -116,7 +116,7 @@ def test_help_teaches(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["maps", "--help"])
     with pytest.raises(SystemExit):
         maps.main()
-    assert re.search(r"--at X,Y\s+the pixel whose patch looks", capsys.readouterr().out)
+    assert re.search(r"--at X,Y\s+the pixel whose patch attends", capsys.readouterr().out)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -188,7 +188,7 @@ def _head_forward(head: Any, inputs: Any) -> Any:
 
 
 class _GridHook:
-    """Reads the grid from PatchEmbed, which returns the tokens and their grid. It is copied and pickled with the model."""
+    """Reads the grid from PatchEmbed, which returns tokens and grid; it is copied and pickled with the model."""
 
     def __init__(self, families: list[AttentionFreeConv]) -> None:
         self.families = families

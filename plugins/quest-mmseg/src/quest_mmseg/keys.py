@@ -25,11 +25,12 @@ def entries(config: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any
     """
     if isinstance(config, Mapping):
         if config.get("attention") is not None:
-            kind = config.get("type", "")
+            kind = config.get("type") or ""
             home, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
-            if home.partition(".")[0] == "quest_mmseg":
+            package = home.partition(".")[0]
+            if package == "quest_mmseg":
                 yield path, config
-            elif name in TYPES:
+            elif package in ("", "mmseg") and name in TYPES:
                 raise ConfigError(
                     f"{path}.attention is '{config['attention']}', and mmseg's {name} does not read it; write "
                     f"{path}.type='quest_mmseg.{name}'"
@@ -51,8 +52,7 @@ def refuse_unread(config: Any, model: nn.Module) -> None:
         config: mmengine's Config of a run or of `init_model`.
         model: as built from it.
     """
-    for _ in entries(config.get("model"), "model"):
-        pass
+    list(entries(config.get("model"), "model"))  # raises
     given = config.get("attention")
     if given is None:
         return

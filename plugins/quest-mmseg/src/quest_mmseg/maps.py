@@ -25,7 +25,7 @@ from mmengine.dataset import Compose
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from quest_core.errors import ConfigError, InputError, UnsupportedError, one_of
+from quest_core.errors import ConfigError, InputError, QuestError, UnsupportedError, one_of
 from quest_core.mechanism import Mechanism
 
 OPACITY = 0.6
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("image", type=Path, help="any image")
     parser.add_argument("--out", type=Path, default=Path("maps"), help="folder for the PNG files")
     parser.add_argument("--at", type=_pixel, metavar="X,Y", help="the pixel whose patch attends")
-    parser.add_argument("--class", dest="label", help="the class whose embedding looks, in Segmenter's head")
+    parser.add_argument("--class", dest="label", help="the class whose embedding attends, in Segmenter's head")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cfg-options", nargs="+", action=DictAction, help="as in tools/test.py")
     options = parser.parse_args()
@@ -198,7 +198,7 @@ def main() -> None:
     model = init_model(options.config, options.checkpoint, device=options.device, cfg_options=options.cfg_options)
     try:
         paths = draw(model, image, options.out, at=options.at, label=options.label)
-    except (ConfigError, InputError, UnsupportedError) as error:
+    except QuestError as error:
         parser.error(str(error))
     print(f"{len(paths)} maps in {options.out}")
 
