@@ -126,6 +126,27 @@ def test_a_pretrained_model_is_calibrated(problem):
         torch.testing.assert_close(layer.W_Q.weight, wanted.flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_the_report_and_the_warning_reach_the_log(tmp_path, fresh_python):
+    """tsai and fastai keep no log of their own, so it is the one that the user configures on the root logger."""
+    told = fresh_python(
+        "import logging, warnings\n"
+        "logging.basicConfig(filename='train.log', level=logging.INFO)\n"
+        "import quest_tsai, torch\n"
+        "from tsai.models.TSTPlus import TSTPlus\n"
+        "torch.save(TSTPlus(3, 5, 12).state_dict(), 'stock.pth')\n"
+        "model = TSTPlus(3, 5, 12, attention='quest')\n"
+        "warnings.simplefilter('ignore')\n"
+        "from tsai.models.utils import transfer_weights\n"
+        "transfer_weights(model, 'stock.pth', device='cpu')\n"
+        "print(model.attention_report)\n",
+        tmp_path,
+    )
+    log = [line for line in (tmp_path / "train.log").read_text().splitlines() if "quest_core" in line]
+    assert log[0] == f"INFO:quest_core:{told.splitlines()[-1]}"
+    assert log[1].startswith("WARNING:quest_core:these weights were trained with standard attention")
+    assert len(log) == 2
+
+
 def test_without_the_key_nothing_changes(capsys):
     model = TSTPlus(3, 5, 12, **SIZES)
     assert not any(isinstance(m, Replacement) for m in model.modules())
@@ -164,6 +185,7 @@ def test_what_is_uninstalled_leaves_stock_tsai_and_can_be_installed_again():
             get_arch("gMLP")(3, 5, 12, attention="quest")
         assert not hasattr(Learner.load, "__wrapped__")
         assert not any(hasattr(module.transfer_weights, "__wrapped__") for module in (MVP, tsai.models.utils))
+        assert tsai.basics.ts_learner.__code__.co_filename == tsai.learner.__file__
     finally:
         adapter.install()
     assert len(mechanisms(TSTPlus(3, 5, 12, attention="quest", **SIZES))) == 2
@@ -171,7 +193,7 @@ def test_what_is_uninstalled_leaves_stock_tsai_and_can_be_installed_again():
 
 def test_every_copy_of_a_function_is_wrapped():
     assert MVP.transfer_weights is tsai.models.utils.transfer_weights is tsai.tslearner.transfer_weights
-    assert ts_learner is tsai.learner.ts_learner is tsai.basics.ts_learner
+    assert tsai.learner.ts_learner is tsai.basics.ts_learner
 
 
 # --- torch.nn.MultiheadAttention inside tsai ------------------------------------------------------------------------

@@ -109,13 +109,23 @@ class TsaiAdapter(Adapter):
         self._wrap_copies(learner, "ts_learner", read_early)
         self._wrap_copies(utils, "transfer_weights", check_transfer)
 
+    def uninstall(self) -> None:
+        """Undo `install`, also in modules that have imported a wrapped function since."""
+        for owner, name, original in list(self.patches):
+            for module in _holders(name, getattr(owner, name)) if isinstance(owner, ModuleType) else ():
+                setattr(module, name, original)
+        super().uninstall()
+
     def _wrap_copies(self, owner: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         """Wrap a function in `owner` and in every module that has imported it by name, a notebook among them."""
         self.patches.wrap(owner, name, make)
         ours = getattr(owner, name)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(name) is ours.__wrapped__:
-                self.patches.put(module, name, ours)
+        for module in _holders(name, ours.__wrapped__):
+            self.patches.put(module, name, ours)
+
+
+def _holders(name: str, value: Any) -> list[ModuleType]:
+    return [module for module in sys.modules.values() if getattr(module, "__dict__", {}).get(name) is value]
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:
