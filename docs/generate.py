@@ -1,4 +1,4 @@
-"""Writes the tables of the README and of docs/mechanisms.md from what mechanisms and plugins declare.
+"""Writes the tables of the README and of docs/ from what mechanisms and plugins declare, and what tests/grid has run.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 if what is there differs
@@ -6,6 +6,7 @@ python docs/generate.py --check    exit 1 if what is there differs
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,41 @@ def _row(part: Part) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-TABLES = {"support": support, "mechanisms": mechanisms}
-PLACES = {ROOT / "README.md": ("support",), ROOT / "docs" / "mechanisms.md": ("mechanisms", "support")}
+def transforms() -> str:
+    """Transforms across, mechanisms down, from what tests/grid has run."""
+    found = json.loads((ROOT / "tests" / "grid" / "outcomes.json").read_text())
+    columns = list(next(iter(found["rows"].values())))
+    reasons: list[str] = []
+
+    def cell(said: dict[str, str]) -> str:
+        if said["state"] == "right":
+            return f"✓ {said['note']}" if "note" in said else "✓"
+        if said["state"] == "wrong":
+            return "✗"
+        if said["reason"] not in reasons:
+            reasons.append(said["reason"])
+        number = reasons.index(said["reason"]) + 1
+        return {"refused": f"{number}", "refused if causal": f"causal: {number}"}.get(said["state"], f"some: {number}")
+
+    lines = [
+        f"PyTorch {found['torch']}, CPU.",
+        "",
+        "| | " + " | ".join(columns) + " |",
+        "|---|" + ":-:|" * len(columns),
+    ]
+    lines += [
+        f"| `{name}` | " + " | ".join(cell(row[column]) for column in columns) + " |"
+        for name, row in found["rows"].items()
+    ]
+    return "\n".join([*lines, "", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))])
+
+
+TABLES = {"support": support, "mechanisms": mechanisms, "transforms": transforms}
+PLACES = {
+    ROOT / "README.md": ("support",),
+    ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
+    ROOT / "docs" / "transforms.md": ("transforms",),
+}
 
 
 def rendered(path: Path) -> str:

@@ -20,6 +20,7 @@ from .kernels.pytorch import (
     is_tracing,
     name_second_derivative,
     second_derivative,
+    size,
     tokens_are_divided,
     transform,
 )
@@ -30,6 +31,7 @@ from .mechanisms.base import (
     Normaliser,
     Score,
     apply_weights,
+    drop,
     hide_lowest,
     logits,
     merge_causal,
@@ -190,7 +192,8 @@ class Mechanism(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Grouping and score: q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv], ready to be attended to."""
         raw = (q, k)
-        head = self.grouping.assign(k, q.shape[1], mask)
+        new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
+        head = self.grouping.assign(k, q.shape[1], new)
         q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
         if cache is not None:
             k, v = cache.append("k", k), cache.append("v", v)
@@ -204,7 +207,7 @@ class Mechanism(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
         """Normaliser: the output [B, H, N, Dv]."""
-        grouping, scale = self.grouping, self.score.scale(q.shape[-1])
+        grouping, scale = self.grouping, self.score.scale(size(q, -1))
         grouped = grouping.shares
         if not grouping.needs_weights:
             out = self.normaliser.forward(
@@ -216,7 +219,7 @@ class Mechanism(nn.Module):
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
         weights = self.normaliser.weights(logits(q, k, scale, grouped), mask)
         weights = grouping.perturb(weights, k.shape[1], mask)
-        return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
+        return apply_weights(drop(weights, dropout_p), v, grouped)
 
     def forward_with_weights(
         self,
@@ -265,15 +268,14 @@ class Mechanism(nn.Module):
         groups = k.shape[1]
         q, k, v = self._prepare(q, k, v, mask, is_causal, residual=residual)
         grouped = self.grouping.shares
-        scores = logits(q, k, self.score.scale(q.shape[-1]), grouped, residual)
+        scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
+        weights = self.normaliser.weights(scores, mask)
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
-            mask = mask > -torch.inf
-        weights = self.normaliser.weights(scores, mask)
         if self.grouping.needs_weights:
             weights = self.grouping.perturb(weights, groups, mask)
-        weights = torch.dropout(weights, dropout_p, dropout_p > 0)
+        weights = drop(weights, dropout_p)
         return apply_weights(weights, v, grouped), weights, scores
 
     def decode(

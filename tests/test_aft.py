@@ -30,11 +30,11 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aft_ops, "KEY_BLOCK", 4)
-    monkeypatch.setattr(aft_ops, "QUERY_BLOCK", 3)
-    monkeypatch.setattr(aft_ops, "MIN_KEY_BLOCK", 2)
+    monkeypatch.setattr(aft_ops, "ROWS", 3)
+    monkeypatch.setattr(aft_ops, "NARROW", 2)
     monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
     monkeypatch.setattr(aft_conv, "ELEMENTS", 40)
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
 
 
 def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed: int = 0) -> quest_core.Mechanism:
@@ -221,6 +221,7 @@ def test_gradients_pass_gradcheck(spec: str, is_causal: bool, masked: bool) -> N
         assert mask.grad.isfinite().all()
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spread", [0.5, 4.0])  # the second cancels, and takes the other path
 @pytest.mark.parametrize("spec", [*CONVOLUTIONS, "aft-conv(dims=1, window=3, prefix=2)"])
 def test_convolution_gradients_pass_gradcheck(spec: str, spread: float) -> None:
@@ -231,33 +232,29 @@ def test_convolution_gradients_pass_gradcheck(spec: str, spread: float) -> None:
     assert torch.autograd.gradcheck(lambda *x: made(*x[:3], attn_mask=mask), (q, k, v, *made.parameters()))
 
 
-@pytest.mark.parametrize("path", ["products", "bands", "elements"])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [0, 2])
-def test_every_path_of_a_tile_gives_the_same_gradients(path: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of exponentials where ranges allow, bands of values where not, and element by element."""
+@pytest.mark.parametrize("path", ["float32", "float64", "features"])
+def test_every_path_of_a_block_is_exact(
+    path: str, window: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product in the type of the inputs, in float64, or sums feature by feature."""
     small_tiles(monkeypatch)
-    limit = {"products": 1e9, "bands": 5.0, "elements": 1e-6}[path]
-    monkeypatch.setattr(aft_ops, "safe_range", lambda dtype: limit)
-    monkeypatch.setattr(aft_ops, "MAX_PRODUCTS", 0 if path == "elements" else 10**6)
-    taken = []
-    real = aft_ops._Tiles.products
-
-    def products(*arguments: Any) -> Any:
-        taken.append(real(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(aft_ops._Tiles, "products", products)
-    k, v, left, right = (
-        (torch.randn(shape, dtype=torch.float64) * 2).requires_grad_() for shape in ((9, 1), (9, 1), (7, 2), (9, 2))
-    )
-    assert torch.autograd.gradcheck(lambda *x: aft_ops.aft_biased(*x, True, window)[0], (k, v, left, right))
-    if path == "elements":
-        assert taken.count(None) > len(taken) / 2  # a tile of one key has no range and needs no other path
-    else:
-        most = max(len(found) for found in taken)
-        assert most == 1 if path == "products" else most > 2
+    limit = {"float32": [1e9, 0], "float64": [-1.0, 1e9], "features": [-1.0, -1.0]}[path]
+    monkeypatch.setattr(aft_ops, "safe_range", lambda dtype: limit[dtype == torch.float64])
+    made = build(f"aft-local(window={window})" if window else "aft-full", 2, 3)
+    q, k, v = tensors("aft-local", 2, 2, 9, 9, 3)
+    probe = torch.randn_like(q)
+    results = []
+    for run in (truth, lambda made, *x, is_causal: made.float()(*(y.float() for y in x), is_causal=is_causal)):
+        inputs = [*(x.clone().requires_grad_() for x in (q, k, v)), *made.parameters()]
+        out = run(made, *inputs[:3], is_causal=is_causal)
+        results.append([out, *torch.autograd.grad((out * probe).sum(), [*inputs[:3], *made.parameters()])])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spec", ["aft-full(rank=null)", "aft-local(rank=null)", "aft-conv(dims=1, window=5)"])
 def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
@@ -318,6 +315,7 @@ def test_the_future_never_changes_the_past(spec: str) -> None:
     torch.testing.assert_close(made(q, k, v, is_causal=True)[:, :, :6], before[:, :, :6], rtol=0, atol=1e-13)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
 def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
     grown = {"2": (9, 16), "3": (8, 27)}
@@ -336,6 +334,7 @@ def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
         torch.testing.assert_close(padded[:1, :, :short], alone)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_sample_without_visible_keys_gives_zeros_and_finite_gradients(spec: str, dtype: torch.dtype) -> None:
@@ -384,8 +383,6 @@ class _Largest(TorchDispatchMode):
 
     largest = 0
     opaque = (
-        aft_ops.aft_running,
-        aft_ops.aft_running_backward,
         aft_ops.aft_biased,
         aft_ops.aft_biased_backward,
         aft_conv.aft_conv,
@@ -413,14 +410,11 @@ def test_no_intermediate_grows_faster_than_the_sequence(
     """Eight times as many tokens make no tensor more than eight times as large; a tile's worth is allowed."""
     if spec.startswith("aft-conv") and is_causal:
         return
-    for module, name, size in (
-        (aft_ops, "KEY_BLOCK", 16),
-        (aft_ops, "QUERY_BLOCK", 16),
-        (aft_ops, "MIN_KEY_BLOCK", 16),
-    ):
-        monkeypatch.setattr(module, name, size)
+    for name in ("ROWS", "NARROW"):
+        monkeypatch.setattr(aft_ops, name, 16)
     for module in (aft_ops, aft_conv):
         monkeypatch.setattr(module, "ELEMENTS", 256)
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
     config = quest_core.AttentionConfig.parse(spec).to_dict()
     if config["name"] in ("aft-local", "aft-full"):
         config.update(max_length=512, rank=2)
@@ -505,7 +499,7 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
-    torch.library.opcheck(aft_ops.aft_running, (k, v))
+    torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
     w = torch.randn(2, 3, 3, requires_grad=True)
     x = torch.randn(2, 2, 7, 3, requires_grad=True)
     torch.library.opcheck(aft_conv.aft_conv, (x[..., 0].contiguous(), x, w, [2, 3], 1))
@@ -630,8 +624,9 @@ def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
     torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)
 
 
-def test_a_bias_that_cancels_the_loudest_key_is_exact() -> None:
+def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(w) − 1 is nearly −1 where the global sum is nearly that key: their difference would be noise."""
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
     made = build("aft-conv(dims=1, window=3)", 2, 4, spread=0.0)
     with torch.no_grad():
         made.family.shift.fill_(-25.0)  # type: ignore[union-attr]
@@ -641,10 +636,11 @@ def test_a_bias_that_cancels_the_loudest_key_is_exact() -> None:
     torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
 
 
-def test_small_grids_take_blocks_and_large_ones_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     real = aft_conv._Kernel.convolved
     monkeypatch.setattr(aft_conv._Kernel, "convolved", lambda self: taken.append(self.k.shape[2]) or real(self))
+    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 2 * 25**2)
     made = build("aft-conv(window=5)", 2, 16, spread=0.3)
     for side in (3, 12):
         q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 16)

@@ -107,6 +107,7 @@ def test_tokens_in_another_order_are_compared_with_themselves() -> None:
     def rows(x: Tensor) -> Tensor:
         return x[0][:, take].transpose(0, 1)  # [2, H, 4, D]
 
+    quest_core.Mechanism("elliptical", num_heads=4, head_dim=4).score.follow(second.score)  # type: ignore[operator]
     first(q, k, before)
     expected_before = rows(before)
     with second.score.arranged(  # type: ignore[operator]

@@ -17,8 +17,8 @@ import quest_core
 from quest_core.mechanisms import linear, reference_linear
 
 NAMES = [part.name for part in linear.PARTS]
-LONG = 2 * linear.CHUNK * linear.GROUP + 37
-"""Tokens for which every level of the causal sums is used, and none is full."""
+LONG = 5 * linear.CHUNK + 37
+"""Several chunks, none of them full."""
 
 
 def tensors(batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -44,6 +44,24 @@ def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options
     if made.config.family == "linear":
         return reference_linear.linear(q, k, v, **options)
     return reference_linear.cosine(q, k, v, made.family.stabiliser, **options)
+
+
+def test_an_additive_mask_multiplies_the_weights() -> None:
+    q, k, v = tensors(2, 2, 70, 70, 4)
+    bias = (3 * torch.randn(2, 70, dtype=torch.float64)).masked_fill(torch.rand(2, 70) < 0.3, -math.inf)
+    for name, is_causal in ((name, c) for name in NAMES for c in (False, True)):
+        made = build(name, 2, 4)
+        want = truth(made, q, k, v, key_mask=bias, is_causal=is_causal)
+        torch.testing.assert_close(made(q, k, v, attn_mask=bias[:, None, None], is_causal=is_causal), want)
+        cache = quest_core.Cache()
+        steps = [
+            made.decode(*(x[:, :, a:b] for x in (q, k, v)), cache, attn_mask=bias[:, None, None, :b])
+            for a, b in ((0, 65), (65, 66), (66, 70))
+        ]
+        torch.testing.assert_close(torch.cat(steps, 2), truth(made, q, k, v, key_mask=bias, is_causal=True))
+    far = bias.float() - 300  # exp of it is 0 in float32, and the ratio is the same
+    out = build("linear", 2, 4).float()(q.float(), k.float(), v.float(), attn_mask=far[:, None, None])
+    torch.testing.assert_close(out.double(), reference_linear.linear(q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
 
 
 def as_mask(seen: Tensor | None, additive: bool = False) -> Tensor | None:
@@ -105,7 +123,6 @@ def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_pass_gradcheck(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "CHUNK", 2)
-    monkeypatch.setattr(linear, "GROUP", 2)
     made = build(name, 2, 3)
     inputs = (*(x.requires_grad_() for x in tensors(2, 2, 9, 10, 3)), *made.parameters())
     mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
@@ -352,9 +369,6 @@ def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
 def test_refusals_say_why() -> None:
     q, k, v = tensors(2, 1, 3, 3, 2)
     linear_, cosine = (build(name, 1, 2) for name in NAMES)
-    bias = torch.tensor([0.0, -1.0, -math.inf]).expand(2, 1, 1, 3)
-    with pytest.raises(quest_core.UnsupportedError, match=r"values can be 0 .* or -inf .* boolean mask"):
-        linear_(q, k, v, attn_mask=bias)
     with pytest.raises(quest_core.UnsupportedError, match=r"takes masks of keys alone, \[B, 1, 1, M\]"):
         linear_(q, k, v, attn_mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(quest_core.UnsupportedError, match="'cosine' has no weights to drop"):

@@ -124,7 +124,7 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
     if module is None and attention is not None:
         module = attention.partition(":")[0].partition(".")[0]
     if distribution is None and module is None:
-        return Host("torch", "torch>=2.5", f"{_package(name)}.stand_in")
+        return Host("torch", "torch>=2.1", f"{_package(name)}.stand_in")
     requirement = distribution or str(module).partition(".")[0]
     match = _REQUIREMENT.fullmatch(requirement)
     assert match is not None  # every module's name could be a distribution's

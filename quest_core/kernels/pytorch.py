@@ -6,6 +6,7 @@ This is the only file of quest_core that reads a private name of PyTorch.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,9 +39,27 @@ def is_tracing() -> bool:
     return bool(torch._C._get_tracing_state())
 
 
+def size(x: Tensor, axis: int) -> int:
+    """Return a size of `x` as a number, fixed in what torch.jit.trace records: the features of a head, say."""
+    if not is_tracing():
+        return x.shape[axis]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return int(x.shape[axis])
+
+
+def is_exporting_to_onnx() -> bool:
+    """Whether torch.onnx.export is reading this code."""
+    return bool(torch.onnx.is_in_onnx_export())
+
+
+# What torch.compiler.assume_constant_result does: Dynamo itself always answers False.
+is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_exporting() -> bool:
     """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
-    if is_tracing() or torch.onnx.is_in_onnx_export():
+    if is_tracing() or is_exporting_to_onnx():
         return True
     exporting = getattr(torch.compiler, "is_exporting", None)  # PyTorch 2.7
     return bool(exporting()) if exporting is not None else False

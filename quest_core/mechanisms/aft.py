@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import no_autocast
-from .aft_ops import aft_biased, aft_running, finite
+from ..kernels.pytorch import autocast_dtype, no_autocast
+from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
 
@@ -38,8 +38,7 @@ def hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
     """σ(q) ⊙ y, or y alone, in the type the caller computes in: q [B, H, N, D], y [B, H, N or 1, D]."""
     out = torch.sigmoid(q.to(y.dtype)) * y if query else y.expand_as(q)
-    device = q.device.type
-    return out.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
+    return out.to(autocast_dtype(q.device.type) or q.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -56,7 +55,8 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Zeros [B, H, N, D] where there is no key or nothing at all, else None; InputError where v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
-    return torch.zeros_like(q) if 0 in (*q.shape, *k.shape) else None
+    # Zeros that q has a gradient through, which is 0 too.
+    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if 0 in (*q.shape, *k.shape) else None
 
 
 def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -137,6 +137,7 @@ class AttentionFreeSimple(Family):
             e = (keys - finite(keys.detach().amax(2, keepdim=True))).exp()  # [B, H, M, D]
             total = e.sum(2, keepdim=True)
             return gate(q, (e * values).sum(2, keepdim=True) / torch.where(total > 0, total, 1), self.query)
+        refuse_transforms("aft-simple(is_causal=True)")
         y, _ = aft_running(_rows(keys), _rows(values))
         return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
@@ -203,6 +204,7 @@ class AttentionFreeFull(Family):
         self._check_length(max(n, m))
         if (empty := nothing(q, k, v)) is not None:
             return empty
+        refuse_transforms(self.name)
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
         left, right = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
         keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))

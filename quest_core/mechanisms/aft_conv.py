@@ -1,8 +1,8 @@
 """aft-conv: biases by relative position on a grid, one set a head, one key feature a head. [A] equations 6, 8, 9, 10.
 
-Two paths compute the same. Where no number is lost by it, a depth-wise convolution with exp(w) − 1 and a global sum,
-as the paper writes it; where keys or biases make that cancel or underflow, and on grids so small that it is faster,
-blocks of queries against all keys.
+The plain formula is a softmax of keys and biases over all tokens. From `PLAIN_WEIGHTS` weights on it does not fit, and
+one operator computes the same in less memory: where no number is lost by it, a depth-wise convolution with exp(w) − 1
+and a global sum, as the paper writes it; where keys or biases make that cancel or underflow, blocks of queries.
 
 Reference: :func:`quest_core.mechanisms.reference_aft.conv_bias`.
 """
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
+from ..kernels.pytorch import HAS_OPERATORS, is_compiling, is_exporting, is_tracing, no_autocast, operator, transform
 from .aft import QUERY, gate, hide, nothing, widen
-from .aft_ops import ELEMENTS, exact_arithmetic, finite, safe_range
+from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
 from .base import Dims, Family, local
+from .normalisers import PLAIN_WEIGHTS
 from .part import Option, Part
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
@@ -34,6 +36,51 @@ def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     flags = torch.backends.cudnn
     return flags.flags(flags.enabled, flags.benchmark, flags.benchmark_limit, flags.deterministic, False)
+
+
+def _places(grid: list[int], prefix: int, size: int, device: torch.device) -> Tensor:
+    """Where each token stands on the grid, [T, dims]."""
+    axes = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
+    place = torch.stack([axis.flatten() for axis in axes], dim=1)  # [T − prefix, dims]
+    # Prefix tokens lie so far outside the grid, and from each other, that no window reaches them.
+    outside = torch.arange(1, prefix + 1, device=device)[:, None] * -(size + sum(grid))
+    return torch.cat([outside.expand(-1, len(grid)), place])
+
+
+def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
+    """The bias of tokens at `place` [T, dims] for queries `here` [N, dims]: indices [N, T], size^dims for none."""
+    offset = place - here[:, None] + size // 2  # [N, T, dims]
+    inside = ((offset >= 0) & (offset < size)).all(2)
+    bins = offset[..., 0]
+    for axis in range(1, place.shape[1]):
+        bins = bins * size + offset[..., axis]
+    # A token is its own neighbour at the centre; a prefix token has no bias even to itself.
+    return torch.where(inside & (here[:, :1] >= 0), bins, size ** place.shape[1])
+
+
+def _table(w: Tensor) -> Tensor:
+    """Biases and a zero at the end: [h, s, ...] -> [h, s^dims + 1]."""
+    return functional.pad(w.flatten(1), (0, 1))
+
+
+def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The average [B, h, N, D] of v and the log normaliser [B, h, N]: 0 and −inf where nothing is visible."""
+    top = finite(logits.detach().amax(3, keepdim=True))
+    e = (logits - top).exp()
+    total = e.sum(3, keepdim=True)
+    return e @ v / torch.where(total > 0, total, 1), (top + total.log()).squeeze(3)
+
+
+def _in_plain(k: Tensor) -> bool:
+    """Whether the weights may be formed: they are small, or the operator cannot run here."""
+    if not HAS_OPERATORS or is_exporting() or transform() is not None:
+        return True
+    # A compiled graph takes the operator always: asking for sizes would make two graphs, below and above the limit.
+    return not is_compiling() and _weights(k) < PLAIN_WEIGHTS
+
+
+def _weights(k: Tensor) -> int:
+    return k.shape[0] * k.shape[1] * k.shape[2] ** 2
 
 
 class _Kernel:
@@ -56,15 +103,13 @@ class _Kernel:
         return x.reshape(batch, -1, heads, math.prod(self.grid)).permute(0, 2, 3, 1)
 
     def convolves(self) -> bool:
-        """Whether the convolution is worth trying: exp(w) stays far inside float range, and the grid is large.
+        """Whether the weights are too many to be formed, and exp(w) stays far inside float range.
 
-        The rule for small grids is measured on a CPU (`python benchmarks/rules.py aft-conv`): forward and backward in
-        float32 cost, in units of a tap of the convolution, about T·(1 + 120/D)/7 by blocks.
+        From PLAIN_WEIGHTS weights on, a convolution of 11×11 took at most 0.6 of the blocks' time, forward and backward
+        at 28×28, 32×32 and 48×48 with 1, 2 and 4 threads, with AVX-512 and without (AMD EPYC).
         """
-        if self.k.device.type == "cpu":
-            tokens, features = self.x.shape[2], self.v.shape[3]
-            if tokens * (1 + 120 / features) < 7 * self.w[0].numel():
-                return False
+        if _weights(self.k) < PLAIN_WEIGHTS:
+            return False
         return bool(self.w.abs().amax() <= safe_range(self.k.dtype) / 2)
 
     def loses_nothing(self, denominator: Tensor) -> bool:
@@ -85,29 +130,16 @@ class _Kernel:
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(queries, logits [B, h, queries, T], bins [queries, T]) for blocks of queries, the bin s^dims for no bias."""
         batch, heads, tokens = self.k.shape
-        device, size = self.k.device, self.w.shape[1]
-        axes = torch.meshgrid(*(torch.arange(n, device=device) for n in self.grid), indexing="ij")
-        place = torch.stack([axis.flatten() for axis in axes], dim=1)  # [T − prefix, dims]
-        # Prefix tokens lie so far outside the grid, and from each other, that no window reaches them.
-        outside = torch.arange(1, self.prefix + 1, device=device)[:, None] * -(size + max(self.grid))
-        place = torch.cat([outside.expand(-1, len(self.grid)), place])
-        table = functional.pad(self.w.flatten(1), (0, 1))  # [h, s^dims + 1]
+        place, table = _places(self.grid, self.prefix, self.w.shape[1], self.k.device), _table(self.w)
         step = max(1, ELEMENTS // (batch * heads * tokens))
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
-            offset = place - place[rows, None] + size // 2  # [queries, T, dims]
-            inside = ((offset >= 0) & (offset < size)).all(2)
-            bins = offset[..., 0]
-            for axis in range(1, len(self.grid)):
-                bins = bins * size + offset[..., axis]
-            # A token is its own neighbour at the centre; a prefix token has no bias even to itself.
-            bins = torch.where(inside & (place[rows, None, 0] >= 0), bins, table.shape[1] - 1)
+            bins = _bins(place[rows], place, self.w.shape[1])
             yield rows, self.k.unsqueeze(2) + table[:, bins], bins
 
 
-@torch.library.custom_op(
+@operator(
     "quest::aft_conv",
-    mutates_args=(),
     schema="(Tensor k, Tensor v, Tensor w, SymInt[] grid, int prefix) -> (Tensor average, Tensor log_normaliser)",
 )
 def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +155,7 @@ def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> t
     Returns:
         [B, h, T, D], zero where nothing is visible, and [B, h, T], −inf there.
     """
-    with exact_arithmetic(k.device):
+    with no_autocast(k.device.type):
         kernel = _Kernel(k, v, w, grid, prefix)
         if kernel.convolves():
             sums = kernel.convolved()
@@ -133,22 +165,16 @@ def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> t
                 return y, torch.where(total > 0, kernel.top + total.log(), -math.inf)
         y, lse = v.new_empty(v.shape), k.new_empty(k.shape)
         for rows, logits, _ in kernel.blocks():
-            top = finite(logits.amax(3))
-            e = logits.sub_(top.unsqueeze(3)).exp_()
-            total = e.sum(3)
-            y[:, :, rows] = (e @ v).div_(torch.where(total > 0, total, 1).unsqueeze(3))
-            lse[:, :, rows] = top + total.log()
+            y[:, :, rows], lse[:, :, rows] = _softmax(logits, v)
         return y, lse
 
 
-@aft_conv.register_fake
-def _(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
+def _fake_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op(
+@operator(
     "quest::aft_conv_backward",
-    mutates_args=(),
     schema="(Tensor grad, Tensor k, Tensor v, Tensor w, Tensor y, Tensor lse, SymInt[] grid, int prefix) "
     "-> (Tensor k, Tensor v, Tensor w)",
 )
@@ -160,7 +186,7 @@ def aft_conv_backward(
     With p_tt' = exp(k_t' + w − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p g_t·(v_t' − y_t), and the same summed over
     the pairs of a relative position for w.
     """
-    with exact_arithmetic(k.device):
+    with no_autocast(k.device.type):
         kernel = _Kernel(k, v, w, grid, prefix)
         seen = lse > -math.inf
         along = (grad * y).sum(3)  # [B, h, T]
@@ -201,8 +227,7 @@ def aft_conv_backward(
         return d_k, d_v, d_table[:, :-1].reshape(w.shape)
 
 
-@aft_conv_backward.register_fake
-def _(
+def _fake_gradients(
     grad: Tensor, k: Tensor, v: Tensor, w: Tensor, y: Tensor, lse: Tensor, grid: list[int], prefix: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return k.new_empty(k.shape), v.new_empty(v.shape), w.new_empty(w.shape)
@@ -214,10 +239,17 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return (*torch.ops.quest.aft_conv_backward(grad, *ctx.saved_tensors, ctx.grid, ctx.prefix), None, None)
+    return (*aft_conv_backward(grad, *ctx.saved_tensors, ctx.grid, ctx.prefix), None, None)
 
 
+def _second(ctx: Any, *_: Any) -> Any:
+    no_second_derivative("aft-conv")
+
+
+aft_conv.register_fake(_fake_conv)
 aft_conv.register_autograd(_gradients, setup_context=_saves)
+aft_conv_backward.register_fake(_fake_gradients)
+aft_conv_backward.register_autograd(_second, setup_context=lambda ctx, inputs, output: None)
 
 
 class AttentionFreeConv(Family):
@@ -309,15 +341,28 @@ class AttentionFreeConv(Family):
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = hide(widen(k), key_mask).squeeze(3), widen(v)
-        y, _ = aft_conv(keys, values, self._positions().to(keys.dtype), grid, self.prefix)
+        w = self._positions().to(keys.dtype)
+        if _in_plain(keys):
+            place = _places(grid, self.prefix, w.shape[1], w.device)
+            with no_autocast(w.device.type):
+                y, _ = _softmax(keys.unsqueeze(2) + _table(w)[:, _bins(place, place, w.shape[1])], values)
+        else:
+            y, _ = aft_conv(keys, values, w, grid, self.prefix)
         return gate(q, y, self.query)
 
     def _extents(self, count: int) -> list[int]:
         """The grid that `count` tokens fill."""
+        if is_exporting():
+            if isinstance(count, torch.SymInt) and self.grid is None and self.axes > 1:
+                raise UnsupportedError(
+                    "attention 'aft-conv' does not support torch.export with a dynamic length: the square or cube is "
+                    "inferred from the number of tokens; set grid, such as grid='*x14', or dims=1, or export one length"
+                )
+            count = int(count) if is_tracing() else count
         if self.axes == 1 and self.grid is None:
             wanted = [count]
         elif self.grid is None:
-            wanted = [round(max(count, 0) ** (1 / self.axes))] * self.axes
+            wanted = [_root(count, self.axes)] * self.axes
         else:
             fixed = math.prod(extent for extent in self.grid if extent is not None)
             wanted = [count // fixed if extent is None else extent for extent in self.grid]
@@ -330,6 +375,14 @@ class AttentionFreeConv(Family):
                 "for a sequence, or assign the family's `grid` before the call"
             )
         return wanted
+
+
+def _root(count: int, power: int) -> int:
+    """The whole number whose `power` is nearest to `count`."""
+    if is_exporting():
+        return next(i for i in range(max(count, 0) + 1) if i**power >= count)  # for one length
+    root: int = round(max(count, 0) ** (1 / power))
+    return root
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
@@ -378,6 +431,6 @@ PARTS = (
         dropout=False,
         weights=False,
         key_features=1,
-        complexity="O(T·s^dims·d) time, O(T·d) memory",
+        complexity="O(T·s^dims·d) time on large grids, O(T·d) memory",
     ),
 )

@@ -1,11 +1,12 @@
 """The averages behind aft-simple, aft-local and aft-full: exact for any finite input, never T×T.
 
-Both operators work on ``[T, C]``, tokens by features of all heads and samples, in float32 or wider, and are opaque
-to the compiler (``torch.library``), for what they do depends on the numbers they meet.
+One operator on ``[T, C]``, tokens by features of all heads and samples, in float32 or wider. It is opaque to the
+compiler because its path depends on the numbers: queries are taken in blocks, and a block is one matrix product
+exp(w) · exp(k)·(v, 1) where its exponents lie close enough together for float32, or else for float64. Exponents that
+lie further apart are summed feature by feature.
 
-A sum Σ exp(a)·(x₁, x₂) is carried as a pair (m, s) that stands for exp(m)·s, where m is the running maximum of a:
-two such pairs add exactly, whatever their sizes. Forwards a is the key and (x₁, x₂) = (value, 1); backwards a is
-−(log normaliser) and (x₁, x₂) = (g, g·y).
+The keys that a block of queries meets without a bias enter as one token: a pair (m, s) that stands for exp(m)·s, as a
+key k with its value v is the pair (k, (v, 1)).
 
 Reference: :func:`quest_core.mechanisms.reference_aft.weighted_average`.
 """
@@ -17,14 +18,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# These sizes were chosen on a CPU; `python benchmarks/rules.py aft-tiles` times others.
-KEY_BLOCK = 512  # keys and queries of a tile: [QUERY_BLOCK, KEY_BLOCK] biases are the most that exist at a time
-QUERY_BLOCK = 256
-MIN_KEY_BLOCK = 64  # for narrow windows
-MAX_PRODUCTS = 32  # matrix products a tile may be cut into before element by element is cheaper
-ELEMENTS = 1 << 22  # numbers in the largest temporary of the element by element path
+from ..errors import UnsupportedError
+from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, transform
+
+ROWS = 256
+"""Queries of a block, and the least where the window is narrower: 64. They bound memory: [ROWS, M] biases at a time."""
+
+NARROW = 64
+
+ELEMENTS = 2**22
+"""Numbers in the largest temporary, unless one query's keys are more."""
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise where the operator of attention `name` has no rule, before PyTorch does.
+
+    Raises:
+        UnsupportedError: under torch.func, forward-mode differentiation, torch.jit.trace or torch.onnx.export.
+    """
+    what = transform()
+    if what is None and is_tracing():
+        what = "torch.jit.trace"
+    if what is None and is_exporting_to_onnx():
+        what = "torch.onnx.export"
+    if what is not None:
+        raise UnsupportedError(
+            f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
+            "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"
+        )
+
+
+def no_second_derivative(name: str) -> None:
+    """Raise UnsupportedError: called where a gradient of attention `name` is differentiated."""
+    raise UnsupportedError(
+        f"attention '{name}' does not support double backward (create_graph=True): its gradient is one operator; "
+        "use attention 'linear', which can be differentiated any number of times"
+    )
 
 
 def safe_range(dtype: torch.dtype) -> float:
@@ -37,438 +69,281 @@ def finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0)
 
 
-def exact_arithmetic(device: torch.device) -> Any:
-    """Autocast would run the products inside an operator in half precision."""
-    return torch.autocast(device.type, enabled=False)
+class _Block:
+    """Some queries and the tokens (m [K, C], s [K, 2, C]) that they meet, with their biases w [rows, K]."""
+
+    def __init__(self, m: Tensor, s: Tensor, w: Tensor, hidden: Tensor | None, open_to_all: int) -> None:
+        self.m, self.s, self.w, self.hidden = m, s, w, hidden
+        self.top, self.top_w = finite(m.amax(0)), w.amax(1, keepdim=True)  # [C], [rows, 1]
+        spread = (self.top_w - w.amin(1, keepdim=True)).amax()
+        if hidden is not None:
+            # A query may see only keys far below the block's largest: at least the keys that all of its queries see.
+            least = m.masked_fill(m == -math.inf, math.inf).amin(0)
+            spread = spread + (self.top - torch.maximum(m[:open_to_all].amax(0), least)).amax().clamp_(min=0)
+        self.dtype: torch.dtype | None = None  # of the products; None: feature by feature
+        far = spread.item()
+        if far <= safe_range(m.dtype):
+            self.dtype = m.dtype
+        elif far <= safe_range(torch.float64) and m.device.type != "mps":
+            self.dtype = torch.float64
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """exp(w − top) [rows, K] and exp(m − top) [K, 1, C]."""
+        e = (self.w.to(self.dtype) - self.top_w).exp_()
+        if self.hidden is not None:
+            e.masked_fill_(self.hidden, 0)
+        return e, (self.m.to(self.dtype) - self.top).exp_().unsqueeze(1)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """(queries, logits [queries, K, C]), few enough to be held feature by feature."""
+        w = self.w if self.hidden is None else self.w.masked_fill(self.hidden, -math.inf)
+        step = max(1, ELEMENTS // self.m.numel())
+        for start in range(0, w.shape[0], step):
+            rows = slice(start, min(start + step, w.shape[0]))
+            yield rows, w[rows].unsqueeze(2) + self.m
+
+    def average(self) -> tuple[Tensor, Tensor]:
+        """(average, log normaliser), [rows, C] each; 0 and −inf where nothing is visible."""
+        if self.dtype is not None:
+            e, x = self.factors()
+            sums = (e @ (x * self.s).flatten(1)).unflatten(1, (2, -1))  # [rows, 2, C]
+            return _finish(sums[:, 0], sums[:, 1], self.top_w + self.top)
+        found = []
+        for _, logits in self.pieces():
+            top = finite(logits.amax(1))
+            e = logits.sub_(top.unsqueeze(1)).exp_()
+            found.append(_finish((e * self.s[:, 0]).sum(1), (e * self.s[:, 1]).sum(1), top))
+        y, lse = zip(*found, strict=True)
+        return torch.cat(y), torch.cat(lse)
+
+    def gradients(self, grad: Tensor, along: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of s [K, 2, C] and w [rows, K]; that of m is Σ s·ds. Arguments as in `aft_biased_backward`, [rows, C]."""
+        if self.dtype is not None:
+            e, x = self.factors()
+            both = torch.stack([grad, -along], 1) * (self.top_w + self.top - lse).to(self.dtype).exp_().unsqueeze(1)
+            both = both.flatten(1)  # [rows, 2C]
+            d_s = (e.T @ both).unflatten(1, (2, -1)) * x
+            return d_s.to(self.s.dtype), e.mul_(both @ (x * self.s).flatten(1).T).to(self.s.dtype)
+        d_s, d_w = torch.zeros_like(self.s), torch.zeros_like(self.w)
+        for rows, logits in self.pieces():
+            p = logits.sub_(lse[rows].unsqueeze(1)).exp_()
+            by_value, by_weight = p * grad[rows].unsqueeze(1), p * -along[rows].unsqueeze(1)
+            d_s[:, 0] += by_value.sum(0)
+            d_s[:, 1] += by_weight.sum(0)
+            d_w[rows] = by_value.mul_(self.s[:, 0]).add_(by_weight.mul_(self.s[:, 1])).sum(2)
+        return d_s, d_w
 
 
-def _add(m: Tensor, s: Tensor, top: Tensor, sums: Tensor) -> None:
-    """(m [..., C], s [..., 2, C]) += (top, sums), in place; `sums` is used up."""
-    new = torch.maximum(m, top)
-    base = finite(new)
-    s.mul_((m - base).exp_().unsqueeze(-2))
-    s.add_(sums.mul_((top - base).exp_().unsqueeze(-2)))
-    m.copy_(new)
-
-
-def _scan(m: Tensor, s: Tensor) -> None:
-    """Inclusive prefix sums over the first axis, in place: m [T, C], s [T, 2, C].
-
-    √T steps over all chunks at once, then √T over the chunks: every number is added twice.
-    """
-    length = m.shape[0]
-    chunk = math.isqrt(max(length - 1, 0)) + 1
-    for i in range(1, min(chunk, length)):
-        n = m[i::chunk].shape[0]
-        _add(m[i::chunk], s[i::chunk], m[i - 1 :: chunk][:n], s[i - 1 :: chunk][:n].clone())
-    for start in range(chunk, length, chunk):
-        stop = min(start + chunk, length)
-        carried = s[start - 1].expand(stop - start, -1, -1).clone()
-        _add(m[start:stop], s[start:stop], m[start - 1].clone(), carried)
-
-
-def _suffixes(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Inclusive suffix sums over the first axis."""
-    m, s = m.flip(0), s.flip(0)
-    _scan(m, s)
-    return m.flip(0), s.flip(0)
-
-
-def _finish(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """(average [T, C], log normaliser [T, C]); 0 and −inf where nothing was visible."""
-    total = s[:, 1]
+def _finish(numerator: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     seen = total > 0
-    y = torch.where(seen, s[:, 0] / torch.where(seen, total, 1), 0)
-    return y, torch.where(seen, m + total.log(), -math.inf)
+    y = torch.where(seen, numerator / torch.where(seen, total, 1), 0)
+    return y.to(top.dtype), torch.where(seen, top + total.log(), -math.inf).to(top.dtype)
 
 
-def _pairs(a: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """One pair for each token: exp(a)·(first, second), nothing where a is −inf."""
-    sums = torch.stack([first, second], dim=1)
-    return a.clone(), sums.masked_fill_((a == -math.inf).unsqueeze(1), 0)
+class _Blocks:
+    """The N×M biases in blocks of queries; `before` and `after` are the keys that a block meets without a bias."""
 
-
-def _gradient_pairs(grad: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs of the backward pass: exp(−lse)·(g, g·y); a query that saw nothing has no gradient."""
-    return _pairs(torch.where(lse == -math.inf, -math.inf, -lse), grad, grad * y)
-
-
-def _tall(x: Tensor, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows)]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# aft-simple, causal: y_t = Σ_{t' ≤ t} exp(k_t') v_t' / Σ_{t' ≤ t} exp(k_t')
-# ---------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op(
-    "quest::aft_running", mutates_args=(), schema="(Tensor k, Tensor v) -> (Tensor average, Tensor log_normaliser)"
-)
-def aft_running(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running average of v weighted by exp(k), and its log normaliser: [T, C], [T, C] -> [T, C], [T, C].
-
-    A key of −inf is invisible.
-    """
-    m, s = _pairs(k, v, torch.ones_like(v))
-    _scan(m, s)
-    return _finish(m, s)
-
-
-@aft_running.register_fake
-def _(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(k), torch.empty_like(k)
-
-
-@torch.library.custom_op(
-    "quest::aft_running_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor k, Tensor v, Tensor y, Tensor lse) -> (Tensor k, Tensor v)",
-)
-def aft_running_backward(grad: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    m, s = _suffixes(*_gradient_pairs(grad, y, lse))
-    weight = (k + m).exp_()
-    return weight * (v * s[:, 0] - s[:, 1]), weight * s[:, 0]
-
-
-@aft_running_backward.register_fake
-def _(grad: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(k), torch.empty_like(v)
-
-
-def _running_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _running_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = torch.ops.quest.aft_running_backward(grad.contiguous(), *ctx.saved_tensors)
-    return gradients
-
-
-aft_running.register_autograd(_running_gradients, setup_context=_running_saves)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# aft-full and aft-local: y_t = Σ exp(k_t' + w_tt') v_t' / Σ exp(k_t' + w_tt')
-# ---------------------------------------------------------------------------------------------------------------
-
-
-class _Tiles:
-    """The N×M biases, cut into tiles; a tile into products of exponentials none of which loses a term.
-
-    A tile is one product exp(w − top) · exp(k − top') where its biases and its keys together spread over less than
-    float can hold; where they spread further each is cut into bands of values, and every pair of bands is a product
-    with maxima of its own. What spreads over too many bands is computed element by element.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int) -> None:
-        self.k, self.v, self.left, self.right, self.causal, self.window = k, v, left, right, causal, window
-        self.n, self.m = left.shape[0], k.shape[0]
-        self.offset = self.m - self.n if causal else 0  # position of the first query among the keys
-        size = KEY_BLOCK
+    def __init__(
+        self, k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
+    ) -> None:
+        self.k, self.left, self.right, self.causal, self.window = k, left, right, causal, window
+        self.s = torch.stack([v, torch.ones_like(v)], 1)  # [M, 2, C]
+        n, m = (k if left is None else left).shape[0], k.shape[0]
+        self.n, self.offset = n, m - n if causal else 0  # position of the first query among the keys
+        step = max(1, min(ROWS, max(NARROW, window or ROWS), ELEMENTS // m))
+        self.rows = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        self.near = [self._near(rows, m) for rows in self.rows]
+        self.before: list[slice] = []  # each block's: what the one before it does not have
+        self.after: list[slice] = []  # last block first
         if window:
-            size = min(max(MIN_KEY_BLOCK, 1 << (window - 1).bit_length()), KEY_BLOCK)
-        self.size = size
-        self.blocks = _tall(k, size)
-        self.limit = safe_range(k.dtype)
-        self.tops = torch.stack([finite(k[keys].amax(0)) for keys in self.blocks])  # [blocks, C]
-        lows = torch.stack([k[keys].masked_fill(k[keys] == -math.inf, math.inf).amin(0) for keys in self.blocks])
-        spreads = (self.tops - lows).amax(1).clamp_(min=0)  # [blocks]
-        reach = torch.full_like(spreads, math.inf)
-        if right is not None:  # by Cauchy and Schwarz no bias of the block is further apart
-            longest = torch.linalg.vector_norm(left, dim=1).amax() * 2
-            norms = torch.linalg.vector_norm(right, dim=1)
-            reach = torch.stack([norms[keys].amax() for keys in self.blocks]) * longest
-        # One transfer for all blocks: each number read on its own would make a GPU wait.
-        self.spreads, self.reach = torch.stack([spreads, reach]).tolist()
-        self._kept: tuple[int, Tensor] | None = None
+            starts, stops = [near.start for near in self.near], [near.stop for near in self.near]
+            self.before = [slice(*ends) for ends in zip([0, *starts], starts, strict=False)]
+            if not causal:
+                self.after = [slice(*ends) for ends in zip(stops[::-1], [m, *stops[::-1]], strict=False)]
 
-    def near(self, j: int) -> list[slice]:
-        """The query rows that key block j meets with a bias."""
-        first, last = 0, self.n
-        start = self.blocks[j].start
-        if self.window:
-            first = start - self.window + 1 - self.offset
-            last = start + self.size + self.window - 1 - self.offset
-        if self.causal:
-            first = max(first, start - self.offset)
-        first, last = max(first, 0), min(last, self.n)
-        return [slice(i, min(i + QUERY_BLOCK, last)) for i in range(first, last, QUERY_BLOCK)]
+    def _near(self, rows: slice, m: int) -> slice:
+        first, last = rows.start + self.offset, rows.stop + self.offset
+        start = max(first - self.window + 1, 0) if self.window else 0
+        stop = min(last + self.window - 1, m) if self.window else m
+        return slice(start, last if self.causal else stop)
 
-    def bias(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
-        """w [rows, keys], and which of it is visible, None for all."""
-        w = self.left[rows, keys] if self.right is None else self.left[rows] @ self.right[keys].T
-        ahead_most = keys.stop - 1 - (rows.start + self.offset)
-        behind_most = rows.stop - 1 + self.offset - keys.start
-        hides = self.causal and ahead_most > 0
-        if not hides and not (self.window and max(ahead_most, behind_most) >= self.window):
-            return w, None
-        query = torch.arange(rows.start, rows.stop, device=w.device)[:, None] + self.offset
-        ahead = torch.arange(keys.start, keys.stop, device=w.device) - query  # [rows, keys]: t' − t
-        if self.window:
-            w = torch.where(ahead.abs() < self.window, w, 0)
-        return w, ahead <= 0 if hides else None
+    def _sums(self, pieces: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
+        """The sums of pieces up to each, as pairs: m [1, C] and s [1, 2, C]."""
+        top, total = self.k.new_full((1, self.k.shape[1]), -math.inf), torch.zeros_like(self.s[:1])
+        tops, totals = [], []
+        for piece in pieces:
+            if piece.start < piece.stop:
+                new = torch.maximum(top, self.k[piece].amax(0, keepdim=True))
+                base = finite(new)
+                x = (self.k[piece] - base).exp_().unsqueeze(1) * self.s[piece]
+                total = total * (top - base).exp_().unsqueeze(1) + x.sum(0, keepdim=True)
+                top = new
+            tops.append(top)
+            totals.append(total)
+        return tops, totals
 
-    def products(
-        self, j: int, w: Tensor, seen: Tensor | None
-    ) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] | None:
-        """Pairs of (top [rows, 1], exp(w − top) [rows, keys]) and (top' [C], exp(k − top')·(v, 1) [keys, 2C]).
+    def __iter__(self) -> Iterator[tuple[slice, slice, _Block]]:
+        """(queries, keys met with a bias, the block)."""
+        before = list(zip(*self._sums(self.before), strict=True))
+        after = list(zip(*self._sums(self.after), strict=True))[::-1]
+        for i, (rows, near) in enumerate(zip(self.rows, self.near, strict=True)):
+            pairs = [(self.k[near], self.s[near])]
+            pairs = before[i : i + 1] + pairs + after[i : i + 1]
+            m, s = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*pairs, strict=True))
+            if self.left is None:
+                w = self.k.new_zeros(rows.stop - rows.start, near.stop - near.start)
+            else:
+                w = self.left[rows, near] if self.right is None else self.left[rows] @ self.right[near].T
+            ahead = self.ahead(rows, near)
+            if self.window:
+                w = F.pad(w.masked_fill(ahead.abs() >= self.window, 0), (1, len(after) > 0))
+            hidden = F.pad(ahead > 0, (1 if self.window else 0, 0)) if self.causal else None
+            yield rows, near, _Block(m, s, w, hidden, rows.start + self.offset - near.start + 1 + bool(self.window))
 
-        None where they would be too many.
-        """
-        spread, reach = self.spreads[j], self.reach[j]
-        top = w.amax(1, keepdim=True)
-        if not spread + reach <= self.limit:
-            reach = (top - w.amin(1, keepdim=True)).amax().item()
-        band = self.limit / 2
-        whole = spread + reach <= self.limit
-        if not whole and not (spread / band + 1) * (reach / band + 1) <= MAX_PRODUCTS:
-            return None
-        weights = list(_bands(w, top, 0 if whole else reach, band))
-        if seen is not None:
-            weights = [(top, e.mul_(seen)) for top, e in weights]
-        keys = self._keys(j, 0 if whole else spread, band)
-        return [(weight, key) for key in keys for weight in weights]
+    def ahead(self, rows: slice, keys: slice) -> Tensor:
+        """t' − t, [rows, keys]."""
+        query = torch.arange(rows.start, rows.stop, device=self.k.device)[:, None] + self.offset
+        return torch.arange(keys.start, keys.stop, device=self.k.device) - query
 
-    def _keys(self, j: int, spread: float, band: float) -> list[tuple[Tensor, Tensor]]:
-        block = self.blocks[j]
-        if spread < band:
-            if self._kept is None or self._kept[0] != j:
-                x = (self.k[block] - self.tops[j]).exp_()
-                self._kept = j, torch.cat([x * self.v[block], x], dim=1)
-            return [(self.tops[j], self._kept[1])]
-        pieces = _bands(self.k[block], self.tops[j], spread, band)
-        return [(top, torch.cat([x * self.v[block], x], dim=1)) for top, x in pieces]
+    def share(self, pieces: list[slice], grads: list[Tensor], d_k: Tensor, d_v: Tensor) -> None:
+        """Add to the gradients of the keys what `_sums` of pieces has received, [1, 2, C] each."""
+        tops, _ = self._sums(pieces)
+        total, last = torch.zeros_like(self.s[:1]), None
+        for piece, top, grad in reversed(list(zip(pieces, tops, grads, strict=True))):
+            total = grad if last is None else grad + total * (top - last).exp_().unsqueeze(1)
+            last = finite(top)
+            self.add(piece, total * (self.k[piece] - last).exp_().unsqueeze(1), d_k, d_v)
 
-    def elements(self, rows: slice, j: int) -> Iterator[tuple[slice, slice]]:
-        """Pieces of a tile (query rows, keys) small enough to be held feature by feature."""
-        block, features = self.blocks[j], self.k.shape[1]
-        step = max(1, min(block.stop - block.start, ELEMENTS // max(features, 1)))
-        lines = max(1, ELEMENTS // max(step * features, 1))
-        for i in range(rows.start, rows.stop, lines):
-            for start in range(block.start, block.stop, step):
-                yield slice(i, min(i + lines, rows.stop)), slice(start, min(start + step, block.stop))
-
-    def far(self) -> tuple[Tensor, Tensor]:
-        """For each query the sums over the key blocks it meets without a bias: [N, C] and [N, 2, C]."""
-        m = self.tops.new_full((len(self.blocks) + 1, self.k.shape[1]), -math.inf)
-        s = self.tops.new_zeros((len(self.blocks) + 1, 2, self.k.shape[1]))
-        for j, block in enumerate(self.blocks):
-            x = (self.k[block] - self.tops[j]).exp_()
-            s[j, 0], s[j, 1] = (x * self.v[block]).sum(0), x.sum(0)
-            m[j] = torch.where(s[j, 1] > 0, self.tops[j], -math.inf)
-        query = torch.arange(self.n, device=m.device) + self.offset
-        before = (query - self.window + 1).div(self.size, rounding_mode="floor").clamp(0, len(self.blocks))
-        out_m, out_s = m.roll(1, 0), s.roll(1, 0)  # what the last row holds, nothing, comes first
-        _scan(out_m, out_s)
-        out_m, out_s = out_m[before], out_s[before]
-        if not self.causal:
-            after = (query + self.window + self.size - 1).div(self.size, rounding_mode="floor")
-            after = after.clamp(0, len(self.blocks))
-            m, s = _suffixes(m, s)
-            _add(out_m, out_s, m[after], s[after])
-        return out_m, out_s
+    def add(self, keys: slice, d_s: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+        """Add the gradient [keys, 2, C] of the keys' pairs."""
+        d_v[keys] += d_s[:, 0]
+        d_k[keys] += (d_s * self.s[keys]).sum(1)
 
 
-def _bands(x: Tensor, top: Tensor, spread: float, band: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """(top − i·band, exp(x − that), zero outside the band) for every band of width `band` that x may reach."""
-    count = int(spread // band) + 1
-    for i in range(count):
-        upper = top - band * i
-        e = (x - upper).exp_()
-        if count > 1:
-            lower = top - band * (i + 1) if i + 1 < count else -math.inf
-            e.masked_fill_(~((x <= upper) & (x > lower)), 0)
-        yield upper, e
-
-
-@torch.library.custom_op(
+@operator(
     "quest::aft_biased",
-    mutates_args=(),
-    schema="(Tensor k, Tensor v, Tensor left, Tensor? right, bool causal, int window) "
+    schema="(Tensor k, Tensor v, Tensor? left, Tensor? right, bool causal, int window) "
     "-> (Tensor average, Tensor log_normaliser)",
 )
 def aft_biased(
-    k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int
+    k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     """The average of v weighted by exp(k_t' + w_tt') for each query position and feature, and its log normaliser.
 
     Args:
-        k: [M, C]; a key of −inf is invisible.
+        k: [M, C]; a key of −inf is invisible. M is at least 1.
         v: [M, C].
-        left: [N, r] and right: [M, r], with w = left rightᵀ; or left: [N, M], w itself, and no right.
+        left: [N, r] and right: [M, r], with w = left rightᵀ; or left: [N, M], w itself, and no right; or neither,
+            with w = 0 and N = M.
         causal: query i sees keys j ≤ i + M − N; M must not be smaller than N.
         window: w counts where the distance of the positions is smaller than this, and is 0 elsewhere; 0: everywhere.
 
     Returns:
         [N, C], zero where nothing is visible, and [N, C], −inf there.
     """
-    with exact_arithmetic(k.device):
-        tiles = _Tiles(k, v, left, right, causal, window)
-        if window:
-            m, s = tiles.far()
-        else:
-            m = k.new_full((tiles.n, k.shape[1]), -math.inf)
-            s = k.new_zeros((tiles.n, 2, k.shape[1]))
-        for j, keys in enumerate(tiles.blocks):
-            for rows in tiles.near(j):
-                w, seen = tiles.bias(rows, keys)
-                products = tiles.products(j, w, seen)
-                if products is None:
-                    for some, few in tiles.elements(rows, j):
-                        _add(m[some], s[some], *_element_sums(tiles, some, few))
-                    continue
-                for (top, e), (key_top, x) in products:
-                    sums = (e @ x).unflatten(1, (2, -1))  # [rows, 2, C]
-                    total = sums[:, 1].clone()
-                    # Over its own total, for a product's maximum may lie far above what a row sees of it.
-                    sums.div_(torch.where(total > 0, total, 1).unsqueeze(1))
-                    _add(m[rows], s[rows], top + key_top + total.log_(), sums)
-        return _finish(m, s)
+    with no_autocast(k.device.type):
+        found = [block.average() for _, _, block in _Blocks(k, v, left, right, causal, window)]
+        y, lse = zip(*found, strict=True)
+        return torch.cat(y), torch.cat(lse)
 
 
-def _element_logits(tiles: _Tiles, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-    """[rows, keys, C], −inf where invisible, and w [rows, keys]."""
-    w, seen = tiles.bias(rows, keys)
-    hidden = w if seen is None else w.masked_fill(~seen, -math.inf)
-    return hidden.unsqueeze(2) + tiles.k[keys], w
+def _fake_biased(
+    k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
+) -> tuple[Tensor, Tensor]:
+    n = (k if left is None else left).shape[0]
+    return k.new_empty(n, k.shape[1]), k.new_empty(n, k.shape[1])
 
 
-def _element_sums(tiles: _Tiles, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-    logits, _ = _element_logits(tiles, rows, keys)
-    top = logits.amax(1)
-    e = logits.sub_(finite(top).unsqueeze(1)).exp_()
-    total = e.sum(1)
-    return top, torch.stack([e.mul_(tiles.v[keys]).sum(1), total], dim=1)
-
-
-@aft_biased.register_fake
-def _(k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int) -> tuple[Tensor, Tensor]:
-    return k.new_empty(left.shape[0], k.shape[1]), k.new_empty(left.shape[0], k.shape[1])
-
-
-@torch.library.custom_op(
+@operator(
     "quest::aft_biased_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor k, Tensor v, Tensor left, Tensor? right, Tensor y, Tensor lse, bool causal, "
+    schema="(Tensor grad, Tensor along, Tensor k, Tensor v, Tensor? left, Tensor? right, Tensor lse, bool causal, "
     "int window) -> (Tensor k, Tensor v, Tensor left, Tensor right)",
 )
 def aft_biased_backward(
     grad: Tensor,
+    along: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Tensor,
+    left: Tensor | None,
     right: Tensor | None,
-    y: Tensor,
     lse: Tensor,
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `aft_biased`, tile by tile from the log normaliser; that of `right` is empty where there is none.
+    """Gradients of `aft_biased`; those of `left` and `right` are empty where there is none.
 
-    With p_tt' = exp(k_t' + w_tt' − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p g_t (v_t' − y_t) and
-    dw_tt' = Σ_features p g_t (v_t' − y_t).
+    With p_tt' = exp(k_t' + w_tt' − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p (g_t v_t' − a_t) and
+    dw_tt' = Σ_features p (g_t v_t' − a_t).
+
+    Args:
+        grad: g, of the average [N, C].
+        along: a = g·y less the gradient of the log normaliser [N, C].
     """
-    with exact_arithmetic(k.device):
-        tiles = _Tiles(k, v, left, right, causal, window)
-        features = k.shape[1]
-        d_k, d_v, d_left = torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(left)
-        d_right = k.new_zeros(0) if right is None else torch.zeros_like(right)
+    with no_autocast(k.device.type):
+        blocks = _Blocks(k, v, left, right, causal, window)
+        d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
+        d_left, d_right = (k.new_zeros(0) if x is None else torch.zeros_like(x) for x in (left, right))
         lse = torch.where(lse == -math.inf, math.inf, lse)  # nothing seen, no weight
-        ceiling = tiles.limit + 4  # reached only where a product holds nothing visible: there e or x is zero
-        far = _FarGradients(tiles, grad, y, lse) if window else None
-        for j, keys in enumerate(tiles.blocks):
-            near = tiles.near(j)
-            if far is not None:
-                far.add(j, near, d_k[keys], d_v[keys])
-            for rows in near:
-                w, seen = tiles.bias(rows, keys)
-                d_w = torch.zeros_like(w)
-                products = tiles.products(j, w, seen)
-                if products is None:
-                    for some, few in tiles.elements(rows, j):
-                        logits, _ = _element_logits(tiles, some, few)
-                        p = logits.sub_(lse[some].unsqueeze(1)).exp_().mul_(grad[some].unsqueeze(1))
-                        d_v[few] += p.sum(0)
-                        p.mul_(v[few] - y[some].unsqueeze(1))
-                        d_k[few] += p.sum(0)
-                        part = slice(some.start - rows.start, some.stop - rows.start)
-                        d_w[part, few.start - keys.start : few.stop - keys.start] = p.sum(2)
-                for (top, e), (key_top, x) in products or ():
-                    scaled = (top + key_top - lse[rows]).clamp_(max=ceiling).exp_().mul_(grad[rows])
-                    both = torch.cat([scaled, -scaled * y[rows]], dim=1)  # [rows, 2C]
-                    back = e.T @ both  # [keys, 2C]
-                    d_v[keys].addcmul_(x[:, features:], back[:, :features])
-                    d_k[keys].addcmul_(x[:, :features], back[:, :features])
-                    d_k[keys].addcmul_(x[:, features:], back[:, features:])
-                    d_w.addcmul_(e, both @ x.T)
-                if window:
-                    query = torch.arange(rows.start, rows.stop, device=k.device)[:, None] + tiles.offset
-                    distance = torch.arange(keys.start, keys.stop, device=k.device) - query
-                    d_w.masked_fill_(distance.abs() >= window, 0)
-                if right is None:
-                    d_left[rows, keys] = d_w
-                else:
-                    d_left[rows].addmm_(d_w, right[keys])
-                    d_right[keys].addmm_(d_w.T, left[rows])
+        d_before, d_after = [], []
+        for rows, near, block in blocks:
+            d_s, d_w = block.gradients(grad[rows], along[rows], lse[rows])
+            if window:
+                d_before.append(d_s[:1])
+                d_after.append(d_s[-1:])
+                d_s, d_w = (x.narrow(axis, 1, near.stop - near.start) for axis, x in enumerate((d_s, d_w)))
+                d_w = d_w.masked_fill(blocks.ahead(rows, near).abs() >= window, 0)
+            blocks.add(near, d_s, d_k, d_v)
+            if left is not None and right is not None:
+                d_left[rows].addmm_(d_w, right[near])
+                d_right[near].addmm_(d_w.T, left[rows])
+            elif left is not None:
+                d_left[rows, near] = d_w
+        if window:
+            blocks.share(blocks.before, d_before, d_k, d_v)
+        if blocks.after:
+            blocks.share(blocks.after, d_after[::-1], d_k, d_v)
         return d_k, d_v, d_left, d_right
 
 
-class _FarGradients:
-    """What keys receive from the queries that meet them without a bias, by sums over the queries before and after."""
-
-    def __init__(self, tiles: _Tiles, grad: Tensor, y: Tensor, lse: Tensor) -> None:
-        self.tiles = tiles
-        m, s = _pairs(-lse, grad, grad * y)
-        self.after = _suffixes(m, s)
-        if not tiles.causal:
-            _scan(m, s)
-            self.before = m, s
-
-    def add(self, j: int, near: list[slice], d_k: Tensor, d_v: Tensor) -> None:
-        """Add the gradients of key block j to [keys, C] each."""
-        tiles, keys = self.tiles, self.tiles.blocks[j]
-        # A block near no query (queries fewer than keys) lies before all of them.
-        first, last = (near[0].start, near[-1].stop) if near else (0, 0)
-        found = []
-        if last < tiles.n:
-            found.append((self.after[0][last], self.after[1][last]))
-        if first > 0 and not tiles.causal:
-            found.append((self.before[0][first - 1], self.before[1][first - 1]))
-        for m, s in found:
-            weight = (tiles.k[keys] + m).exp_()
-            d_v.addcmul_(weight, s[0])
-            d_k.add_(weight * (tiles.v[keys] * s[0] - s[1]))
-
-
-@aft_biased_backward.register_fake
-def _(
-    grad: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    y: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window: int,
+def _fake_gradients(
+    grad: Tensor, along: Tensor, k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_right = k.new_empty(0) if right is None else torch.empty_like(right)
-    return torch.empty_like(k), torch.empty_like(v), torch.empty_like(left), d_right
+    d_left, d_right = (k.new_empty(0) if x is None else torch.empty_like(x) for x in (left, right))
+    return torch.empty_like(k), torch.empty_like(v), d_left, d_right
 
 
-def _biased_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     k, v, left, right, ctx.causal, ctx.window = inputs
-    ctx.has_right = right is not None
-    ctx.save_for_backward(k, v, left, *([right] if ctx.has_right else []), *output)
+    ctx.save_for_backward(k, v, left, right, *output)
 
 
-def _biased_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    k, v, left, *right, y, lse = ctx.saved_tensors
-    d_k, d_v, d_left, d_right = torch.ops.quest.aft_biased_backward(
-        grad.contiguous(), k, v, left, right[0] if right else None, y, lse, ctx.causal, ctx.window
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    k, v, left, right, y, lse = ctx.saved_tensors
+    d_k, d_v, d_left, d_right = aft_biased_backward(
+        grad, grad * y - grad_lse, k, v, left, right, lse, ctx.causal, ctx.window
     )
-    return d_k, d_v, d_left, d_right if right else None, None, None
+    return d_k, d_v, None if left is None else d_left, None if right is None else d_right, None, None
 
 
-aft_biased.register_autograd(_biased_gradients, setup_context=_biased_saves)
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    left, window = inputs[4], inputs[8]
+    ctx.name = "aft-simple" if left is None else "aft-local" if window else "aft-full"
+
+
+def _second(ctx: Any, *_: Any) -> Any:
+    no_second_derivative(ctx.name)
+
+
+aft_biased.register_fake(_fake_biased)
+aft_biased.register_autograd(_gradients, setup_context=_setup)
+aft_biased_backward.register_fake(_fake_gradients)
+aft_biased_backward.register_autograd(_second, setup_context=_setup_backward)
+
+
+def aft_running(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The running average of v weighted by exp(k), and its log normaliser: [T, C], [T, C] -> [T, C], [T, C].
+
+    A key of −inf is invisible.
+    """
+    y, lse = aft_biased(k, v, None, None, True, 1)
+    return y, lse

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
@@ -101,7 +102,7 @@ class Normaliser(nn.Module):
         """
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
         weights = self.weights(logits(q, k, scale, grouped), mask)
-        return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
+        return apply_weights(drop(weights, dropout_p), v, grouped)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [B, H, N, M] -> weights [B, H, N, M]; hidden weights are exactly 0, rows with no visible key too."""
@@ -194,9 +195,9 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
     """
     q = q if scale == 1 else q * scale
     if grouped:
-        batch, heads, n, dim = q.shape
-        groups, m = k.shape[1:3]
-        scores = (q.reshape(batch, groups, heads // groups * n, dim) @ k.mT).reshape(batch, heads, n, m)
+        share = q.shape[1] // k.shape[1]
+        rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, G, H/G·N, D]
+        scores: Tensor = (rows @ k.mT).unflatten(2, (share, -1)).flatten(1, 2)
     else:
         scores = q @ k.mT
     return scores if residual is None else scores + residual
@@ -207,9 +208,15 @@ def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
     weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
     if not grouped:
         return weights @ v
-    batch, heads, n, m = weights.shape
-    groups = v.shape[1]
-    return (weights.reshape(batch, groups, heads // groups * n, m) @ v).reshape(batch, heads, n, v.shape[-1])
+    share = weights.shape[1] // v.shape[1]
+    rows = weights.unflatten(1, (-1, share)).flatten(2, 3)  # [B, G, H/G·N, M]
+    out: Tensor = (rows @ v).unflatten(2, (share, -1)).flatten(1, 2)
+    return out
+
+
+def drop(weights: Tensor, dropout_p: float) -> Tensor:
+    """Dropout on weights."""
+    return F.dropout(weights, dropout_p) if dropout_p > 0 else weights
 
 
 def hide_lowest(mask: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Elliptical(Standard):
         super().__init__(dims, scale=scale)
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None
+        self._is_followed = False
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
         self._arrangement: tuple[Arrange, Arrange] | None = None
         # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
@@ -51,6 +52,8 @@ class Elliptical(Standard):
     def follow(self, previous: Elliptical | None) -> None:
         """Say which layer comes before this one; None makes it the first."""
         self._previous = (previous,)
+        if previous is not None:
+            previous._is_followed = True
 
     @contextmanager
     def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
@@ -92,7 +95,8 @@ class Elliptical(Standard):
             before = self._again(kept)
         else:
             before = self._before(kept)
-            self._values[_thread()] = kept
+            if self._is_followed:
+                self._values[_thread()] = kept
         if before is not None and before.shape != kept.shape:
             before = None  # the first layer of a stage
         if before is not None:
@@ -141,6 +145,8 @@ class Elliptical(Standard):
         """m: [B, G, 1, D], or [B, G, N, D] when causal."""
         change = (v - before).abs().to(torch.promote_types(v.dtype, torch.float32))  # [B, G, M, D]
         m = v.shape[2]
+        if m == 0:
+            return change.new_ones(1, 1, 1, 1).expand(*v.shape[:2], 1, v.shape[3])
         seen = visible_keys(mask, v.shape[0], m if cache is None else m + cache.tokens)
         if seen is not None:
             weight = seen[:, None, -m:, None].to(change.dtype)  # [B, 1, M, 1]

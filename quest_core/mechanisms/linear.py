@@ -1,31 +1,33 @@
 """The linear family: attention without a softmax, so that the products reassociate and no N×M weights are formed.
 
-Both compute q_i · Σ_j k_j v_jᵀ over the keys that query i sees. Without causality that sum is one D×Dv matrix. With
-it, tokens are taken in chunks: what a query gets from earlier chunks comes through the running sum at the start of its
+Both compute q_i · Σ_j k_j v_jᵀ over the keys that query i sees. Without causality that sum is one D×Dv matrix. If
+causal, tokens are taken in chunks: what a query gets from earlier chunks comes through the sum at the start of its
 chunk, what it gets from its own chunk through the C×C products inside. Sums are kept in float32 or wider.
 
-[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024).
+The weights have no logarithm that an additive mask b could be added to before an exponential. It means the same here:
+the weight of a key is multiplied by exp(b), and −inf hides the key.
+
+[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024). References: `reference_linear`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..errors import UnsupportedError
+from ..kernels.pytorch import autocast_dtype, is_compiling, is_exporting, is_tracing, no_autocast, transform
 from ..kernels.unit import unit
 from .base import Dims, Family, local
 from .part import Part
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
-
-GROUP = 16
-"""Chunks whose sums are accumulated in one product."""
 
 
 class Linear(Family):
@@ -35,15 +37,15 @@ class Linear(Family):
         super().__init__()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        seen = _visible(key_mask, k)
+        """See `Family.forward`."""
         dtype = _result_type(q)
-        with torch.autocast(q.device.type, enabled=False):
-            return _ratio(_sum_keys(_feature(q), _hide(_feature(k), seen), _with_ones(v), is_causal)).to(dtype)
+        with no_autocast(q.device.type):
+            return _average(_feature(q), _hide(_feature(k), _relative(key_mask)), _wide(v), is_causal).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         dtype = _result_type(q)
-        with torch.autocast(q.device.type, enabled=False):
-            keys = _hide(_feature(k), _visible(key_mask, k))
+        with no_autocast(q.device.type):
+            keys = _hide(_feature(k), key_mask)
             return _ratio(_continue(_feature(q), keys, _with_ones(v), cache)).to(dtype)
 
 
@@ -58,16 +60,17 @@ class Cosine(Family):
         self.stabiliser = nn.Parameter(torch.full((dims.num_heads, 1, 1), 0.5))  # m: [H, 1, 1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        seen = _visible(key_mask, k)
-        count = _count(q.shape[2], k.shape[2], seen, is_causal, q.device)
+        """See `Family.forward`."""
+        count = _count(q, k, key_mask, is_causal)
         dtype = _result_type(q)
-        with torch.autocast(q.device.type, enabled=False):
-            total = _sum_keys(unit(_wide(q)), _hide(unit(_wide(k)), seen), _wide(v), is_causal)
+        with no_autocast(q.device.type):
+            total = _sum_keys(unit(_wide(q)), _hide(unit(_wide(k)), key_mask), _wide(v), is_causal)
             return self._divide(total, count).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        seen = _visible(key_mask, k)
-        new = torch.ones(1, q.shape[2], device=q.device) if seen is None else seen.to(torch.float32)  # [B or 1, N]
+        seen = _visible(key_mask)
+        new = q.new_ones(1, q.shape[2], dtype=torch.float32)  # [B or 1, N]
+        new = new if seen is None else new * seen
         if "count" in cache or seen is not None:
             before = cache["count"] if "count" in cache else q.new_full((q.shape[0], 1), cache.tokens, dtype=new.dtype)
             count = before + new.cumsum(-1)  # [B, N]
@@ -75,8 +78,8 @@ class Cosine(Family):
         else:
             count = cache.tokens + new.cumsum(-1)
         dtype = _result_type(q)
-        with torch.autocast(q.device.type, enabled=False):
-            total = _continue(unit(_wide(q)), _hide(unit(_wide(k)), seen), _wide(v), cache)
+        with no_autocast(q.device.type):
+            total = _continue(unit(_wide(q)), _hide(unit(_wide(k)), key_mask), _wide(v), cache)
             return self._divide(total, count[:, None, :, None]).to(dtype)
 
     def _divide(self, total: Tensor, count: Tensor) -> Tensor:
@@ -91,15 +94,48 @@ def _wide(x: Tensor) -> Tensor:
 
 def _result_type(q: Tensor) -> torch.dtype:
     """What a matrix product with `q` would give, which under autocast is the lower type."""
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        return torch.get_autocast_dtype(q.device.type)
-    return q.dtype
+    lower = autocast_dtype(q.device.type)
+    return q.dtype if lower is None or q.dtype == torch.float64 else lower
 
 
 def _feature(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 in float32 or wider, as exp(min(x, 0)) + max(x, 0), which does not cancel far below 0."""
     x = _wide(x)
-    return x.clamp(max=0).exp() + x.relu()
+    # The derivative written by hand takes half the passes of the recorded one. Compilers fuse those by themselves.
+    by_hand = x.requires_grad and torch.is_grad_enabled() and not (is_compiling() or is_exporting() or transform())
+    return _by_hand(x) if by_hand else x.clamp(max=0).exp() + x.relu()
+
+
+class _Feature(torch.autograd.Function):
+    """`_feature` of x in float32 or wider; φ'(x) = min(φ(x), 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.clamp(max=0).exp_().add_(x.relu())
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        change: Tensor = out.clamp(max=1) * grad
+        return change
+
+
+_by_hand: Callable[[Tensor], Tensor] = _Feature.apply
+
+
+def _average(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Σ_j (q_i · k_j) v_j / Σ_j q_i · k_j over the keys that i sees, 0 where their weights are 0."""
+    if is_causal:
+        return _ratio(_sum_keys(q, k, _with_ones(v), True))
+    weight = q @ k.sum(2)[..., None]  # [B, H, N, 1]
+    return q @ (k.transpose(-1, -2) @ v) * _inverse(weight)
+
+
+def _inverse(weight: Tensor) -> Tensor:
+    """1 / weight, 0 where that is 0."""
+    return weight.masked_fill(weight == 0, math.inf).reciprocal()
 
 
 def _with_ones(v: Tensor) -> Tensor:
@@ -109,62 +145,46 @@ def _with_ones(v: Tensor) -> Tensor:
 
 def _ratio(total: Tensor) -> Tensor:
     """Weighted sums over sums of weights: [B, H, N, Dv + 1] -> [B, H, N, Dv]; 0 where no key has weight."""
-    weight = total[..., -1:]
-    return total[..., :-1] / torch.where(weight > 0, weight, 1)
+    return total[..., :-1] * _inverse(total[..., -1:])
 
 
-def _visible(key_mask: Tensor | None, k: Tensor) -> Tensor | None:
-    """[B or 1, M] booleans from a key mask.
+def _visible(key_mask: Tensor | None) -> Tensor | None:
+    """[B or 1, M] booleans from a key mask."""
+    return key_mask if key_mask is None or key_mask.dtype == torch.bool else key_mask > -math.inf
 
-    Raises:
-        UnsupportedError: for an additive mask with values other than 0 and −inf.
-    """
+
+def _relative(key_mask: Tensor | None) -> Tensor | None:
+    """An additive mask less a constant for each sample: a ratio of weights ignores it, and exp cannot overflow."""
+    if key_mask is None or key_mask.dtype == torch.bool:
+        return key_mask
+    key_mask = _wide(key_mask)
+    top = key_mask.detach().logsumexp(-1, keepdim=True)  # unlike a maximum, defined without keys
+    return key_mask - top.masked_fill(top == -math.inf, 0)
+
+
+def _hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Keys [B, H, M, D], 0 where hidden and times exp(b) where the mask b is additive."""
     if key_mask is None:
-        return None
-    if key_mask.dtype != torch.bool:
-        hidden = key_mask == -math.inf
-        plain = (hidden | (key_mask == 0)).all()
-        message = (
-            "linear and cosine attention have no logits that an additive mask could be added to: its values can be 0 "
-            "(visible) or -inf (hidden) alone; pass a boolean mask, True = may be attended to"
-        )
-        if torch.compiler.is_compiling():
-            torch._assert_async(plain, message)  # reading the value would break the graph
-        elif not plain:
-            raise UnsupportedError(message)
-        key_mask = ~hidden
-    return key_mask.expand(-1, k.shape[2])
+        return k
+    mask = key_mask[:, None, :, None]
+    return k.masked_fill(~mask, 0) if mask.dtype == torch.bool else k * mask.to(k.dtype).exp()
 
 
-def _hide(k: Tensor, seen: Tensor | None) -> Tensor:
-    """Zero hidden keys [B, H, M, D], which then add nothing to any sum."""
-    return k if seen is None else k.masked_fill(~seen[:, None, :, None], 0)
-
-
-def _count(n: int, m: int, seen: Tensor | None, is_causal: bool, device: torch.device) -> Tensor:
+def _count(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
     """How many keys each query sees, broadcastable to [B, H, N, 1]."""
+    n, m = q.shape[2], k.shape[2]
+    seen = _visible(key_mask)
+    seen = torch.ones(1, m, dtype=torch.bool, device=q.device) if seen is None else seen.expand(-1, m)
     if not is_causal:
-        if seen is None:
-            return torch.full((1, 1), m, device=device)
         return seen.sum(-1)[:, None, None, None]
-    last = torch.arange(m - n, m, device=device)  # [N]: the last key that each query sees; negative for none
-    if seen is None:
-        return last[:, None] + 1
     counts = F.pad(seen.cumsum(-1), (1, 0))  # [B or 1, M + 1]: visible keys before each
-    return counts[:, (last + 1).clamp(min=0)][:, None, :, None]
+    end = torch.arange(m - n + 1, m + 1, device=q.device)  # [N]: one after the last key that each query may see
+    return counts.index_select(1, end.clamp(min=0))[:, None, :, None]
 
 
 def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     """Σ_j (q_i · k_j) v_j over the keys that i sees: [B, H, N, D], [B, H, M, D], [B, H, M, E] -> [B, H, N, E]."""
-    if not is_causal:
-        return q @ (k.transpose(-1, -2) @ v)
-    n, m = q.shape[2], k.shape[2]
-    if n > m:  # the first queries come before all keys
-        return F.pad(_scan(q[:, :, n - m :], k, v, None), (0, 0, n - m, 0))
-    if n < m:  # the first keys come before all queries
-        early = k[:, :, : m - n].transpose(-1, -2) @ v[:, :, : m - n]
-        return _scan(q, k[:, :, m - n :], v[:, :, m - n :], early)
-    return _scan(q, k, v, None)
+    return _scan(q, k, v, None) if is_causal else q @ (k.transpose(-1, -2) @ v)
 
 
 def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
@@ -181,50 +201,39 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
 
 
 def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
-    """q_i · (before + Σ_{j ≤ i} k_j v_jᵀ) for as many keys as queries, in chunks.
+    """q_i · (before + Σ_{j ≤ i + M − N} k_j v_jᵀ), in chunks of tokens that end at the last query and the last key.
 
     Args:
-        q, k: [B, H, N, D], v: [B, H, N, E].
+        q: [B, H, N, D], k: [B, H, M, D], v: [B, H, M, E].
         before: [B, H, D, E] or None for zero.
 
     Returns:
         [B, H, N, E].
     """
-    n = q.shape[2]
-    size = min(CHUNK, max(n, 1))
-    fill = -n % size
-    if fill:
-        q, k, v = (F.pad(x, (0, 0, 0, fill)) for x in (q, k, v))
-    # Contiguous once, or each product would copy anew.
-    q, k, v = (x.contiguous().unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, n/C, C, D or E]
-    out = (q @ k.transpose(-1, -2)).tril_() @ v
-    if n > size:
-        start = _sums_before((k.transpose(-1, -2) @ v).flatten(3)).unflatten(3, (k.shape[-1], v.shape[-1]))
-        start = start if before is None else start + before[:, :, None]
-    elif before is not None:
-        start = before[:, :, None]
-    else:
-        return out.flatten(2, 3)[:, :, :n]
-    shape = out.shape
-    # One pass for product and sum: at these sizes a temporary costs more than its arithmetic.
-    out = torch.baddbmm(out.flatten(0, 2), q.flatten(0, 2), start.flatten(0, 2)).view(shape)
-    return out.flatten(2, 3)[:, :, :n]
+    n, m = q.shape[2], k.shape[2]
+    tokens = max(n, m) if is_tracing() else torch.sym_max(n, m)
+    # One graph for all lengths has chunks of one size, and two or more: one would be a case of its own.
+    graph = is_compiling() or is_exporting()
+    size = CHUNK if graph else min(CHUNK, max(tokens, 1))
+    chunks = (tokens + (2 * size if graph else size) - 1) // size
+    q, k, v = (_last_rows(x, chunks * size).unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, chunks, C, D or E]
+    sums = (k.transpose(-1, -2) @ v).cumsum(2)  # [B, H, chunks, D, E]
+    first = torch.arange(chunks, device=q.device)[:, None, None] == 0
+    earlier = sums.roll(1, 2).masked_fill(first, 0)
+    if before is not None:
+        earlier = earlier + before[:, :, None]
+    out = (q @ k.transpose(-1, -2)).tril() @ v + q @ earlier
+    return _last_rows(out.flatten(2, 3), n)
 
 
-def _sums_before(x: Tensor) -> Tensor:
-    """The sum of all earlier rows, for every row: [B, H, R, F] -> [B, H, R, F].
-
-    By triangular products in groups of rows and the same on the groups' totals: linear in R, several times faster than
-    a cumulative sum over rows on a CPU, and unlike that one deterministic on a GPU.
-    """
-    count = x.shape[2]
-    size = min(GROUP, count)
-    x = F.pad(x, (0, 0, 0, -count % size)).unflatten(2, (-1, size))  # [B, H, R/size, size, F]
-    earlier = torch.ones(size, size, dtype=x.dtype, device=x.device).tril(-1)
-    sums = earlier @ x
-    if x.shape[2] > 1:
-        sums = sums + _sums_before(x.sum(3))[:, :, :, None]
-    return sums.flatten(2, 3)[:, :, :count]
+def _last_rows(x: Tensor, rows: int) -> Tensor:
+    """The last rows of x [B, H, T, D], zeros before the first, as one contiguous tensor [B, H, rows, D]."""
+    start = x.shape[2] - rows
+    if is_exporting() and not is_tracing():  # torch.export cannot prove for all lengths that a slice or pad fits
+        index = torch.arange(rows, device=x.device) + start
+        return F.pad(x, (0, 0, 1, 0)).index_select(2, (index + 1).clamp(min=0))
+    # Contiguous once, or each product would copy again.
+    return F.pad(x, (0, 0, -start, 0)).contiguous()
 
 
 PARTS = (

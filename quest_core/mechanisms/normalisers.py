@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..kernels.pytorch import (
     HAS_GROUPED_ATTENTION,
     HAS_OPERATORS,
@@ -26,7 +28,7 @@ from ..kernels.pytorch import (
     operator,
     transform,
 )
-from .base import Dims, Normaliser, apply_weights, logits, merge_causal
+from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
 from .part import Option, Part
 
 PLAIN_WEIGHTS = 2**23
@@ -73,7 +75,7 @@ class Softmax(Normaliser):
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
         blind = None
-        if mask is not None and not HIDES_BLIND_ROWS:
+        if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
             blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
             mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
         if not grouped:
@@ -179,7 +181,7 @@ class Sinkhorn(Normaliser):
             )
         if not _in_blocks(q, k, mask):
             weights = _sinkhorn(logits(q, k, scale, grouped), mask, self.iterations)
-            return apply_weights(torch.dropout(weights, dropout_p, dropout_p > 0), v, grouped)
+            return apply_weights(drop(weights, dropout_p), v, grouped)
         q, k, v = _autocast(q, k, v)
         out: Tensor = _sinkhorn_blocks(q, k, v, mask, scale, self.iterations, dropout_p, _seed(dropout_p))[0]
         return out
@@ -261,10 +263,8 @@ def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
     """log Σ exp(x) over `dim`, kept; 0 with zero gradients where all are −inf, where logsumexp's gradient is NaN."""
     if not masked:
         return x.logsumexp(dim, keepdim=True)
-    top = x.detach().amax(dim, keepdim=True)
-    top = top.masked_fill(top == -math.inf, 0)
-    total = (x - top).exp().sum(dim, keepdim=True)
-    return torch.where(total > 0, torch.where(total > 0, total, 1).log() + top, 0)
+    blind = (x == -math.inf).all(dim, keepdim=True)
+    return x.masked_fill(blind, 0).logsumexp(dim, keepdim=True).masked_fill(blind, 0)
 
 
 # Blocks of queries. Custom operators, so that torch.compile and torch.export see one node and not a loop.
@@ -373,6 +373,17 @@ class _Gradients:
         return q, k, v
 
 
+def _second(name: str, ctx: Any, *_: Any) -> Any:
+    raise UnsupportedError(
+        f"attention '{name}' does not support double backward (create_graph=True) from {PLAIN_WEIGHTS} weights "
+        "a call on, or under torch.compile: its gradient is one operator; use fewer tokens or heads a call, or softmax"
+    )
+
+
+def _nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """A gradient that refuses to be differentiated keeps nothing."""
+
+
 @operator(
     "quest::sigmoid_attention",
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, float dropout_p, "
@@ -391,11 +402,11 @@ def _sigmoid_blocks(
 ) -> Tensor:
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     grouped = q.shape[1] != k.shape[1]
-    drop = _Dropout(dropout_p, seed, q.device)
+    dropout = _Dropout(dropout_p, seed, q.device)
     with no_autocast(q.device.type):
         for start, stop, keys in _blocks(q, k, is_causal):
             weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
-            out[:, :, start:stop] = apply_weights(drop(weights)[0], v[:, :, :keys], grouped)
+            out[:, :, start:stop] = apply_weights(dropout(weights)[0], v[:, :, :keys], grouped)
     return out
 
 
@@ -418,12 +429,12 @@ def _sigmoid_blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = _Gradients(q, k, v, scale)
     grouped = total.grouped
-    drop = _Dropout(dropout_p, seed, q.device)
+    dropout = _Dropout(dropout_p, seed, q.device)
     with no_autocast(q.device.type):
         for start, stop, keys in _blocks(q, k, is_causal):
             weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
             change = logits(grad[:, :, start:stop], v[:, :, :keys], 1.0, grouped)  # of the weights after dropout
-            dropped, change = drop(weights, change)
+            dropped, change = dropout(weights, change)
             total.v[:, :, :keys] += _back(dropped, grad[:, :, start:stop], k.shape[1])
             wide = weights.to(total.wide)
             total.add_logits(change * wide * (1 - wide), start, stop, keys)
@@ -442,6 +453,7 @@ def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
 
 
 _sigmoid_blocks_backward.register_fake(_fake_gradients)
+_sigmoid_blocks_backward.register_autograd(partial(_second, "sigmoid"), setup_context=_nothing)
 
 
 def _sigmoid_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -481,7 +493,7 @@ def _sinkhorn_blocks(
     f = q.new_empty(iterations // 2, batch, heads, n, 1, dtype=wide)
     g = q.new_empty(iterations // 2, batch, heads, 1, m, dtype=wide)
     grouped = heads != k.shape[1]
-    drop = _Dropout(dropout_p, seed, q.device)
+    dropout = _Dropout(dropout_p, seed, q.device)
     with no_autocast(q.device.type):
         target = _log_column_sum(mask, f.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
         for step in range(iterations // 2):
@@ -495,7 +507,7 @@ def _sinkhorn_blocks(
         for start, stop, _ in _blocks(q, k):
             z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
             weights = _last_step(z, f, g, iterations, start, stop)
-            out[:, :, start:stop] = apply_weights(drop(weights)[0].to(v.dtype), v, grouped)
+            out[:, :, start:stop] = apply_weights(dropout(weights)[0].to(v.dtype), v, grouped)
     return out, f, g
 
 
@@ -531,7 +543,7 @@ def _sinkhorn_blocks_backward(
     n, m = q.shape[2], k.shape[2]
     total = _Gradients(q, k, v, scale)
     grouped = total.grouped
-    drop = _Dropout(dropout_p, seed, q.device)
+    dropout = _Dropout(dropout_p, seed, q.device)
     grad_f, grad_g = torch.zeros_like(f[0]), torch.zeros_like(g[0])  # [B, H, N, 1], [B, H, 1, M]
     with no_autocast(q.device.type):
         target = _log_column_sum(mask, g.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
@@ -539,7 +551,7 @@ def _sinkhorn_blocks_backward(
             z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
             weights = _last_step(z, f, g, iterations, start, stop)
             change = logits(grad[:, :, start:stop], v, 1.0, grouped)  # of the weights after dropout
-            dropped, change = drop(weights, change)
+            dropped, change = dropout(weights, change)
             total.v += _back(dropped.to(v.dtype), grad[:, :, start:stop], k.shape[1])
             change = change * weights  # of the log weights
             row_sums = change.sum(-1, keepdim=True)
@@ -576,6 +588,7 @@ def _fake_sinkhorn(
 
 _sinkhorn_blocks.register_fake(_fake_sinkhorn)
 _sinkhorn_blocks_backward.register_fake(_fake_gradients)
+_sinkhorn_blocks_backward.register_autograd(partial(_second, "sinkhorn"), setup_context=_nothing)
 
 
 def _sinkhorn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

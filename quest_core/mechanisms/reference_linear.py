@@ -13,14 +13,14 @@ def linear(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, i
 
     Args:
         q: [B, H, N, D], k: [B, H, M, D], v: [B, H, M, Dv].
-        key_mask: boolean [B, M], True = visible.
+        key_mask: [B, M], boolean (True = visible) or additive: a key's weight is multiplied by exp of it, −inf hides.
         is_causal: query i sees keys j ≤ i + M − N.
 
     Returns:
         [B, H, N, Dv]; zeros for a query that sees no key.
     """
     weight = _feature(q.double()) @ _feature(k.double()).mT
-    weight = torch.where(_seen(q, k, key_mask, is_causal), weight, 0)
+    weight = torch.where(_seen(q, k, key_mask, is_causal), weight * _factor(key_mask), 0)
     total = weight.sum(-1, keepdim=True)
     return torch.where(total > 0, weight / torch.where(total > 0, total, 1), 0) @ v.double()
 
@@ -33,7 +33,7 @@ def cosine(
     Arguments as in `linear`, and m: [H, 1, 1].
     """
     seen = _seen(q, k, key_mask, is_causal)
-    weight = torch.where(seen, unit(q.double()) @ unit(k.double()).mT, 0)
+    weight = torch.where(seen, unit(q.double()) @ unit(k.double()).mT * _factor(key_mask), 0)
     count = seen.sum(-1, keepdim=True).double()
     power = 1 / (1 + (-m.double()).exp())
     return weight @ v.double() / torch.where(count > 0, count, 1) ** power
@@ -42,6 +42,13 @@ def cosine(
 def _feature(x: Tensor) -> Tensor:
     """elu(x) + 1: x + 1 above zero, exp(x) below."""
     return torch.where(x > 0, x + 1, torch.where(x > 0, 0, x).exp())
+
+
+def _factor(key_mask: Tensor | None) -> Tensor:
+    """What an additive mask multiplies the weights by, [B, 1, 1, M] or 1."""
+    if key_mask is None or key_mask.dtype == torch.bool:
+        return torch.ones(())
+    return key_mask.double().exp()[:, None, None, :]
 
 
 def _seen(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:

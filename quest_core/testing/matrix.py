@@ -1,4 +1,4 @@
-"""The table of what a checkpoint does: what it was saved with, the door it comes in by, what the model was built with."""
+"""The table of what a checkpoint does: saved with one attention, loaded by some door, into a model with another."""
 
 from __future__ import annotations
 

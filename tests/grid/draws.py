@@ -1,0 +1,361 @@
+"""Random cells: any combination of parts and options, sizes, strides, masks and wanted gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quest_core import AttentionConfig
+
+from . import references
+from .cases import BY_NAME, DTYPES, Cell, Layers, Made, bounds, compare, rough, weight_of
+
+
+class Source(Protocol):
+    """Where choices come from: the generator of a seed, or hypothesis."""
+
+    def choose(self, options: Sequence[Any]) -> Any: ...
+
+
+class Generator:
+    """Choices by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def choose(self, options: Sequence[Any]) -> Any:
+        return self.random.choice(options)
+
+
+@dataclass(frozen=True)
+class Strides:
+    """How a tensor [B, heads, tokens, features] lies in memory.
+
+    Attributes:
+        order: axes from the slowest to the fastest.
+        steps: of each axis.
+        offset: elements before the first.
+        expanded: axes along which one element stands for all.
+    """
+
+    order: tuple[int, ...] = (0, 1, 2, 3)
+    steps: tuple[int, ...] = (1, 1, 1, 1)
+    offset: int = 0
+    expanded: tuple[int, ...] = ()
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, factor: float) -> Tensor:
+        stored = [1 if axis in self.expanded else shape[axis] * self.steps[axis] for axis in self.order]
+        count = int(torch.tensor(stored).prod())
+        flat = (torch.randn(count + self.offset) * factor).to(dtype)
+        x = flat[self.offset :].view(stored).permute([self.order.index(axis) for axis in range(4)])
+        for axis, step in enumerate(self.steps):
+            if axis not in self.expanded and step > 1:
+                x = x[(slice(None),) * axis + (slice(None, None, step),)]
+        return x.expand(*shape)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A random cell; every field is plain, so that an example can be made simpler."""
+
+    spec: str
+    heads: int = 4
+    groups: int = 4
+    batch: int = 2
+    n: int = 7
+    m: int = 7
+    dim: int = 8
+    dim_v: int = 8
+    key_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    q: Strides = Strides()
+    k: Strides = Strides()
+    v: Strides = Strides()
+    shared: bool = False  # k and v are pieces of one tensor
+    mask: str = "none"
+    mask_shape: tuple[bool, ...] = ()  # which of B, H, N, M are broadcast; two entries for [N, M]
+    mask_wide: bool = False  # the mask is float32
+    is_causal: bool = False
+    training: bool = False
+    wants: tuple[bool, ...] = (True, True, True, True, True)  # gradients of q, k, v, the mask, the parameters
+    factor: float = 1.0
+    zeros: bool = False  # some keys and queries are zero
+    transform: str = "eager"
+    seed: int = 0
+
+
+SLACK = 16
+"""Among thousands of draws some are rounded worse than the plain formula is by more than the grid allows."""
+
+SCORES = ("standard", "quest", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
+SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
+KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
+
+
+def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
+    """Draw an example."""
+    pick = source.choose
+    transform = pick(transforms)
+    lengths = SIZES if transform == "eager" else (2, 3, 5, 7, 13, 31, 67)
+    more: dict[str, Any] = {}
+    heads = pick((1, 2, 3, 4, 6, 8))
+    groups, n, m = heads, pick(lengths), pick(lengths)
+    dim = pick((1, 2, 3, 5, 8, 16, 24))
+    key_dim = dim
+    training = False
+    if pick((True, True, False)):  # score, normaliser and grouping
+        score, normaliser = pick(SCORES), pick(("", "", "+sigmoid", "+sinkhorn"))
+        grouping = pick(("", "", "gqa", "mqa", "kdgqa", "dgqa", "pgqa"))
+        options = [f"scale={pick((0.1, 1.0, -0.5, 2))}"] if pick((False, False, True)) else []
+        if normaliser == "+sigmoid" and pick((False, True)):
+            options.append(f"bias={pick((0, -1.5, 2))}")
+        if normaliser == "+sinkhorn":
+            options += [f"iterations={pick((1, 2, 3, 4, 7))}", f"eps={pick((1, 0.5, 2))}"]
+        if grouping in ("gqa", "pgqa", "kdgqa", "dgqa"):
+            fitting = [g for g in range(1, heads + 1) if heads % g == 0 or grouping in ("kdgqa", "dgqa")]
+            groups = pick(fitting)
+            options.append(f"kv_heads={groups}")
+        if grouping in ("kdgqa", "dgqa") and heads >= groups:
+            options.append(f"min_queries={pick(range(heads // groups + 1))}")
+        if grouping == "dgqa":
+            options += [f"window={pick((1, 2, 3))}", f"evolution={pick(('ema', 'difference'))}"]
+            training = transform == "eager" and pick((True, False))
+        if grouping == "pgqa" and (transform != "eager" or pick((True, False))):
+            options.append("noise_in_eval=false")
+        groups = 1 if grouping == "mqa" else groups
+        name = f"{score}{normaliser}{f'+{grouping}' if grouping else ''}"
+        spec = f"{name}({', '.join(options)})" if options else name
+    else:
+        family = pick(("linear", "cosine", "aft-full", "aft-local", "aft-simple", "aft-conv"))
+        options = []
+        if family in ("aft-full", "aft-local"):
+            options += ["max_length=100", f"rank={pick(('null', 1, 4))}"]
+        if family == "aft-local":
+            options.append(f"window={pick((1, 3, 8, 200))}")
+        if family == "aft-conv":
+            axes = pick((1, 1, 2, 3))
+            prefix = pick((0, 1, 2))
+            options += [
+                f"dims={axes}",
+                f"window={pick((1, 3, 5))}",
+                f"prefix={prefix}",
+                f"gumbel={pick(('true', 'false'))}",
+            ]
+            n = pick((1, 2, 3, 4) if axes > 1 else (1, 2, 7, 13, 31, 67)) ** axes + prefix
+            key_dim = 1
+        if family.startswith("aft") and pick((True, False, False)):
+            options.append("query=false")
+        spec = f"{family}({', '.join(options)})" if options else family
+    config = AttentionConfig.parse(spec)
+    parts = list(config.specs())
+    if pick((True, True, False)) or not all(part.cross for part in parts):
+        m = n
+    is_causal = all(part.causal for part in parts) and pick((True, False))
+    free = config.family in ("linear", "cosine") or (config.family is None and "elliptical" not in spec)
+    mask = pick(("none", "none", *KINDS))
+    if config.family in ("linear", "cosine") and mask in ("-100", "bias"):
+        mask = "finfo.min"
+    if config.family is not None:
+        shape = (pick((True, False)), True, True, pick((False, False, False, True)))
+    elif pick((True, False)):
+        shape = (False, pick((False, False, True)))
+    else:
+        shape = (*(pick((True, False)) for _ in range(3)), pick((False, False, False, True)))
+    dtype = pick(DTYPES if transform != "ONNX" else DTYPES[:2])
+    shared = pick((True, False, False))
+    more = {name: strides(source) for name in "qkv"}
+    widens = mask != "none" and transform == "eager" and "pgqa" not in spec  # whose noise is drawn in the wider type
+    return Example(
+        spec, heads, groups, pick((1, 2, 2, 3, 0) if transform == "eager" else (1, 2, 3)), n, m, dim,
+        pick((dim, 4, 9)) if free else dim, key_dim, dtype, **more, shared=shared, mask=mask, mask_shape=shape,
+        mask_wide=widens and pick((True, False)), is_causal=is_causal,
+        training=training, wants=tuple(pick((True, True, False)) for _ in range(5)), factor=pick((1.0, 0.01, 3.0)),
+        zeros=pick((True, False)), transform=transform, seed=pick(range(1000)),
+    )  # fmt: skip
+
+
+def strides(source: Source) -> Strides:
+    """Draw how a tensor lies in memory."""
+    pick = source.choose
+    order = [0, 1, 2, 3]
+    for i in (3, 2, 1):
+        j = pick(range(i + 1))
+        order[i], order[j] = order[j], order[i]
+    steps = tuple(pick((1, 1, 1, 2, 3)) for _ in range(4))
+    expanded = tuple(axis for axis in range(4) if pick((False, False, False, False, True)))
+    return Strides(tuple(order), steps, pick((0, 0, 1, 3)), expanded)
+
+
+class MadeOf(Made):
+    """The module, reference and tensors of an example."""
+
+    def __init__(self, one: Example) -> None:
+        self.one = one
+        self.cell = Cell(BY_NAME["quest"], dtype=one.dtype, is_causal=one.is_causal, cross=one.n != one.m)
+        self.seed = one.seed
+        torch.manual_seed(self.seed)
+        self.heads, self.single = one.heads, one.n < 2 or "aft-conv" in one.spec
+        self.config = AttentionConfig.parse(one.spec)
+        self.groups, self.batch, self.dim, self.key_dim = one.groups, one.batch, one.dim, one.key_dim
+        self.draws = "pgqa" in one.spec and "noise_in_eval=false" not in one.spec
+        self.module = Layers(self.config, self.heads, self.dim, is_causal=one.is_causal)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        self.module.to(one.dtype)
+        self.state = None
+        self.module.train(one.training)
+        if "dgqa" in one.spec.replace("kdgqa", ""):
+            self._train()
+
+    def _train(self) -> None:
+        """Some steps of training, in the module and in the reference."""
+        window, evolution = int(self.config.option("window")), str(self.config.option("evolution"))
+        least = int(self.config.option("min_queries"))
+        self.state = references.KeyDriven(self.heads, self.groups, window, evolution, least=least)
+        self.module.train()
+        for step in range(self.seed % 6):
+            q, v = torch.randn(2, self.heads, 3, self.dim), torch.randn(2, self.groups, 3, self.dim)
+            k = torch.randn_like(v) * torch.linspace(3, 1, self.groups)[:, None, None] * (1 + step % 3)
+            with torch.no_grad():
+                self.module(*(x.to(self.one.dtype) for x in (q, k, v)))
+            norms = references.key_norms(k.to(self.one.dtype), torch.ones(2, 3, dtype=torch.bool))
+            self.state.train(norms)
+        if self.one.training:
+            self.state.sizes = self.state.pending
+        self.module.train(self.one.training)
+
+    def lengths(self) -> Sequence[int]:
+        # The first length equals no other size: torch.compile takes equal sizes for one.
+        return (self.one.n,) if self.single else (29, self.one.n, self.one.n + 1)
+
+    def tensors(self, tokens: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+        one = self.one
+        torch.manual_seed(self.seed + 1 + seed)
+        n = one.n if tokens is None else tokens
+        m = n + one.m - one.n if one.m > one.n else max(n - one.n + one.m, 2 if tokens is not None else 0)
+        q = one.q.make((one.batch, one.heads, n, one.dim), one.dtype, one.factor)
+        if one.shared:
+            both = one.k.make((one.batch, one.groups, m, one.key_dim + one.dim_v), one.dtype, one.factor)
+            k, v = both.split([one.key_dim, one.dim_v], -1)
+        else:
+            k = one.k.make((one.batch, one.groups, m, one.key_dim), one.dtype, one.factor)
+            v = one.v.make((one.batch, one.groups, m, one.dim_v), one.dtype, one.factor)
+        if one.zeros:
+            for x in (q, k):
+                if 0 not in (*x.shape, *x.stride()):
+                    x[0, 0, 0] = 0
+        return (q, k, v) if one.mask == "none" else (q, k, v, self._mask(n, m))
+
+    def _mask(self, n: int, m: int) -> Tensor:
+        one = self.one
+        sizes = (one.batch, one.heads, n, m)[4 - len(one.mask_shape) :]
+        shape = [1 if broadcast else size for size, broadcast in zip(sizes, one.mask_shape, strict=True)]
+        dtype = torch.float32 if one.mask_wide else one.dtype
+        seen = torch.rand(shape) > 0.4
+        if shape[-2]:
+            seen[..., 0, :] = bool(one.seed % 2)
+        if one.mask == "boolean":
+            return seen
+        if one.mask == "bias":
+            return torch.randn(shape).to(dtype)
+        low = {"-inf": -torch.inf, "finfo.min": torch.finfo(dtype).min, "-100": -100.0}[one.mask]
+        return torch.zeros(shape, dtype=dtype).masked_fill(~seen, low)
+
+
+def run(one: Example) -> None:
+    """Raise if outputs or the gradients that are asked for are not those of the reference."""
+    made = MadeOf(one)
+    tensors = made.tensors()
+    dtype = one.dtype
+
+    def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [_leaf(x, dtype, want) for x, want in zip(tensors, one.wants, strict=False)]
+        if len(leaves) > 3 and one.mask not in ("bias", "-100"):
+            leaves[3] = leaves[3].detach()
+        learned = {name: _leaf(x, dtype, one.wants[4]) for name, x in made.named().items()}
+        out = function(learned, *leaves)
+        sources = [x for x in (*leaves, *learned.values()) if x.requires_grad]
+        if not sources:
+            if out.requires_grad:
+                raise AssertionError("the output requires a gradient though no input does")
+            return [out]
+        if not out.requires_grad:
+            return [out, *(torch.zeros_like(x) for x in sources)]
+        found = torch.autograd.grad(out, sources, weight_of(out), allow_unused=True)
+        return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
+
+    got = results(made.seeded(made.call), dtype)
+    exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
+    what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
+    limits = bounds(made, exact, plain, tensors, SLACK)
+    kept = [i for i, x in enumerate(got) if i == 0 or x.dtype == dtype]  # a mask of a wider type has a wider gradient
+    compare([got[i] for i in kept], [exact[i] for i in kept], [limits[i] for i in kept], dtype, [what[i] for i in kept])
+
+
+def _leaf(x: Tensor, dtype: torch.dtype, want: bool) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    low = x <= torch.finfo(x.dtype).min / 2
+    x = x.detach() if x.dtype == dtype or dtype not in (torch.float64, torch.float32) else x.detach().to(dtype)
+    x = x.masked_fill(low, -torch.inf) if bool(low.any()) and dtype == torch.float64 else x
+    return x.requires_grad_(want)
+
+
+SIMPLER: Sequence[Callable[[Example], dict[str, Any]]] = (
+    lambda one: {"transform": "eager"},
+    lambda one: {"mask": "none", "mask_shape": ()},
+    lambda one: {"mask_wide": False},
+    lambda one: {"dtype": torch.float64},
+    lambda one: {"dtype": torch.float32},
+    lambda one: {"q": Strides()},
+    lambda one: {"k": Strides()},
+    lambda one: {"v": Strides()},
+    lambda one: {"shared": False},
+    lambda one: {"is_causal": False},
+    lambda one: {"zeros": False},
+    lambda one: {"factor": 1.0},
+    lambda one: {"wants": (True,) * 5},
+    lambda one: {"batch": 1},
+    lambda one: {"m": one.n},
+    lambda one: {"n": 2, "m": 2},
+    lambda one: {"n": 3, "m": 2},
+    lambda one: {"n": one.n // 2, "m": one.m // 2},
+    lambda one: {"dim_v": one.dim},
+    lambda one: {"dim": 2, "dim_v": 2, "key_dim": min(one.key_dim, 2)},
+    lambda one: {"heads": one.groups} if "kv_heads" not in one.spec else {},
+    lambda one: {"heads": 1, "groups": 1} if "kv_heads" not in one.spec else {},
+)
+
+
+def simpler(one: Example, fails: Callable[[Example], bool]) -> Example:
+    """The simplest example near `one` that still fails."""
+    changed = True
+    while changed:
+        changed = False
+        for step in SIMPLER:
+            other = dataclasses.replace(one, **step(one))
+            if _size(other) < _size(one) and fails(other):
+                one, changed = other, True
+    return one
+
+
+def _size(one: Example) -> float:
+    """What an example has of everything; a simpler one has less."""
+    numbers = sum(x for x in dataclasses.astuple(one) if type(x) is int) - one.seed
+    layouts = sum(getattr(one, name) != Strides() for name in "qkv") + one.shared
+    kinds = 2 * DTYPES.index(one.dtype) + (one.mask != "none") + len(one.mask_shape) + one.mask_wide
+    others = one.is_causal + one.zeros + (one.factor != 1) + one.wants.count(False) + (one.transform != "eager")
+    return numbers + 3 * (layouts + kinds + others)
+
+
+def text(one: Example) -> str:
+    """The fields that are not at their defaults, as code."""
+    fields = [f for f in dataclasses.fields(Example) if f.name == "spec" or getattr(one, f.name) != f.default]
+    return f"Example({', '.join(f'{f.name}={getattr(one, f.name)!r}' for f in fields)})"

@@ -1,0 +1,39 @@
+"""Eager: every mechanism on every layout, type and mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .cases import DTYPES, LAYOUTS, SUBJECTS, Cell, Subject, check, gradients, masks_of
+
+
+def run(cell: Cell) -> None:
+    """Raise unless output and gradients are those of the reference."""
+    made = cell.made()
+    tensors = made.tensors()
+    got = gradients(made.seeded(made.call), made.named(), tensors, cell.dtype)
+    check(made, tensors, got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+def test_layouts(subject: Subject, layout: str, dtype: torch.dtype) -> None:
+    run(Cell(subject, layout, dtype))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+def test_masks(subject: Subject) -> None:
+    wrong = []
+    for i, mask in enumerate(masks_of(subject)):
+        for is_causal in (False, True) if subject.causal else (False,):
+            for cross in (False, True) if subject.cross else (False,):
+                layout = ("contiguous", "packed", "chunk", "transposed", "one head")[(i + is_causal) % 5]
+                for dtype in DTYPES:
+                    cell = Cell(subject, layout, dtype, mask, is_causal, cross)
+                    try:
+                        run(cell)
+                    except Exception as error:
+                        wrong.append(f"{cell}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
