@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
 
 
 def stored(file):
-    state = torch.load(file, weights_only=False)  # fastai stores a list class of its own beside the optimizer's state
+    state = torch.load(file, weights_only=False)  # fastai stores its own list class with the optimizer's state
     return state.get("model", state)
 
 
@@ -206,8 +206,8 @@ def test_weights_of_the_host_are_pooled_into_fewer_heads_by_every_door(folder):
 
 
 def test_without_the_plugin(folder, fresh_python):
-    """tsai's own code then runs alone: strict loading names the key, and the two that load by name say nothing."""
-    told = fresh_python(
+    """Strict loading names the key; loading by name is silent, which docs/checkpoints.md says."""
+    printed = fresh_python(
         "import sys, warnings\n"
         "import numpy as np\n"
         "from tsai.basics import TSClassification, TSClassifier\n"
@@ -228,6 +228,6 @@ def test_without_the_plugin(folder, fresh_python):
         "assert not any(name.startswith('quest') for name in sys.modules if name != 'quest_tsai_environment')\n",
         folder,
     )
-    lines = told.splitlines()
+    lines = printed.splitlines()
     assert lines[:5] == ["True"] * 4 + ["silent quest {'strict': False}"]
     assert "successfully transferred" in lines[5]

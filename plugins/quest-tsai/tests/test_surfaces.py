@@ -1,4 +1,4 @@
-"""How users ask for attention in tsai, and what they are told when it cannot be."""
+"""The options, refusals and reports that users of tsai see."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_learner_function(problem):
 def test_plain_class_and_report(capsys):
     model = TSTPlus(3, 5, 12, attention="quest", **SIZES)
     assert model.attention_report.attention == "quest"
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
-    assert told == [f"quest: {model.attention_report}"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
+    assert lines == [f"quest: {model.attention_report}"]
 
 
 def test_a_pretrained_model_is_calibrated(problem):
@@ -128,7 +128,7 @@ def test_a_pretrained_model_is_calibrated(problem):
 
 def test_the_report_and_the_warning_reach_the_log(tmp_path, fresh_python):
     """tsai and fastai keep no log of their own, so it is the one that the user configures on the root logger."""
-    told = fresh_python(
+    printed = fresh_python(
         "import logging, warnings\n"
         "logging.basicConfig(filename='train.log', level=logging.INFO)\n"
         "import quest_tsai, torch\n"
@@ -142,7 +142,7 @@ def test_the_report_and_the_warning_reach_the_log(tmp_path, fresh_python):
         tmp_path,
     )
     log = [line for line in (tmp_path / "train.log").read_text().splitlines() if "quest_core" in line]
-    assert log[0] == f"INFO:quest_core:{told.splitlines()[-1]}"
+    assert log[0] == f"INFO:quest_core:{printed.splitlines()[-1]}"
     assert log[1].startswith("WARNING:quest_core:these weights were trained with standard attention")
     assert len(log) == 2
 
@@ -270,7 +270,6 @@ def unprepared(monkeypatch):
         ({"arch_config": {"attention": "quest", "kv_heads": 2}}, ConfigError, "write attention=.*'kv_heads': 2"),
         ({"arch_config": {"attention_from": "quest"}}, ConfigError, "without attention"),
         ({"arch_config": {"attention": "quest", "attention_from": "quset"}}, ConfigError, "did you mean 'quest'"),
-        ({"arch_config": {"attention": "quest", "allow_partial": "yes"}}, ConfigError, "neither True nor False"),
         ({"arch_config": {}, "attention": "quest"}, ConfigError, r"write arch_config=\{'attention': 'quest'\}"),
     ],
 )
@@ -324,7 +323,7 @@ def test_no_function_swallows_it():
             get_arch(name)(3, 5, attention="quest")
 
 
-def test_misspelling_is_told_before_anything_is_built():
+def test_misspelling_is_refused_before_anything_is_built():
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
         TSTPlus(3, 5, 12, attention="quset")
 
@@ -347,7 +346,7 @@ def test_learnable_scale_is_of_the_standard_score():
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
-# --- what the host reads --------------------------------------------------------------------------------------------
+# --- scores and weights -----------------------------------------------------------------------------------------------
 
 
 def test_scores_passed_on_are_quest_logits_plus_the_previous_ones():
@@ -380,7 +379,7 @@ def test_weights_are_formed_only_where_they_are_read():
     plain = weights_of()
     core = plain.backbone.encoder.layers[0].self_attn.sdp_attn
     assert isinstance(core, Core)
-    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although nobody reads weights")
+    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although the host does not read weights")
     plain(torch.randn(2, 3, 12))
     del core.mechanism.logits
     caught = []
@@ -433,7 +432,7 @@ def test_save_load_copy_and_pickle(problem, tmp_path):
         torch.testing.assert_close(twin(x.clone()), want)
 
 
-def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(problem, tmp_path, fresh_python):
+def test_an_exported_learner_loads_in_a_process_that_does_not_import_the_plugin(problem, tmp_path, fresh_python):
     learn = classifier(problem, tmp_path, "quest")
     train(learn, 1)
     x, _, _ = problem
@@ -441,7 +440,7 @@ def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(p
     learn.export("kept.pkl")
     np.save(tmp_path / "x.npy", x[:4])
     np.save(tmp_path / "wanted.npy", probabilities.numpy())
-    told = fresh_python(
+    printed = fresh_python(
         "import numpy as np\nfrom tsai.inference import load_learner\n"
         "learn = load_learner('kept.pkl')\n"
         "got = learn.get_X_preds(np.load('x.npy'))[0].numpy()\n"
@@ -449,7 +448,7 @@ def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(p
         "print(learn.model.attention_report)\n",
         tmp_path,
     )
-    assert "attention=quest in 2 modules" in told
+    assert "attention=quest in 2 modules" in printed
 
 
 def test_a_stock_checkpoint_is_pooled_on_load():
@@ -486,7 +485,7 @@ def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
 
 
 def test_a_misspelt_option_is_never_swallowed():
-    """TSiTPlus takes any keyword and drops what it does not know."""
+    """TSiTPlus accepts any keyword and ignores unknown ones."""
     with pytest.raises(ConfigError, match="TSiTPlus has no option 'atention'; did you mean 'attention'"):
         get_arch("TSiTPlus")(3, 2, 20, atention="quest")
 

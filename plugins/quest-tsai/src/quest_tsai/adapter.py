@@ -43,18 +43,18 @@ HOSTS: dict[tuple[str, str], type[Replacement]] = {
     ("tsai.models.ConvTranPlus", "Attention_Rel_Scl"): ConvTranAttention,
     ("tsai.models.ConvTranPlus", "Attention_Rel_Vec"): ConvTranAttention,
 }
-"""Host class (module, name) -> what replaces it."""
+"""Host class (module, name) -> its replacement."""
 
 
 class TsaiAdapter(Adapter):
-    """Every attention of tsai's own. What it builds of torch.nn.MultiheadAttention belongs to quest_core's adapter."""
+    """Adapter for tsai's own attention classes; quest_core's adapter replaces torch.nn.MultiheadAttention in tsai."""
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
     query_projections: ClassVar[dict[str, int]] = {"W_Q": 1, "to_q": 1, "query": 1}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every attention module of tsai in `model`, in the order of registration, that of the forward pass."""
+        """Yield the attention modules in the order of registration, which is that of the forward pass."""
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         index = 0
         for path, module in model.named_modules():
@@ -64,7 +64,7 @@ class TsaiAdapter(Adapter):
                 index += 1
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """The host's own sub-modules around another mechanism; see quest_tsai.layers."""
+        """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
         host = site.module
         made = _replacement(host)
         assert made is not None
@@ -72,7 +72,7 @@ class TsaiAdapter(Adapter):
         return made.from_host(host, config, site.num_heads, core, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: things of tsai that belong to scores, or to equal groups of heads."""
+        """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
         core = getattr(site.module, "sdp_attn", None)
         if _learns_scale(core) and (config.family or config["score"] != "standard" or config.option("scale")):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
@@ -85,7 +85,7 @@ class TsaiAdapter(Adapter):
         return refusal(config, site.capabilities)
 
     def install(self) -> None:
-        """Let every architecture class of tsai accept `attention=`; those without attention refuse it by name.
+        """Make tsai's architectures accept `attention=` or refuse it by name, and its loaders compare it.
 
         Raises:
             PluginError: tsai is not installed or of a version that this plugin does not support.
@@ -125,7 +125,7 @@ class TsaiAdapter(Adapter):
 
 
 def _holders(name: str, value: Any) -> list[ModuleType]:
-    return [module for module in sys.modules.values() if getattr(module, "__dict__", {}).get(name) is value]
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is value]
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:
@@ -152,7 +152,7 @@ def _site(path: str, module: Any, index: int, made: type[Replacement], parent: n
 
 
 def _core_arguments(host: Any, site: Site) -> dict[str, Any]:
-    """What the host's core knows beside the mechanism."""
+    """Return the arguments of Core that the host's own core holds."""
     old = getattr(host, "attn" if isinstance(host, PerceiverAttention) or hasattr(host, "to_kv") else "sdp_attn", None)
     scale = getattr(old, "scale", None)
     if scale is not None:

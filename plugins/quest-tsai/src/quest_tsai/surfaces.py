@@ -1,6 +1,6 @@
-"""What takes the place of tsai's classes and functions: they read `attention`, and check what a checkpoint holds.
+"""Wrappers of tsai's classes and functions, which read `attention` and compare it with a checkpoint's.
 
-Each function here takes a callable of the host and returns its wrapper; `TsaiAdapter.install` puts them in place.
+`TsaiAdapter.install` puts them in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .info import INFO
 from .layers import Replacement
 
 OPTIONS = ("attention", "attention_from", "allow_partial")
-"""What the plugin adds to the options of an architecture."""
+"""The options that the plugin adds to an architecture."""
 
 
 class Choice(NamedTuple):
@@ -64,13 +64,15 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Choice | None:
         for option in OPTIONS[1:]:
             if options.get(option):
                 raise ConfigError(
-                    f"{name}: {option}={options[option]!r} is given without attention; add attention=... beside it "
+                    f"{name}: {option}={options[option]!r} is given without attention; add attention=... too "
                     "(attention='standard' for tsai's own)"
                 )
         return None
     config = AttentionConfig.parse(attention)
     trained = options.get("attention_from")
-    choice = Choice(config, None if trained is None else AttentionConfig.parse(trained), _flag(name, options))
+    choice = Choice(
+        config, None if trained is None else AttentionConfig.parse(trained), bool(options.get("allow_partial"))
+    )
     misplaced = unknown & {option.name for part in parts().values() for option in part.options}
     if misplaced:
         inner = {"name": str(config), **{option: options[option] for option in sorted(misplaced)}}
@@ -87,13 +89,6 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Choice | None:
             f"Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
         )
     return choice
-
-
-def _flag(name: str, options: Mapping[str, Any]) -> bool:
-    value = options.get("allow_partial", False)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: allow_partial={value!r} is neither True nor False")
-    return value
 
 
 def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
