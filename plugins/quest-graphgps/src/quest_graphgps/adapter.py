@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,7 +15,6 @@ from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import inject
-from quest_core.hosts.patching import when_imported
 from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
@@ -60,7 +59,7 @@ class GraphGPSAdapter(TorchAdapter):
         return GraphAttention.from_torch(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: the attention-free families that need an order have one that does not."""
+        """Add to the refusal of a family that needs an order the name of the one that does not."""
         why = Adapter.refusal(self, site, config)
         if why is not None and any(part.ordered for part in config.specs()):
             return f"{why}, and the nodes of a graph have none; 'aft-simple' is its relative that needs no order"
@@ -73,8 +72,18 @@ class GraphGPSAdapter(TorchAdapter):
             PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        when_imported("torch_geometric.nn.conv.gps_conv", _accept_in_gps_conv)
-        graphgym.install()
+        self.patches.when_imported("torch_geometric.nn.conv.gps_conv", self._change_gps_conv)
+        graphgym.install(self)
+
+    def uninstall(self) -> None:
+        """Undo `install`; the configs of GraphGym then refuse `attention` as an unknown key."""
+        super().uninstall()
+        graphgym.uninstall()
+
+    def _change_gps_conv(self) -> None:
+        from torch_geometric.nn.conv.gps_conv import GPSConv
+
+        self.patches.wrap(GPSConv, "__init__", functools.partial(_accept_attention, self))
 
 
 def _attention_name(layer: nn.Module) -> str | None:
@@ -83,25 +92,23 @@ def _attention_name(layer: nn.Module) -> str | None:
     return next(filter(None, names), None)
 
 
-def _accept_in_gps_conv() -> None:
-    """Wrap GPSConv.__init__ in place, once: `attn_kwargs` takes `attention` beside the arguments of the attention."""
-    from torch_geometric.nn.conv.gps_conv import GPSConv
-
-    stock: Any = GPSConv.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
+def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
+    """Let `attn_kwargs` of GPSConv take `attention` and `attention_from` beside the arguments of its attention."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         given = signature.bind(self, *arguments, **options)
         attn_kwargs = dict(given.arguments.get("attn_kwargs") or {})
-        if "attention" not in attn_kwargs:
-            stock(self, *arguments, **options)
-            return
-        attention = attn_kwargs.pop("attention")
-        if attention is None:  # as a search over hyper-parameters names the stock model
-            given.arguments["attn_kwargs"] = attn_kwargs
+        attention, trained = attn_kwargs.pop("attention", None), attn_kwargs.pop("attention_from", None)
+        if attention is None:  # a search over hyper-parameters names the stock model so
+            if trained is not None:
+                raise ConfigError(
+                    f"GPSConv: attn_kwargs has attention_from={trained!r} without attention; name it, for example "
+                    f"attn_kwargs={{'attention': 'standard', 'attention_from': {trained!r}}}"
+                )
+            if "attn_kwargs" in given.arguments:
+                given.arguments["attn_kwargs"] = attn_kwargs
             stock(*given.args, **given.kwargs)
             return
         config = AttentionConfig.parse(attention)
@@ -121,7 +128,6 @@ def _accept_in_gps_conv() -> None:
             )
         given.arguments["attn_kwargs"] = attn_kwargs
         stock(*given.args, **given.kwargs)
-        inject(self, config, adapter=GraphGPSAdapter(), fresh=True)
+        inject(self, config, adapter=adapter, fresh=True, attention_from=trained)
 
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    GPSConv.__init__ = __init__
+    return __init__
