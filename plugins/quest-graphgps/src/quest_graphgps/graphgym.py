@@ -47,7 +47,7 @@ def install(adapter: Adapter) -> None:
         patches.wrap(config, "_check_and_coerce_cfg_value_type", _mapping_as_text)
 
     def change_config() -> None:
-        _register()
+        register_keys()
         config = import_module("torch_geometric.graphgym.config")  # the package's attribute of that name is another
         patches.wrap(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
 
@@ -66,7 +66,7 @@ def install(adapter: Adapter) -> None:
     patches.when_imported("torch_geometric.graphgym.config", change_config)
     patches.when_imported("torch_geometric.graphgym.model_builder", change_models)
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
-    patches.when_imported("graphgps.config.gt_config", _register)
+    patches.when_imported("graphgps.config.gt_config", register_keys)
     patches.when_imported("graphgps.finetuning", change_finetuning)
 
 
@@ -104,7 +104,7 @@ def declare(cfg: Any) -> None:
                 cfg.register_renamed_key(below, f"{section}.{OPTIONS}.{name}")  # yacs's error names the right key
 
 
-def _register() -> None:
+def register_keys() -> None:
     """Declare the keys in every config that GraphGym will make, after all other keys, and in the existing one."""
     from torch_geometric.graphgym import register
     from torch_geometric.graphgym.config import cfg

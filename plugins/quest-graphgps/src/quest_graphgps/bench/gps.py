@@ -58,7 +58,6 @@ def declare(cfg: Any) -> None:
             "batch_norm": True,
         }
     )
-    graphgym.declare(cfg)
     common = {"enable": False, "model": "none", "dim_pe": 16, "layers": 3, "n_heads": 4, "raw_norm_type": "none"}
     eigen = {"laplacian_norm": "none", "eigvec_norm": "L2", "max_freqs": 10}
     cfg.posenc_LapPE = CfgNode({**common, "eigen": CfgNode(eigen)})
@@ -512,4 +511,5 @@ def load(format: str, name: str, dataset_dir: str) -> Graphs | None:
 
 
 register.register_config("gps", declare)
+graphgym.register_keys()
 set_cfg(cfg)
