@@ -1,8 +1,8 @@
 """Run in a checkout of GraphGPS: python finetuning_matrix.py save|load FOLDER NAME ...
 
 "save" writes a run of every named model. "load" starts each named model from all runs in the folder, as main.py does
-with pretrained.dir, and prints a line of JSON: [[checkpoint, model, outcome], ...]. The model "stock" is built without
-the plugin unless others are named beside it.
+with pretrained.dir, and prints a line of JSON: [[checkpoint, model, outcome], ...]. If only "stock" is named, the
+plugin is not installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GraphGPS itself, unmodified, from the checkout in QUEST_GRAPHGPS_ROOT.
 
-Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the generator, the others made up in the layouts
-of their downloads.
+Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the generator, the others with made-up data in the
+layout of their downloads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUICK = (
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "LOKY_MAX_CPU_COUNT": "1",  # forty molecules are not worth a process for every core
+    "LOKY_MAX_CPU_COUNT": "1",  # one process is enough for 40 molecules
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # GraphGPS's loaders of superpixels and molecules, since PyTorch 2.6
 }
 GRAPHORMER = "configs/Graphormer/zinc-Graphormer.yaml"
@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory) -> Path:
-    """Where GraphGPS finds its data: small, in the layout of the downloads."""
+    """Return a folder with small data sets in the layout of the downloads."""
     folder = tmp_path_factory.mktemp("datasets")
     write_all(folder)
     return folder
@@ -388,7 +388,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
 
 
 def test_ranks_of_contacts_are_graphgps_s() -> None:
-    """What the suite graph/pcqm-contact measures, beside what GraphGPS's head for edges does on the same features."""
+    """The metric of the suite graph/pcqm-contact equals that of GraphGPS's head for edges on the same features."""
     code = (
         "import torch, graphgps\n"
         "from torch_geometric.data import Batch, Data\n"

@@ -40,7 +40,7 @@ def test_the_installed_plugin_is_found_and_ok() -> None:
 # --- GPSConv --------------------------------------------------------------------------------------------------------
 
 
-def test_gps_conv_takes_attention_beside_the_arguments_of_its_attention() -> None:
+def test_gps_conv_takes_attention_in_attn_kwargs() -> None:
     conv = GPSConv(16, None, heads=4, attn_type="multihead", attn_kwargs={"attention": "quest", "dropout": 0.5})
     assert isinstance(conv.attn, GraphAttention)
     assert (str(conv.attn.config), conv.attn.dropout) == ("quest", 0.5)
@@ -200,7 +200,7 @@ def test_configs_refuse_by_name(opts, error, said) -> None:
 )
 @pytest.mark.parametrize("section", ["gt", "gnn"])
 def test_yaml_takes_a_name_or_a_mapping(section, written, tmp_path) -> None:
-    """And what is dumped beside a run's results says the same when it is read again."""
+    """The dumped config means the same when it is read again."""
     configure()
     path = tmp_path / "own.yaml"
     path.write_text(f"{section}:\n  attention: {written}\n")
@@ -240,7 +240,7 @@ def test_without_attention_the_host_is_untouched() -> None:
 
 
 def test_a_network_of_ones_own_takes_gnn_attention() -> None:
-    """PyTorch Geometric's GraphGym alone: a registered network of GPSConv layers."""
+    """Without GraphGPS: a registered network of GPSConv layers."""
 
     class Own(nn.Module):
         def __init__(self, dim_in, dim_out):
@@ -256,7 +256,7 @@ def test_a_network_of_ones_own_takes_gnn_attention() -> None:
 
 
 CHIRALITY = 80
-"""ogb 1.3.6 tells one more kind of chirality than the paper's did: one more row of 96 - 16 numbers."""
+"""ogb 1.3.6 has one more kind of chirality than the paper's version: one more row of 96 - 16 numbers."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -351,7 +351,9 @@ class Partial(nn.Module):
 
 def test_a_partial_replacement_needs_allow_partial(monkeypatch) -> None:
     monkeypatch.setitem(register.network_dict, "partial", Partial)
-    with pytest.raises(InjectionError, match=r"model.type 'partial'.*'pool' \(MultiheadAttention\).*beside attention"):
+    with pytest.raises(
+        InjectionError, match=r"model.type 'partial'.*'pool' \(MultiheadAttention\).*gnn.allow_partial: True"
+    ):
         build("model.type", "partial", "gnn.attention", "quest")
     model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
     assert model.attention_report.left_alone == ("pool",)
@@ -415,17 +417,19 @@ EXAMPLE = MAIN.with_name("pattern.yaml")
 
 def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
     python("-m", "quest_graphgps.bench.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
-    told = {}
+    printed = {}
     for name, opts in {
         "quest": (),
         "standard": ("gt.attention", "standard"),
         "stock": ("gt.attention", "None"),
     }.items():
         text = python("-W", "ignore", str(MAIN), "--cfg", str(EXAMPLE), "optim.max_epoch", "2", *opts, cwd=tmp_path)
-        told[name] = [re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")]
+        printed[name] = [
+            re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")
+        ]
         assert (f"attention={name} in 2 modules" in text) == (name != "stock")
-    assert len(told["stock"]) == 2
-    assert told["standard"] == told["stock"] != told["quest"]
+    assert len(printed["stock"]) == 2
+    assert printed["standard"] == printed["stock"] != printed["quest"]
 
 
 OWN = """
@@ -464,14 +468,14 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) -> None:
-    """Lightning runs the script again for every further process; nothing in the script speaks of the plugin."""
+    """Lightning runs the script again for every further process; the script does not import the plugin."""
     (tmp_path / "own.py").write_text(OWN)
     text = python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path)
-    # Two processes write into one pipe: a line of one may begin behind what the other has not ended yet.
-    told = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
-    assert sorted(told) == ["rank 0 of 2", "rank 1 of 2"], text
-    assert len(set(told.values())) == 1
-    assert told["rank 0 of 2"].startswith("quest ")
+    # Two processes write into one pipe, so a line may begin in the middle of another.
+    ranks = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
+    assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"], text
+    assert len(set(ranks.values())) == 1
+    assert ranks["rank 0 of 2"].startswith("quest ")
 
 
 def test_the_launcher_teaches(python, tmp_path) -> None:

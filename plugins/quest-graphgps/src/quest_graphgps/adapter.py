@@ -33,15 +33,15 @@ HOSTS: dict[tuple[str, str], str] = {
 class GraphGPSAdapter(TorchAdapter):
     """The global attention of GPSConv, GPSLayer and GraphormerLayer, and of their subclasses.
 
-    What these hosts build of torch.nn.MultiheadAttention elsewhere (in encoders of positions, in set poolings) belongs
-    to quest_core's own adapter.
+    torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions, set poolings) belongs to quest_core's
+    own adapter.
     """
 
     name: ClassVar[str] = "graphgps"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every global attention that is torch.nn.MultiheadAttention, or was; not Performer's nor BigBird's."""
+        """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
         index = 0
         for path, layer in model.named_modules():
             name = _attention_name(layer)
@@ -59,14 +59,14 @@ class GraphGPSAdapter(TorchAdapter):
         return GraphAttention.from_torch(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Add to the refusal of a family that needs an order the name of the one that does not."""
+        """Return why `config` is not possible at `site`, or None; for families that need an order, name aft-simple."""
         why = Adapter.refusal(self, site, config)
         if why is not None and any(part.ordered for part in config.specs()):
             return f"{why}, and the nodes of a graph have none; 'aft-simple' is its relative that needs no order"
         return why
 
     def install(self) -> None:
-        """Let GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported.
+        """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported.
 
         Raises:
             PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
@@ -87,13 +87,13 @@ class GraphGPSAdapter(TorchAdapter):
 
 
 def _attention_name(layer: nn.Module) -> str | None:
-    """The attribute of a host layer that holds its attention; None for any other module."""
+    """Return the attribute of a host layer that holds its attention; None for any other module."""
     names = (HOSTS.get((kind.__module__, kind.__name__)) for kind in type(layer).__mro__)
     return next(filter(None, names), None)
 
 
 def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
-    """Let `attn_kwargs` of GPSConv take `attention` and `attention_from` beside the arguments of its attention."""
+    """Make `attn_kwargs` of GPSConv take `attention` and `attention_from` too."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -101,7 +101,7 @@ def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[
         given = signature.bind(self, *arguments, **options)
         attn_kwargs = dict(given.arguments.get("attn_kwargs") or {})
         attention, trained = attn_kwargs.pop("attention", None), attn_kwargs.pop("attention_from", None)
-        if attention is None:  # a search over hyper-parameters names the stock model so
+        if attention is None:  # the stock model, in a search over hyper-parameters
             if trained is not None:
                 raise ConfigError(
                     f"GPSConv: attn_kwargs has attention_from={trained!r} without attention; name it, for example "

@@ -27,7 +27,7 @@ from quest_core.hosts.injection import inject
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
-"""The node beside `attention` that holds its options: gt.quest.kv_heads."""
+"""The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
 KEYS = ("attention", "attention_from", "allow_partial", OPTIONS)
 LAYER = "Quest"
 """The name of QUEST in gt.layer_type: GINE+Quest."""
@@ -135,7 +135,7 @@ def requested(cfg: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: an unknown name or option, a key without the `attention` that it belongs to, or two `attention`.
-        UnsupportedError: `attention` beside a gt.layer_type whose attention cannot be replaced.
+        UnsupportedError: `attention` with a gt.layer_type whose attention cannot be replaced.
     """
     local, kind = _layer_type(cfg)
     if kind == LAYER:
@@ -192,7 +192,7 @@ def _given(value: Any) -> bool:
 
 
 def _parse(key: str, value: Any, options: Mapping[str, Any] | None = None) -> AttentionConfig:
-    """Parse text, JSON, yaml or a mapping together with the options of the node beside it."""
+    """Parse text, JSON, yaml or a mapping, together with options from the node `quest`."""
     import yaml
 
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -250,7 +250,7 @@ def _inject_when_built(adapter: Adapter, stock: Wrapper) -> Wrapper:
         except InjectionError as error:
             raise InjectionError(
                 f"attention '{asked['attention']}' cannot be used in model.type {cfg.model.type!r}: {error} (in a "
-                "config, allow_partial is a key beside attention)"
+                "config, write gt.allow_partial: True, or gnn.allow_partial: True)"
             ) from None
         report.announce()
 
