@@ -291,6 +291,7 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
         (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
         (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
         (("gt.layer_type", "GINE+Performer", "gt.attention", "quest"), UnsupportedError, "Performer has no attention"),
+        (("model.type", "SANTransformer", "gt.attention", "quest"), UnsupportedError, "write model.type: GPSModel"),
         (("gt.quest.kv_heads", "2"), ConfigError, "given without gt.attention"),
     ],
 )

@@ -203,9 +203,7 @@ def test_cluster_follows_its_published_parameters() -> None:
         kinds = data.x.argmax(1)
         marked = kinds > 0
         assert marked.sum() == 6
-        assert torch.equal(
-            kinds[marked] - 1, data.y[marked]
-        )  # the feature of the marked node is its community's number
+        assert torch.equal(kinds[marked] - 1, data.y[marked])  # a marked node's feature is its community
         assert data.y.bincount().min() >= 5
         assert data.y.bincount().max() <= 34
 

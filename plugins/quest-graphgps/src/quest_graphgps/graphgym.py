@@ -31,8 +31,8 @@ OPTIONS = "quest"
 KEYS = ("attention", "attention_from", "allow_partial", OPTIONS)
 LAYER = "Quest"
 """The name of QUEST in gt.layer_type: GINE+Quest."""
-NO_SITE = ("Performer", "BigBird", "None")
-"""Kinds of attention in gt.layer_type that cannot be replaced."""
+NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
+"""Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
 
 Wrapper = Callable[..., Any]
 
@@ -135,9 +135,9 @@ def requested(cfg: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: an unknown name or option, a key without the `attention` that it belongs to, or two `attention`.
-        UnsupportedError: `attention` with a gt.layer_type whose attention cannot be replaced.
+        UnsupportedError: `gt.attention` with a model or gt.layer_type whose attention cannot be replaced.
     """
-    local, kind = _layer_type(cfg)
+    local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
     if kind == LAYER:
         if _given(cfg.gt.attention):
             raise ConfigError(
@@ -156,11 +156,11 @@ def requested(cfg: Any) -> dict[str, Any]:
         node = cfg.get(section) or {}
         options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
         if _given(node.get("attention")):
-            trained = node["attention_from"]
+            trained = node.get("attention_from")
             asked[section] = {
                 "attention": _parse(f"{section}.attention", node["attention"], options),
                 "attention_from": _parse(f"{section}.attention_from", trained) if _given(trained) else None,
-                "allow_partial": node["allow_partial"],
+                "allow_partial": bool(node.get("allow_partial")),
             }
             continue
         unread = [f"{OPTIONS}.{name}" for name in options]
@@ -173,18 +173,13 @@ def requested(cfg: Any) -> dict[str, Any]:
     if len(asked) > 1:
         both = " and ".join(f"{section}.attention: {found['attention']}" for section, found in asked.items())
         raise ConfigError(f"two keys choose the attention, {both}; keep one")
-    if "gt" in asked and kind in NO_SITE:
+    without = [name for name in (cfg.model.type, kind) if name in NO_SITE]
+    if "gt" in asked and without:
         raise UnsupportedError(
-            f"gt.attention is '{asked['gt']['attention']}', which cannot be used with gt.layer_type '{local}+{kind}': "
-            f"{kind} has no attention that can be replaced; write gt.layer_type: {local}+Transformer"
+            f"gt.attention is '{asked['gt']['attention']}', and {without[0]} has no attention that can be replaced; "
+            f"write model.type: GPSModel and gt.layer_type: {local if kind else 'GINE'}+Transformer"
         )
     return next(iter(asked.values()), {})
-
-
-def _layer_type(cfg: Any) -> tuple[str, str]:
-    """Return the halves of gt.layer_type: GINE and Transformer of GINE+Transformer."""
-    local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")
-    return local, kind
 
 
 def _given(value: Any) -> bool:
