@@ -16,7 +16,7 @@ import quest_core
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
 from quest_fairseq.bench.tasks import configuration
-from quest_fairseq.checkpoints import trained_with
+from quest_core.checkpoints import ENTRY, read
 from quest_fairseq.transformer_xl import shift
 
 SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, "n_layer": 2}
