@@ -152,9 +152,10 @@ def outcome(door: Callable[[Path, str, Path], None], path: Path, kind: str, data
             door(path, kind, data)
         except Exception as error:  # fairseq's trainer raises a plain Exception
             causes = list(chain(error))
-            if any(isinstance(cause, QuestError) for cause in causes):
+            if any(isinstance(cause, QuestError | AttentionMismatchWarning) for cause in causes):
                 return "refused"
-            assert any(ENTRY in str(cause) for cause in causes), causes
+            # Without `strict` PyTorch reports the shapes of fewer key heads and not the unexpected key.
+            assert any(ENTRY in str(cause) or "size mismatch" in str(cause) for cause in causes), causes
             return "unexpected"
     return "warns" if any(issubclass(w.category, AttentionMismatchWarning) for w in caught) else "loads"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from fairseq import checkpoint_utils, models
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
 from torch import nn
 
+from quest_core import AttentionMismatchWarning
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
@@ -28,6 +31,7 @@ def install(patches: Patches) -> None:
     patches.wrap(models, "build_model", _refuse_unread)
     patches.wrap(checkpoint_utils, "load_checkpoint_to_cpu", lambda stock: _reach_the_model(_allow_namespaces(stock)))
     patches.wrap(checkpoint_utils, "load_ema_from_checkpoint", _allow_namespaces)
+    patches.wrap(Trainer, "load_checkpoint", _resume_the_same)
     patches.put(distributed_utils, "_broadcast_object_slow", _broadcast_structure)
     layer = TransformerEncoderLayerBase
     if "_load_from_state_dict" in vars(layer):  # fairseq 0.12.2
@@ -35,7 +39,7 @@ def install(patches: Patches) -> None:
         patches.put(layer, "can_use_fastpath", property(_get_shortcut, _set_shortcut))
 
 
-# --- no option is ignored -------------------------------------------------------------------------------------------
+# --- nothing is ignored ---------------------------------------------------------------------------------------------
 
 
 def _refuse_unread(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +87,22 @@ def _reach_the_model(stock: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return load_checkpoint_to_cpu
+
+
+def _resume_the_same(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Trainer.load_checkpoint: a run with its optimizer's state does not go on with another attention.
+
+    The buffer of quest_core refuses all other changes. Standard weights have none, so it only warns of them.
+    """
+
+    @functools.wraps(stock)
+    def load_checkpoint(self: Trainer, filename: str, reset_optimizer: bool = False, *others: Any, **more: Any) -> Any:
+        with warnings.catch_warnings():
+            if not reset_optimizer:
+                warnings.simplefilter("error", AttentionMismatchWarning)
+            return stock(self, filename, reset_optimizer, *others, **more)
+
+    return load_checkpoint
 
 
 # --- PyTorch 2.6 and later: torch.load reads only what is known to be safe --------------------------------------------

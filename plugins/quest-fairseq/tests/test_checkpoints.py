@@ -1,0 +1,148 @@
+"""A checkpoint says its attention by every way that fairseq has, and `attention_from` is how another one accepts it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Tools, build, reasons
+from fairseq import checkpoint_utils
+from test_checkpoint_matrix import average
+from test_tools import perplexity
+
+import quest_core
+from quest_core.checkpoints import ENTRY, read
+
+WARNED = "these weights were trained with standard attention and are loaded into attention"
+
+
+def attentions(path: Path) -> set[str]:
+    """What a checkpoint says that it was trained with."""
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
+    return {read(value) for name, value in state.items() if name.endswith(ENTRY)}
+
+
+@pytest.fixture
+def stock(tools: Tools, lm_data: Path, tmp_path: Path) -> Path:
+    """A checkpoint of fairseq's own transformer_lm."""
+    tools.train(lm_data, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=4)
+    return tmp_path / "stock" / "checkpoint_last.pt"
+
+
+def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: Path, stock: Path) -> None:
+    given = ["--attention", "standard", "--save-dir", stock.parent]
+    assert "num_updates=5" in tools.train(lm_data, *given, updates=6)
+    assert attentions(stock) == set()
+    assert "num_updates=7" in tools.train(lm_data, "--save-dir", stock.parent, arch="transformer_lm", updates=7)
+
+
+@pytest.mark.parametrize(
+    ("trained", "resumed"), [("quest", "qnorm"), ("quest", "standard"), ("standard", "quest"), ("quest", None)]
+)
+def test_a_run_does_not_go_on_with_another_attention(
+    trained: str, resumed: str | None, tools: Tools, lm_data: Path, tmp_path: Path
+) -> None:
+    tools.train(lm_data, "--attention", trained, "--save-dir", tmp_path, updates=2)
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    given = ["--attention", resumed] if resumed else []
+    with pytest.raises(Exception, match="Cannot load model parameters") as caught:
+        arch = "quest_transformer_lm" if resumed else "transformer_lm"
+        tools.train(lm_data, *given, "--save-dir", tmp_path, arch=arch)
+    told = "attention_from" if resumed else f"Unexpected key.*{ENTRY}"
+    assert re.search(told, reasons(caught.value))
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
+    if resumed:
+        tools.train(lm_data, *given, "--save-dir", tmp_path, "--attention-from", trained)
+        assert attentions(tmp_path / "checkpoint_last.pt") == {resumed} - {"standard"}
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
+def test_fine_tuning_a_stock_checkpoint(
+    attention: str, tools: Tools, lm_data: Path, stock: Path, tmp_path: Path
+) -> None:
+    given = ["--attention", attention, "--finetune-from-model", stock, "--lr", "0"]
+    log = tools.train(lm_data, *given, "--save-dir", tmp_path / "warned", updates=1)
+    assert log.count(WARNED) == 1
+    given += ["--save-dir", tmp_path / "out", "--attention-from", "standard"]
+    assert WARNED not in tools.train(lm_data, *given, updates=1)
+    assert attentions(tmp_path / "out" / "checkpoint_last.pt") == {attention}
+    tuned = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))["model"]
+    key = "decoder.layers.0.self_attn.k_proj.weight"
+    before = checkpoint_utils.load_checkpoint_to_cpu(str(stock))["model"][key]
+    pooled = before.view(2, 2, 8, 32).mean(1).flatten(0, 1) if "gqa" in attention else before
+    torch.testing.assert_close(tuned[key], pooled)
+    # The same command goes on from its own checkpoint.
+    assert "num_updates=3" in tools.train(lm_data, *given, updates=3)
+
+
+def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path)
+    checkpoint = tmp_path / "checkpoint_best.pt"
+    own = perplexity(tools.evaluate(lm_data, checkpoint))
+    for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
+        with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest', and the model has 'stand"):
+            tools.evaluate(lm_data, checkpoint, "--model-overrides", said)
+    told = "{'attention': 'standard', 'attention_from': 'quest'}"
+    assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", told)) != own
+    with pytest.raises(quest_core.CheckpointError, match="attention_from is 'qnorm'"):
+        tools.evaluate(lm_data, checkpoint, "--model-overrides", told.replace("'quest'", "'qnorm'"))
+    with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'"):
+        tools.evaluate(lm_data, checkpoint, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
+
+
+def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data: Path, stock: Path) -> None:
+    """fairseq drops overrides that a checkpoint's options do not have."""
+    with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'.*_name"):
+        tools.evaluate(lm_data, stock, "--model-overrides", "{'attention': 'quest'}")
+    told = "{'attention': 'qnorm', 'model': {'_name': 'quest_transformer_lm'}}"
+    log = tools.evaluate(lm_data, stock, "--model-overrides", told)
+    assert f"{WARNED} 'qnorm'" in log
+    told = told.replace("{'attention'", "{'attention_from': 'standard', 'attention'")
+    assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", told)
+
+
+@pytest.mark.parametrize("attention", ["quest", "dgqa(kv_heads=2)", "qknorm-hs"])
+def test_averages_and_moving_averages(attention: str, tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    given = ["--attention", attention, "--save-dir", tmp_path, "--store-ema", "--ema-decay", "0.9", "--ema-fp32"]
+    tools.train(lm_data, *given)
+    assert "num_updates=8" in tools.train(lm_data, *given, updates=8)
+    checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
+    torch.save(average(tmp_path / f"checkpoint{epoch}.pt" for epoch in (1, 2)), tmp_path / "averaged.pt")
+    for name in ("ema.pt", "averaged.pt"):
+        assert attentions(tmp_path / name) == {attention}
+        assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / name)) < 40
+        with pytest.raises(quest_core.CheckpointError, match=re.escape(f"trained with attention '{attention}'")):
+            tools.evaluate(lm_data, tmp_path / name, "--model-overrides", "{'attention': 'qnorm'}")
+
+
+def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    tools.train(lm_data, "--attention", "qknorm-hs", "--save-dir", tmp_path)
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint_last.pt"))["model"]
+    learned = [name for name in state if "mechanism" in name and not name.endswith(ENTRY)]
+    assert len(learned) == 2
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(tmp_path / "checkpoint_last.pt")], arg_overrides={"data": str(lm_data)}
+    )
+    for name in learned:
+        torch.testing.assert_close(models[0].state_dict()[name], state[name])
+
+
+def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    """LayerDrop: fairseq renames the keys of the layers that are kept."""
+    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path, updates=1)
+    kept = "'decoder_layers_to_keep': '1'"
+    assert perplexity(tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", f"{{{kept}}}")) > 1
+    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
+        overrides = f"{{{kept}, 'attention': 'qnorm'}}"
+        tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", overrides)
+
+
+def test_learned_positions_are_part_of_attention_from() -> None:
+    """aft-full is spelled with the positions that it has; `attention_from` gets those of the model."""
+    trained = build("quest_transformer_lm", "--attention", "aft-full")
+    built = build("quest_transformer_lm", "--attention", "quest", "--attention-from", "aft-full")
+    with pytest.raises(RuntimeError, match="mechanism") as caught:  # parameters that quest does not have
+        built.load_state_dict(trained.state_dict())
+    assert not isinstance(caught.value, quest_core.QuestError)
