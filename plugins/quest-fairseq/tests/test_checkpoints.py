@@ -82,7 +82,9 @@ def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, tmp_pat
     checkpoint = tmp_path / "checkpoint_best.pt"
     own = perplexity(tools.evaluate(lm_data, checkpoint))
     for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
-        with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest', and the model has 'stand"):
+        with pytest.raises(
+            quest_core.CheckpointError, match="trained with attention 'quest', and the model has 'stand"
+        ):
             tools.evaluate(lm_data, checkpoint, "--model-overrides", said)
     told = "{'attention': 'standard', 'attention_from': 'quest'}"
     assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", told)) != own
@@ -139,10 +141,13 @@ def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path
         tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", overrides)
 
 
-def test_learned_positions_are_part_of_attention_from() -> None:
-    """aft-full is spelled with the positions that it has; `attention_from` gets those of the model."""
-    trained = build("quest_transformer_lm", "--attention", "aft-full")
-    built = build("quest_transformer_lm", "--attention", "quest", "--attention-from", "aft-full")
-    with pytest.raises(RuntimeError, match="mechanism") as caught:  # parameters that quest does not have
-        built.load_state_dict(trained.state_dict())
-    assert not isinstance(caught.value, quest_core.QuestError)
+@pytest.mark.parametrize(
+    ("trained", "attention"), [("standard", "qknorm-hs"), ("aft-full", "quest"), ("quest", "aft-full")]
+)
+def test_attention_from_holds_for_mechanisms_that_learn(trained: str, attention: str) -> None:
+    """Also where positions are learned, which are spelled with the number that the model has."""
+    source = build("quest_transformer_lm", "--attention", trained)
+    model = build("quest_transformer_lm", "--attention", attention, "--attention-from", trained)
+    model.load_state_dict(source.state_dict())
+    key = "decoder.layers.0.self_attn.k_proj.weight"
+    torch.testing.assert_close(model.state_dict()[key], source.state_dict()[key])

@@ -16,8 +16,9 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY, build_model
 
 import quest_core
 import quest_fairseq
+from quest_core.checkpoints import ENTRY, read
 from quest_fairseq.bench.tasks import configuration
-from quest_fairseq.config import QuestTransformerLanguageModelConfig
+from quest_fairseq.config import QuestTransformerLanguageModelConfig, parse
 
 ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
 
@@ -169,7 +170,7 @@ def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: P
     command += ["--required-batch-size-multiple", "1"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "quest: attention=aft-local(max_length=24, window=3) in 2 modules" in done.stderr
+    assert "attention=aft-local(max_length=24, window=3) in 2 modules" in done.stdout  # fairseq logs there
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _refuse_unread(stock: Callable[..., Any]) -> Callable[..., Any]:
         attention = getattr(cfg, "attention", None)
         is_stock = getattr(kind, "__module__", "").startswith("fairseq.")
         if is_stock and attention is not None and not parse(attention).means("standard"):
-            ours = [known for known in models.ARCH_MODEL_REGISTRY if known.startswith("quest_")]
+            ours = [known for known in models.MODEL_REGISTRY if known.startswith("quest_")]
             raise ConfigError(
                 f"the model '{name}' does not read attention='{attention}'; name one that does with --arch (yaml: "
                 f"model._name; --model-overrides: {{'model': {{'_name': ...}}}}); {one_of(f'quest_{name}', ours)}"
