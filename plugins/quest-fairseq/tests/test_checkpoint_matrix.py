@@ -1,4 +1,4 @@
-"""Every checkpoint through every door of fairseq into every model: it loads, warns, or is refused; nothing is silent."""
+"""Every checkpoint through every loader of fairseq into every model: it loads, warns or is refused, never silently."""
 
 from __future__ import annotations
 

@@ -97,8 +97,9 @@ def hydra(tools: Tools, folder: Path, data: Path, change: dict[str, Any]) -> Non
     [
         ({"model": {"attention": "qwest"}}, "did you mean 'quest'"),
         ({"model": {"attention_from": "qwest"}}, "did you mean 'quest'"),
-        ({"attention": "quest"}, "fairseq does not read 'attention'; write 'model.attention'"),
-        ({"common": {"attention_from": "quest"}}, "'common.attention_from'; write 'model.attention_from'"),
+        ({"attention": "quest"}, "Key 'attention' not in 'FairseqConfig'"),
+        ({"common": {"attention_from": "quest"}}, "Key 'attention_from' not in 'CommonConfig'"),
+        ({"task": {"attention": "quest"}}, "Key 'attention' not in 'LanguageModelingConfig'"),
         ({"model": {"_name": "transformer_lm", "attention": "quest"}}, "Key 'attention' not in"),
         (
             {"model": {"_name": "transformer"}},

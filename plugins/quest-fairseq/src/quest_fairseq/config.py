@@ -50,9 +50,7 @@ def read(options: Any) -> tuple[AttentionConfig, AttentionConfig | None]:
     def sized(attention: Any) -> AttentionConfig:
         config = parse(attention)
         learns = any(option.name == "max_length" for part in config.specs() for option in part.options)
-        if not learns or "max_length" in dict(config.options):
-            return config
-        return AttentionConfig.parse({**config.to_dict(), "max_length": positions})
+        return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
 
     trained = getattr(options, "attention_from", None)
     return sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained)

@@ -9,19 +9,10 @@ from __future__ import annotations
 import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
-    ARCH_MODEL_NAME_REGISTRY,
-    ARCH_MODEL_REGISTRY,
-    MODEL_DATACLASS_REGISTRY,
-    MODEL_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq import models as host
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from hydra.core.config_store import ConfigStore
@@ -74,18 +65,13 @@ class QuestTransformerModel(WithAttention, TransformerModel):
 
 @functools.cache
 def _transformer_xl() -> tuple[type, type]:
-    """Return the class and the options of quest_transformer_xl.
-
-    Importing fairseq's example registers transformer_xl and the task truncated_bptt_lm.
-    """
+    """Return the class and the options of quest_transformer_xl. The import registers fairseq's example and its task."""
     from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig, TransformerXLLanguageModel
 
-    defaults = {"attention": "quest", "attention_from": None}
-    options = [(name, Any, field(default=value, metadata={"help": HELP[name]})) for name, value in defaults.items()]
-    return (
-        type("QuestTransformerXLLanguageModel", (WithAttention, TransformerXLLanguageModel), {}),
-        make_dataclass("QuestTransformerXLConfig", options, bases=(TransformerXLConfig,)),
-    )
+    model = type("QuestTransformerXLLanguageModel", (WithAttention, TransformerXLLanguageModel), {})
+    ours = [each for each in fields(QuestTransformerLanguageModelConfig) if each.name in HELP]
+    options = [(each.name, each.type, field(default=each.default, metadata=each.metadata)) for each in ours]
+    return model, make_dataclass("QuestTransformerXLConfig", options, bases=(TransformerXLConfig,))
 
 
 def register() -> None:
@@ -96,22 +82,22 @@ def register() -> None:
         "transformer_xl": _transformer_xl(),
     }
     for stock, (model, dataclass) in made.items():
-        register_model(f"quest_{stock}", dataclass=dataclass)(model)
-        for preset in ARCH_MODEL_INV_REGISTRY[stock]:
-            name, apply = f"quest_{preset}", _checked(ARCH_CONFIG_REGISTRY[preset])
-            if name not in ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
-                register_model_architecture(f"quest_{stock}", name)(apply)
-            ARCH_CONFIG_REGISTRY[name] = apply
+        host.register_model(f"quest_{stock}", dataclass=dataclass)(model)
+        for preset in host.ARCH_MODEL_INV_REGISTRY[stock]:
+            name, apply = f"quest_{preset}", _checked(host.ARCH_CONFIG_REGISTRY[preset])
+            if name not in host.ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
+                host.register_model_architecture(f"quest_{stock}", name)(apply)
+            host.ARCH_CONFIG_REGISTRY[name] = apply
 
 
 def _checked(preset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a preset that also checks the attention: fairseq applies it while it reads the command line."""
+    """Return a preset that checks the attention first: fairseq applies it while it reads the command line."""
 
     @functools.wraps(preset)
     def apply(options: Any) -> None:
-        for name in HELP:
-            if getattr(options, name, None) is not None:
-                parse(getattr(options, name))
+        for given in (getattr(options, name, None) for name in HELP):
+            if given is not None:
+                parse(given)
         preset(options)
 
     return apply
@@ -119,8 +105,7 @@ def _checked(preset: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def unregister() -> None:
     """Remove what `register` has registered."""
-    store = ConfigStore.instance().repo["model"]
-    registries = (MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, ARCH_MODEL_REGISTRY, ARCH_MODEL_NAME_REGISTRY)
-    for registry in (*registries, ARCH_MODEL_INV_REGISTRY, ARCH_CONFIG_REGISTRY, store):
+    registries = [value for name, value in vars(host).items() if name.endswith("_REGISTRY")]
+    for registry in (*registries, ConfigStore.instance().repo["model"]):
         for name in [name for name in registry if name.startswith("quest_")]:
             del registry[name]

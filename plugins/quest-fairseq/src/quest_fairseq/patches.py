@@ -57,11 +57,6 @@ def _refuse_unread(stock: Callable[..., Any]) -> Callable[..., Any]:
                 f"the model '{name}' does not read attention='{attention}'; name one that does with --arch (yaml: "
                 f"model._name; --model-overrides: {{'model': {{'_name': ...}}}}); {one_of(f'quest_{name}', ours)}"
             )
-        root = cfg._get_root() if isinstance(cfg, DictConfig) else {}
-        for place, section in {"": root, **{f"{key}.": root.get(key) for key in root if key != "model"}}.items():
-            found = [option for option in HELP if isinstance(section, DictConfig) and option in section]
-            if found and root is not cfg:
-                raise ConfigError(f"fairseq does not read '{place}{found[0]}'; write 'model.{found[0]}'")
         return stock(cfg, *arguments, **options)
 
     return build_model
@@ -77,13 +72,12 @@ def _reach_the_model(stock: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint_to_cpu(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
         state = stock(path, arg_overrides, load_on_all_ranks)
         overrides = arg_overrides or {}
-        nested = overrides.get("model") if isinstance(overrides.get("model"), dict) else {}
-        given = {name: said[name] for said in (overrides, nested) for name in HELP if name in said}
+        places = [place for place in (overrides, overrides.get("model")) if isinstance(place, dict)]
+        given = {name: place[name] for place in places for name in HELP if name in place}
         if given:
             state["args"] = None  # options of an old checkpoint, which fairseq would convert into `cfg` again
             with open_dict(state["cfg"]) as cfg:
-                model = cfg.model if isinstance(cfg.model, DictConfig) else vars(cfg.model)
-                model.update(given)
+                (cfg.model if isinstance(cfg.model, DictConfig) else vars(cfg.model)).update(given)
         return state
 
     return load_checkpoint_to_cpu
