@@ -124,7 +124,10 @@ def test_a_namespace_whose_attention_nothing_reads_is_refused() -> None:
     args = argparse.Namespace(**{**vars(options("transformer", *SMALL)), "attention": "quest"})
     with pytest.raises(quest_core.ConfigError, match="'transformer' does not read attention='quest'"):
         models.build_model(args, task())
-    args.attention = "standard"
+    args.attention, args.attention_from = None, "quest"
+    with pytest.raises(quest_core.ConfigError, match="'transformer' does not read attention_from='quest'"):
+        models.build_model(args, task())
+    args.attention_from = args.attention = "standard"
     assert models.build_model(args, task())
 
 

@@ -1,7 +1,7 @@
 """fairseq's MultiheadAttention with another mechanism inside.
 
-It keeps fairseq's sub-modules under their names. With fewer key/value heads (gqa, mqa) the key and value projections are
-smaller, and a checkpoint of the full size is pooled on load. fairseq passes tensors as [T, B, E], tokens first.
+It keeps fairseq's sub-modules under their names. With fewer key/value heads (gqa, mqa) the key and value projections
+are smaller, and a checkpoint of the full size is pooled on load. fairseq passes tensors as [T, B, E], tokens first.
 """
 
 from __future__ import annotations

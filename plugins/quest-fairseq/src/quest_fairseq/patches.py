@@ -49,12 +49,14 @@ def _refuse_unread(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build_model(cfg: Any, *arguments: Any, **options: Any) -> Any:
         name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
         kind = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name)
-        attention = getattr(cfg, "attention", None)
-        is_stock = getattr(kind, "__module__", "").startswith("fairseq.")
-        if is_stock and attention is not None and not parse(attention).means("standard"):
+        given = {option: getattr(cfg, option, None) for option in HELP}
+        unread = [
+            f"{o}='{spec}'" for o, spec in given.items() if spec is not None and not parse(spec).means("standard")
+        ]
+        if unread and getattr(kind, "__module__", "").startswith("fairseq."):
             ours = [known for known in models.MODEL_REGISTRY if known.startswith("quest_")]
             raise ConfigError(
-                f"the model '{name}' does not read attention='{attention}'; name one that does with --arch (yaml: "
+                f"the model '{name}' does not read {' and '.join(unread)}; name one that does with --arch (yaml: "
                 f"model._name; --model-overrides: {{'model': {{'_name': ...}}}}); {one_of(f'quest_{name}', ours)}"
             )
         return stock(cfg, *arguments, **options)
