@@ -199,12 +199,13 @@ class Projections:
         for name, roles, value in held:
             if not _has_rows(value, sizes.full.rows(roles)):
                 raise InputError(
-                    f"'{name}' of this {type(module).__name__} is {_described(value)}, but {sizes.num_heads} heads have "
-                    f"{sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model again to "
-                    "choose another attention"
+                    f"'{name}' of this {type(module).__name__} is {_described(value)}, but {sizes.num_heads} heads "
+                    f"have {sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model "
+                    "again to choose another attention"
                 )
-        made = [(name, roles, value, _parameters(module, name, value)) for name, roles, value in held]
-        for name, roles, value, parameters in made:
+        larger = [found for found in held if sizes.rows(found[1]) != sizes.full.rows(found[1])]
+        changes = [(*found, _parameters(module, found[0], found[2])) for found in larger]  # refuses before it changes
+        for name, roles, value, parameters in changes:
             smaller = {
                 key.rpartition(".")[2]: nn.Parameter(
                     _reduced(parameter.detach(), roles, sizes, keep_heads if fresh else pool_heads),
@@ -302,11 +303,8 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
         module: what is copied; it stays as it was.
         kind: the class of the copy, whose __init__ does not run; that of `module` by default.
     """
-    kind = kind or type(module)
-    made = kind.__new__(kind)
-    made.__dict__ = {
-        key: value.copy() if isinstance(value, dict | set) else value for key, value in vars(module).items()
-    }
+    made: Any = object.__new__(kind or type(module))
+    made.__dict__ = {key: item.copy() if isinstance(item, dict | set) else item for key, item in vars(module).items()}
     return made
 
 

@@ -16,23 +16,25 @@ from fairseq.models import MODEL_REGISTRY, register_model
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.projections import Packed, Projected, Separate, shallow_copy
 
 from .checkpoints import Remembers, sized
 from .config import ATTENTION, ATTENTION_FROM
 
 
-class RelativeAttention(nn.Module):
+class RelativeAttention(Projected):
     """Answers the call of RelPartialLearnableMultiHeadAttn (transformers); made by `from_host`, never built anew."""
 
+    # The biases u and w are added to the queries.
+    projections = Packed("qkv_net") + Separate(q="r_w_bias") + Separate(q="r_r_bias")
     config: AttentionConfig
 
     @classmethod
     def from_host(cls, host: nn.Module, config: AttentionConfig) -> RelativeAttention:
         """A module with the attributes, parameters and sub-modules of `host`, which stays as it was."""
-        made = cls.__new__(cls)
-        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
-        made.config = config
+        made: RelativeAttention = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, made.n_head, made.d_head)
         made.mechanism = Mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
         weight = made.o_net.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)

@@ -54,7 +54,6 @@ class TsaiAdapter(Adapter):
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
-    query_projections: ClassVar[dict[str, int]] = {"W_Q": 1, "to_q": 1, "query": 1}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every attention module of tsai in `model`, in the order of registration, that of the forward pass."""
