@@ -203,23 +203,17 @@ class Projections:
                     f"have {sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model "
                     "again to choose another attention"
                 )
-        larger = [found for found in held if sizes.rows(found[1]) != sizes.full.rows(found[1])]
-        changes = [(*found, _parameters(module, found[0], found[2])) for found in larger]  # refuses before it changes
-        for name, roles, value, parameters in changes:
-            smaller = {
-                key.rpartition(".")[2]: nn.Parameter(
-                    _reduced(parameter.detach(), roles, sizes, keep_heads if fresh else pool_heads),
-                    parameter.requires_grad,
-                )
-                for key, parameter in parameters.items()
-            }
-            if isinstance(value, nn.Module):
-                layer: Any = shallow_copy(value)
-                layer._parameters.update(smaller)
-                layer.out_features = sizes.rows(roles)
-                module._modules[name] = layer
-            else:
-                module._parameters.update(smaller)
+        pool = keep_heads if fresh else pool_heads
+        larger = [(name, roles, value) for name, roles, value in held if sizes.rows(roles) != sizes.full.rows(roles)]
+        # The list raises for a weight that cannot be changed before the loop changes any.
+        for name, roles, value, parameters in [(*entry, _parameters(module, entry[0], entry[2])) for entry in larger]:
+            owner: Any = module if isinstance(value, Tensor) else shallow_copy(value)
+            for key, old in parameters.items():
+                smaller = _reduced(old.detach(), roles, sizes, pool)
+                owner._parameters[key.rpartition(".")[2]] = nn.Parameter(smaller, old.requires_grad)
+            if owner is not module:
+                owner.out_features = sizes.rows(roles)
+                module._modules[name] = owner
 
     def load(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, sizes: HeadSizes) -> None:
         """Pool the entries of a state dict that have all heads of the host, in place.
@@ -241,11 +235,8 @@ class Projections:
                 if not (isinstance(own, Tensor) and isinstance(given, Tensor)) or own.shape == given.shape:
                     continue
                 axis = _row_axis(given, sizes.full.rows(roles))
-                if axis is not None:
-                    fitting = list(given.shape)
-                    fitting[axis] = sizes.rows(roles)
-                    if list(own.shape) == fitting:
-                        state_dict[prefix + key] = _reduced(given, roles, sizes, pool_heads)
+                if axis is not None and own.shape == (*given.shape[:axis], sizes.rows(roles), *given.shape[axis + 1 :]):
+                    state_dict[prefix + key] = _reduced(given, roles, sizes, pool_heads)
 
     def _held(self, module: nn.Module, roles: str) -> list[Held]:
         """The entries with any of `roles` that `module` has."""
@@ -310,16 +301,14 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:
     """The parameters of one entry, by name; raises UnsupportedError where a weight is no parameter by itself."""
+    found: dict[str, nn.Parameter | None] = {}
     if isinstance(value, Tensor):
-        found = {name: value} if name in module._parameters else {}
-    else:
-        plain = value._parameters.keys() == {"weight", "bias"} and not (value._modules or value._buffers)
-        kept = value._parameters if plain and isinstance(value, nn.Linear) else {}
-        found = {f"{name}.{leaf}": parameter for leaf, parameter in kept.items() if parameter is not None}
-    parameters = {
-        key: value for key, value in found.items() if isinstance(value, nn.Parameter) and value.is_floating_point()
-    }
-    if not parameters or len(parameters) < len(found):
+        found = {name: module._parameters.get(name)}
+    elif isinstance(value, nn.Linear) and not (value._modules or value._buffers or len(value._parameters) != 2):
+        found = {f"{name}.{leaf}": value._parameters.get(leaf) for leaf in ("weight", "bias")}
+    parameters = {key: parameter for key, parameter in found.items() if parameter is not None}
+    weight = parameters.get(name, parameters.get(f"{name}.weight"))
+    if weight is None or not weight.is_floating_point():
         raise UnsupportedError(
             f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, pruning, LoRA, "
             "quantisation, ...), so their rows cannot be changed; choose the attention and calibrate first, or remove "
@@ -329,11 +318,10 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
 
 
 def _has_rows(value: nn.Module | Tensor, rows: int) -> bool:
-    if isinstance(value, nn.Linear):
-        return value.out_features == rows  # a quantised weight has another shape
     if isinstance(value, Tensor):
         return rows in (value.shape[0], value.numel())
-    return isinstance(value.weight, Tensor) and value.weight.shape[0] == rows
+    width = getattr(value, "out_features", None)  # a quantised weight has another shape
+    return rows == (len(getattr(value, "weight", ())) if width is None else width)
 
 
 def _described(value: nn.Module | Tensor) -> str:
@@ -354,10 +342,9 @@ def _flat(tensor: Tensor, rows: int) -> Tensor:
 
 def _reduced(full: Tensor, roles: str, sizes: HeadSizes, pool: Pool) -> Tensor:
     """The rows that `sizes` needs, made from those of `sizes.full`."""
-    axis = _row_axis(full, sizes.full.rows(roles))
+    axis, parts = _row_axis(full, sizes.full.rows(roles)), []
     if axis is None:
-        raise InputError(f"a projection of shape {list(full.shape)} has not {sizes.full.rows(roles)} rows")
-    parts = []
+        raise InputError(f"a projection of shape {list(full.shape)} does not have {sizes.full.rows(roles)} rows")
     for role, rows in zip(roles, full.movedim(axis, 0).split([sizes.full.rows(r) for r in roles]), strict=True):
         if role != "q":
             rows = pool(rows, sizes.num_heads, sizes.kv_heads)

@@ -91,7 +91,8 @@ class Core(nn.Module):
         gives_weights: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.gives_scores, self.gives_weights = num_heads, gives_scores, gives_weights
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.gives_scores, self.gives_weights = gives_scores, gives_weights
         self.attn_dropout: Any = dropout
         self.learns_scale = scale is not None and scale.requires_grad
         if scale is not None:
@@ -167,7 +168,7 @@ class Replacement(Projected):
         Raises:
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
-        head_dim = core.mechanism.head_dim
+        head_dim = core.head_dim
         # What has been replaced before says how wide a value is; its W_V may have fewer heads than the host's.
         value_dim = host.head_sizes.value_dim if isinstance(host, Replacement) else getattr(host, "d_v", head_dim)
         made: Replacement = shallow_copy(host, cls)
