@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -276,6 +276,10 @@ class Projected(nn.Module):
 
     projections: ClassVar[Projections]
     head_sizes: HeadSizes
+
+    if TYPE_CHECKING:  # a host's module holds what it holds without types
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def kv_heads(self) -> int:

@@ -40,9 +40,6 @@ class RelativeAttention(Projected):
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         return made
 
-    def __getattr__(self, name: str) -> Any:  # what the host's modules hold, they hold without types
-        return super().__getattr__(name)
-
     def forward(
         self,
         w: Tensor,

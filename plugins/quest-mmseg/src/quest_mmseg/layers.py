@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
@@ -145,10 +145,6 @@ class PackedAttention(Replacement, Projected):
     mechanism: Mechanism
     num_heads: int
     embed_dims: int
-
-    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
         head_dim = host.embed_dims // host.num_heads

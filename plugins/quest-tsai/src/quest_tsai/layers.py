@@ -13,7 +13,7 @@ Everything else takes the mechanism's fused path.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -154,10 +154,6 @@ class Replacement(Projected):
 
     config: AttentionConfig
     num_heads: int
-
-    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
-
-        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def from_host(
