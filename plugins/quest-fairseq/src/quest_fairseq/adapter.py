@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
 from quest_core.notices import LOGGER
 
@@ -54,15 +54,6 @@ class FairseqAdapter(Adapter):
         if site.capabilities == TRANSFORMER_XL:
             return RelativeAttention.from_host(site.module, config)
         return Attention.from_host(site.module, config, fresh=site.fresh)
-
-    query_projections: ClassVar[dict[str, int]] = {"q_proj": 1, "qkv_net": 3}
-
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """See `Adapter.scale_queries`; Transformer-XL adds two biases to its projected queries."""
-        super().scale_queries(module, factor)
-        if isinstance(module, RelativeAttention):
-            for bias in (module.r_w_bias, module.r_r_bias):  # [H, D]
-                scale_heads(bias, factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Also refuse options of fairseq that need its own attention."""

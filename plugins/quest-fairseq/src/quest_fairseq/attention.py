@@ -11,66 +11,44 @@ from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, kv_heads
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import merge_causal
-from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
+from quest_core.projections import Projected, Separate, shallow_copy
 
 State = dict[str, dict[str, Any]]
 """fairseq's incremental state: module and name -> its values between two steps of decoding."""
 
 
-class Attention(MultiheadAttention):
+class Attention(Projected, MultiheadAttention):
     """Accepts fairseq's call with any mechanism. `from_host` makes it.
 
     Attributes:
         config: the mechanism.
-        kv_heads: key/value heads G.
     """
 
+    projections = Separate("q_proj", "k_proj", "v_proj")
     config: AttentionConfig
-    kv_heads: int
 
     @classmethod
     def from_host(cls, host: MultiheadAttention, config: AttentionConfig, *, fresh: bool) -> Attention:
         """Return a module with the attributes and sub-modules of `host`, which is not changed.
 
         Raises:
-            InputError: `host` is a replacement whose key/value heads were pooled already.
+            InputError: `host` is a replacement whose keys and values were reduced already.
         """
-        groups = kv_heads(config, host.num_heads)
-        pooled = isinstance(host, cls) and is_pooled(host.config, host.num_heads, host.kv_heads, groups)
-        made = cls.__new__(cls)
-        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
-        made.config, made.kv_heads = config, groups
+        made: Attention = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, host.num_heads, host.head_dim)
         made.mechanism = Mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
         weight = host.out_proj.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
-        if groups != host.num_heads and not pooled:
-            for name in ("k_proj", "v_proj"):
-                made._modules[name] = made._smaller(getattr(host, name), keep_heads if fresh else pool_heads)
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made
-
-    def _smaller(self, full: nn.Linear, pool: Pool) -> nn.Linear:
-        made = nn.Linear(full.in_features, self.kv_heads * self.head_dim, full.bias is not None, device="meta")
-        for name, parameter in full.named_parameters():
-            rows = pool(parameter.detach(), self.num_heads, self.kv_heads)
-            setattr(made, name, nn.Parameter(rows, parameter.requires_grad))
-        return made.train(full.training)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
-            for projection in ("k_proj", "v_proj"):
-                for name, own in getattr(self, projection).named_parameters(projection):
-                    given = state_dict.get(prefix + name)
-                    if given is not None and given.shape[0] * self.kv_heads == own.shape[0] * self.num_heads:
-                        state_dict[prefix + name] = pool_heads(given, self.num_heads, self.kv_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
         self,

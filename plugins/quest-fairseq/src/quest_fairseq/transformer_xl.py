@@ -8,33 +8,30 @@ neither a token nor a position draws attention from every query by the length of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.projections import Packed, Projected, Separate, shallow_copy
 
 
-class RelativeAttention(nn.Module):
+class RelativeAttention(Projected):
     """Accepts the call of RelPartialLearnableMultiHeadAttn (transformers). `from_host` makes it."""
 
+    # The biases u and w are added to the queries.
+    projections = Packed("qkv_net") + Separate(q="r_w_bias") + Separate(q="r_r_bias")
     config: AttentionConfig
 
     @classmethod
     def from_host(cls, host: nn.Module, config: AttentionConfig) -> RelativeAttention:
         """Return a module with the attributes, parameters and sub-modules of `host`, which is not changed."""
-        made = cls.__new__(cls)
-        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
-        made.config = config
+        made: RelativeAttention = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, made.n_head, made.d_head)
         made.mechanism = Mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
         weight = made.o_net.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         return made
-
-    def __getattr__(self, name: str) -> Any:  # the host's attributes have no types
-        return super().__getattr__(name)
 
     def forward(
         self,

@@ -68,9 +68,9 @@ class GraphAttention(MultiheadAttention):
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
-        sizes = [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
         nodes = F.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in nodes.split(sizes, dim=-1))  # [T, heads, D]
+        parts = nodes.split(self.head_sizes.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, D]
         dropout_p = self.dropout if self.training else 0.0
         out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=plan, dropout_p=dropout_p)  # [T, H, D]
         out = self.out_proj(out.flatten(1))

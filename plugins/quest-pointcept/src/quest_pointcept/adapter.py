@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.mechanism import kv_heads
-from quest_core.projections import keep_heads, pool_heads
 
 from .info import INFO
 from .layers import PointAttention, SerializedAttention, TensorAttention
@@ -49,7 +47,7 @@ class PointceptAdapter(Adapter):
         """The host's own sub-modules around another mechanism; see quest_pointcept.layers."""
         made = _replacement(site.module)
         assert made is not None
-        return made(site.module, config, keep_heads if site.fresh else pool_heads)
+        return made(site.module, config, site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Beside what capabilities say: positions that act on scores, the shape of a patch, and `qkv` as it is."""
@@ -69,14 +67,6 @@ class PointceptAdapter(Adapter):
         if not _fits(host, config):
             return f"its qkv is {_describe(host.qkv)} and cannot be cut for fewer keys; choose the attention first"
         return refusal(config, site.capabilities)
-
-    @torch.no_grad()
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        assert isinstance(module, SerializedAttention)
-        for parameter in (module.qkv.weight, module.qkv.bias):
-            if parameter is not None:
-                heads = parameter[: module.widths[0]].unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, .., H]
-                heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
 
     def install(self) -> None:
         """Let the models of Pointcept and torch-pointcloud, whichever can be imported, accept `attention=`."""
