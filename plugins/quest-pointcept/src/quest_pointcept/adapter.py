@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -14,13 +15,12 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.mechanism import kv_heads
+from quest_core.notices import LOGGER, forward_to
 from quest_core.projections import keep_heads, pool_heads
 
+from . import hosts
 from .info import INFO
 from .layers import PointAttention, SerializedAttention, TensorAttention
-
-TORCH_POINTCLOUD = "torch_pointcloud.layers.serialized_attention"
-WITH_TENSORS = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
 
 class PointceptAdapter(Adapter):
@@ -28,6 +28,7 @@ class PointceptAdapter(Adapter):
 
     name: ClassVar[str] = "pointcept"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    _forward: ClassVar[logging.Handler | None] = None  # to Pointcept's log
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Every serialized attention in `model`, in the order of registration, that of the forward pass.
@@ -79,10 +80,19 @@ class PointceptAdapter(Adapter):
                 heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
 
     def install(self) -> None:
-        """Let the models of Pointcept and torch-pointcloud, whichever can be imported, accept `attention=`."""
-        from .hosts import install
+        """Let the models of Pointcept and torch-pointcloud, whichever can be imported, accept `attention=`.
 
-        install(self)
+        Raises:
+            PluginError: no host is installed, or the installed one cannot be used.
+        """
+        if hosts.install(self) and PointceptAdapter._forward is None:
+            PointceptAdapter._forward = forward_to(hosts.log)
+
+    def uninstall(self) -> None:
+        super().uninstall()
+        if PointceptAdapter._forward is not None:
+            LOGGER.removeHandler(PointceptAdapter._forward)
+            PointceptAdapter._forward = None
 
 
 def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttention] | None:
@@ -93,7 +103,7 @@ def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttenti
     if isinstance(module, PointAttention | TensorAttention):
         return type(module)
     kind = type(module)
-    if kind.__module__ == TORCH_POINTCLOUD and kind.__name__ in WITH_TENSORS:
+    if kind.__module__ == hosts.TORCH_POINTCLOUD_ATTENTION and kind.__name__ in hosts.TORCH_POINTCLOUD_CLASSES:
         return TensorAttention
     known = ("qkv", "proj", "num_heads", "channels", "scale", "order_index", "enable_flash", "attn_drop", "proj_drop")
     if kind.__name__ != "SerializedAttention" or not all(hasattr(module, name) for name in known):

@@ -1,32 +1,32 @@
-"""How the configuration systems of the hosts learn `attention`.
+"""How Pointcept and torch-pointcloud learn `attention`. The README lists every change to them with its reason.
 
-Model classes are wrapped in place: their constructor builds the stock model, then injects. Pointcept's registry, its
-configs, the models that hold a backbone and torch-pointcloud's `create_model` all pass through the constructor.
+The constructor of a model builds the stock model and then injects. Pointcept's registry, its configs, the models that
+hold a backbone and torch-pointcloud's `create_model` all call the constructor.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import importlib
 import importlib.util
 import inspect
-import warnings
-import zipfile
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
 
-from quest_core.checkpoints import built_attentions, trained_attentions
+from quest_core.checkpoints import ENTRY, compare
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError, PluginError
+from quest_core.errors import CheckpointError, ConfigError, PluginError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import inject
-from quest_core.mechanism import AttentionMismatchWarning
+from quest_core.hosts.patching import Patches
+from quest_core.mechanism import Mechanism
+
+from .layers import SerializedAttention
 
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 """Names in Pointcept's registry."""
@@ -43,18 +43,26 @@ TORCH_POINTCLOUD_MODELS = {
     "torch_pointcloud.models.utonia": ("UtoniaSegmentation",),
 }
 
+TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
+TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
+
 FLASH = ("enable_flash", "use_flash_attn")
-"""What the hosts call the option that asks for flash-attn."""
+"""The hosts' names of the option that asks for flash-attn."""
 
 UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")
 """Options that the hosts refuse beside it."""
 
+STANDARD = AttentionConfig.parse("standard")
 
-def install(adapter: Adapter) -> None:
-    """Wrap the models of every host that can be imported.
+
+def install(adapter: Adapter) -> bool:
+    """Patch every host that can be imported.
+
+    Returns:
+        Whether Pointcept is one of them.
 
     Raises:
-        PluginError: there is none, or the one there cannot be used.
+        PluginError: no host is installed, or the installed one cannot be used.
     """
     pointcept = importlib.util.find_spec("pointcept") is not None
     torch_pointcloud = importlib.util.find_spec("torch_pointcloud") is not None
@@ -62,15 +70,12 @@ def install(adapter: Adapter) -> None:
     if pointcept:
         _install_pointcept(adapter)
     if torch_pointcloud:
-        for module, names in TORCH_POINTCLOUD_MODELS.items():
-            for name in names:
-                accept(getattr(importlib.import_module(module), name), adapter)
+        _install_torch_pointcloud(adapter)
+    return pointcept
 
 
 def _install_pointcept(adapter: Adapter) -> None:
     try:
-        from pointcept.engines.hooks.misc import CheckpointLoader
-        from pointcept.engines.test import TesterBase
         from pointcept.models.builder import MODELS
         from pointcept.utils.config import Config
 
@@ -79,76 +84,225 @@ def _install_pointcept(adapter: Adapter) -> None:
         found = importlib.util.find_spec("pointcept")
         where = Path(found.origin).parent if found and found.origin else "the checkout"
         raise PluginError(
-            f"Pointcept at {where} cannot be imported: {error}; install what its README asks for, or take it off "
-            "PYTHONPATH"
+            f"Pointcept at {where} cannot be imported: {error}; install the requirements of its README, or remove it "
+            "from PYTHONPATH"
         ) from error
-    for name in POINTCEPT_MODELS:
-        model = MODELS.get(name)
-        if model is not None:  # an older checkout has fewer
-            accept(model, adapter)
-    carry_to_children(Config)
-    guard_checkpoints(CheckpointLoader)
-    guard_tests(TesterBase)
-    for model in MODELS.module_dict.values():
-        guard_backbones(model)
+    patches = adapter.patches
+    for model in filter(None, map(MODELS.get, POINTCEPT_MODELS)):  # an older checkout has fewer
+        accept(model, adapter)
+        guard(importlib.import_module(model.__module__).SerializedAttention, patches)
+    for name in ("__init__", "merge_from_dict"):
+        patches.wrap(Config, name, lambda stock: _checked(stock, MODELS))
+    patches.put(Config, "__reduce__", _reduce)
+
+
+def _install_torch_pointcloud(adapter: Adapter) -> None:
+    for module, names in TORCH_POINTCLOUD_MODELS.items():
+        for name in names:
+            accept(getattr(importlib.import_module(module), name), adapter)
+    layers = importlib.import_module(TORCH_POINTCLOUD_ATTENTION)
+    stock = [getattr(layers, name) for name in TORCH_POINTCLOUD_CLASSES]
+    for kind in stock:
+        guard(kind, adapter.patches)
+    fit = functools.partial(fitting, (*stock, SerializedAttention, Mechanism))
+    for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
+        adapter.patches.wrap(importlib.import_module(module), "load_state_dict", fit)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
 def accept(model: type[Any], adapter: Adapter) -> None:
-    """Let the constructor of a model class take `attention`, in place, once."""
-    stock: Any = model.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
-    signature = inspect.signature(stock)
+    """Let the constructor of a model class take `attention`, `attention_from` and `allow_partial`."""
+    signature = inspect.signature(model.__init__)
     (flash,) = [name for name in FLASH if name in signature.parameters]
 
-    @functools.wraps(stock)
-    def __init__(self: Any, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
-        if attention is None:
-            stock(self, *arguments, **options)
-            return
-        config = AttentionConfig.parse(attention)  # a misspelt name is refused before the model is built
-        given = signature.bind(self, *arguments, **options)
-        given.apply_defaults()
-        packed = bool(given.arguments[flash])
-        if packed:
-            for name in UNFUSED:
-                if given.arguments.get(name) or (name == "enable_rpe" and given.arguments.get("attn_kind") == "rpe"):
-                    shown = f"{name}=True" if given.arguments.get(name) else "attn_kind='rpe'"
-                    raise ConfigError(f"{model.__name__}: {shown} needs {flash}=False, for it has no fused kernel")
-            given.arguments[flash] = False  # flash-attn need not be there: the attention is replaced
-        stock(*given.args, **given.kwargs)
-        if packed:
-            for site in adapter.sites(self):
-                setattr(site.module, flash, True)
-        _, report = inject(self, config, adapter=adapter, fresh=True)
-        report.announce()
+    def make(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def __init__(
+            self: Any,
+            *arguments: Any,
+            attention: AttentionSpec | None = None,
+            attention_from: AttentionSpec | None = None,
+            allow_partial: bool = False,
+            **options: Any,
+        ) -> None:
+            config = parse(model.__name__, attention, attention_from, allow_partial)
+            if config is None:
+                stock(self, *arguments, **options)
+                return
+            given = signature.bind(self, *arguments, **options)
+            given.apply_defaults()
+            packed = bool(given.arguments[flash])
+            if packed:
+                for name in UNFUSED:
+                    if given.arguments.get(name) or (
+                        name == "enable_rpe" and given.arguments.get("attn_kind") == "rpe"
+                    ):
+                        shown = f"{name}=True" if given.arguments.get(name) else "attn_kind='rpe'"
+                        raise ConfigError(f"{model.__name__}: {shown} has no fused kernel; set {flash}=False")
+                given.arguments[flash] = False  # flash-attn is not required, because the attention is replaced
+            stock(*given.args, **given.kwargs)
+            if packed:
+                for site in adapter.sites(self):
+                    setattr(site.module, flash, True)
+            _, report = inject(
+                self, config, adapter=adapter, fresh=True, attention_from=attention_from, allow_partial=allow_partial
+            )
+            report.announce()
 
-    keyword = inspect.Parameter("attention", inspect.Parameter.KEYWORD_ONLY, default=None)
-    known = list(signature.parameters.values())
-    end = len(known) - (1 if known and known[-1].kind is inspect.Parameter.VAR_KEYWORD else 0)
-    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*known[:end], keyword, *known[end:]]
-    )
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    model.__init__ = __init__
+        ours = [p for p in inspect.signature(__init__, follow_wrapped=False).parameters.values() if p.name in KEYS]
+        known = list(signature.parameters.values())
+        end = len(known) - (1 if known and known[-1].kind is inspect.Parameter.VAR_KEYWORD else 0)
+        __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*known[:end], *ours, *known[end:]]
+        )
+        return __init__
+
+    adapter.patches.wrap(model, "__init__", make)
 
 
-# --- child processes ------------------------------------------------------------------------------------------------
+KEYS = ("attention", "attention_from", "allow_partial")
 
 
-def carry_to_children(config: type[Any]) -> None:
-    """Let a process that unpickles a `config` know this plugin.
+def parse(
+    where: str, attention: AttentionSpec | None, attention_from: AttentionSpec | None, allow_partial: bool
+) -> AttentionConfig | None:
+    """Return the attention that a model is built with; None means the host's own.
 
-    Pointcept's launcher hands the Config to one process for each GPU. They never read the file, so `custom_imports`
-    does not run there. What rebuilds the Config is a function of this package, and finding it imports the package.
+    Raises:
+        ConfigError: a mechanism or option is unknown, or one of the other keys stands without `attention`.
     """
-    copyreg.pickle(config, _reduce)  # type: ignore[arg-type]
+    if attention_from is not None:
+        AttentionConfig.parse(attention_from)
+    if attention is not None:
+        return AttentionConfig.parse(attention)
+    if attention_from is not None or allow_partial:
+        key = "allow_partial" if attention_from is None else "attention_from"
+        raise ConfigError(f"{where}: {key} is read only beside attention; add attention='quest' or remove {key}")
+    return None
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def guard(attention: type[nn.Module], patches: Patches) -> None:
+    """Let the host's own attention refuse weights of another one where the loader is not strict.
+
+    Pointcept's CheckpointLoader does not report unexpected keys, so the key that names the attention would be lost
+    silently. A strict loader reports it.
+    """
+
+    def make(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def _load_from_state_dict(
+            self: Any, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+        ) -> None:
+            spelled = state_dict.get(f"{prefix}mechanism.{ENTRY}")
+            if spelled is not None and not strict:
+                compare(spelled, STANDARD, None, prefix[:-1], state_dict)
+            stock(self, state_dict, prefix, local_metadata, strict, *lists)
+
+        return _load_from_state_dict
+
+    patches.wrap(attention, "_load_from_state_dict", make)
+
+
+def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
+    """Wrap torch-pointcloud's `load_state_dict`, which drops a key that the model lacks and a tensor of another shape.
+
+    It decides before PyTorch loads anything. Here every attention first reads its own weights: it compares the
+    attention, and pools the key/value heads if the model has fewer.
+
+    Args:
+        kinds: the classes with such a reading.
+        stock: the host's function.
+    """
+
+    @functools.wraps(stock)
+    def load_state_dict(
+        model: nn.Module, state_dict: Mapping[str, Any], source: str, *arguments: Any, **options: Any
+    ) -> None:
+        weights, missing = dict(state_dict), list[str]()  # one list for all of them: the warning comes once
+        for path, module in model.named_modules():
+            if isinstance(module, kinds):
+                module._load_from_state_dict(weights, f"{path}." if path else "", {}, False, missing, [], [])
+            if isinstance(module, SerializedAttention):
+                _require_shapes(module, path, weights, source)
+        stock(model, weights, source, *arguments, **options)
+
+    return load_state_dict
+
+
+def _require_shapes(attention: SerializedAttention, path: str, weights: Mapping[str, Any], source: str) -> None:
+    for name, own in attention.state_dict(prefix=f"{path}." if path else "").items():
+        given = weights.get(name)
+        if name.endswith(("qkv.weight", "qkv.bias")) and given is not None and given.shape != own.shape:
+            raise CheckpointError(
+                f"'{name}' has the shape {list(given.shape)} in {source} and {list(own.shape)} in the model, whose "
+                f"attention is '{attention.config}'; build the model with the heads and channels of the checkpoint"
+            )
+
+
+# --- Pointcept's Config ---------------------------------------------------------------------------------------------
+
+
+def _checked(stock: Any, models: Any) -> Any:
+    """Wrap a method that fills a Config: a wrong `attention` is refused before a run's files are overwritten."""
+
+    @functools.wraps(stock)
+    def fill(self: Any, *arguments: Any, **options: Any) -> None:
+        stock(self, *arguments, **options)
+        check(self._cfg_dict, models)
+
+    return fill
+
+
+def check(config: Mapping[str, Any], models: Any) -> None:
+    """Raise ConfigError if `config` asks for an attention that is misspelt, or in a place that no model reads.
+
+    Args:
+        config: all of it; the model is under "model".
+        models: Pointcept's registry of models.
+    """
+    for path, section in _sections(config, ""):
+        kind = section.get("type")
+        if kind in POINTCEPT_MODELS:
+            parse(path, *(section.get(key) for key in KEYS))  # type: ignore[arg-type]
+            continue
+        model = models.get(kind) if isinstance(kind, str) else kind
+        if model is None and (kind is not None or path.startswith("model.")):
+            continue  # no model, or options that a model reads by itself
+        for key in ("attention", "attention_from"):
+            if section.get(key) is not None and not _takes(model, key):
+                read = f"'{kind}'" if kind else "Pointcept"
+                raise ConfigError(
+                    f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {read}; write it into the "
+                    f"backbone whose type is one of {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
+                )
+
+
+def _takes(model: Any, key: str) -> bool:
+    return model is not None and key in inspect.signature(model).parameters
+
+
+def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping inside `value` with its dotted path."""
+    if isinstance(value, Mapping):
+        yield path, value
+        items: Any = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in items:
+        yield from _sections(inner, f"{path}.{name}" if path else str(name))
 
 
 def _reduce(config: Any) -> tuple[Any, ...]:
+    """Pickle a Config so that the process that reads it imports this plugin.
+
+    Pointcept's launcher hands the Config to one process for each GPU. They never read the file, so `custom_imports`
+    does not run there. The Config is rebuilt by a function of this package.
+    """
     return _rebuild, (type(config),), config.__getstate__()
 
 
@@ -157,108 +311,6 @@ def _rebuild(kind: type[Any]) -> Any:
     return made
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def guard_checkpoints(loader: type[Any]) -> None:
-    """Let Pointcept's CheckpointLoader notice a checkpoint of another attention, in place, once.
-
-    It copies weights into a mapping of its own, which loses what a state dict says about itself, and it loads them
-    without insisting on every key.
-    """
-    stock = loader.before_train
-    if hasattr(stock, "compares_attention"):
-        return
-
-    @functools.wraps(stock)
-    def before_train(self: Any) -> None:
-        cfg = self.trainer.cfg
-        if cfg.weight and Path(cfg.weight).is_file():
-            compare_attention(Path(cfg.weight), self.trainer.model, "resume" if cfg.resume else "start")
-        stock(self)
-
-    before_train.compares_attention = True  # type: ignore[attr-defined]
-    loader.before_train = before_train
-
-
-def guard_tests(tester: type[Any]) -> None:
-    """Let Pointcept's tools/test.py refuse a checkpoint of another attention, in place, once.
-
-    It copies weights as CheckpointLoader does. Those of standard fit quest, and the scores would be nobody's.
-    """
-    stock = tester.build_model
-    if hasattr(stock, "compares_attention"):
-        return
-
-    @functools.wraps(stock)
-    def build_model(self: Any) -> nn.Module:
-        model: nn.Module = stock(self)
-        compare_attention(Path(self.cfg.weight), model, "test")
-        return model
-
-    build_model.compares_attention = True  # type: ignore[attr-defined]
-    tester.build_model = build_model
-
-
-def guard_backbones(model: type[Any]) -> None:
-    """Let a model of Pointcept that starts its own backbone from a checkpoint notice another attention, in place, once.
-
-    The segmentor with LoRA does it in `backbone_load`, pretrainings that go on from Sonata in `load_sonata`.
-    """
-    own, other = vars(model).get("backbone_load"), vars(model).get("load_sonata")
-    if own is not None and not hasattr(own, "compares_attention"):
-
-        @functools.wraps(own)
-        def backbone_load(self: Any, checkpoint: dict[str, Any]) -> None:
-            _compare("backbone_path", checkpoint, self.backbone, "start")
-            own(self, checkpoint)
-
-        backbone_load.compares_attention = True  # type: ignore[attr-defined]
-        model.backbone_load = backbone_load
-    if other is not None and not hasattr(other, "compares_attention"):
-
-        @functools.wraps(other)
-        def load_sonata(self: Any, model: nn.Module, path: str, *arguments: Any, **options: Any) -> Any:
-            compare_attention(Path(path), model, "start")
-            return other(self, model, path, *arguments, **options)
-
-        load_sonata.compares_attention = True  # type: ignore[attr-defined]
-        model.load_sonata = load_sonata
-
-
-def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resume", "test"]) -> None:
-    """Refuse a checkpoint whose attention is not that of the model; one that is only a start brings a warning.
-
-    Raises:
-        ConfigError: when resuming or testing, naming both.
-    """
-    # Mapped, not read, where the format allows it: only what it says about itself is of interest.
-    checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
-    _compare(str(path), checkpoint, model, use)
-
-
-def _compare(
-    name: str, checkpoint: Mapping[str, Any], model: nn.Module, use: Literal["start", "resume", "test"]
-) -> None:
-    weights = checkpoint.get("state_dict", checkpoint)
-    says = trained_attentions(weights)
-    trained, built = set((says or {}).values()), list(built_attentions(model).values())
-    if not trained and built and (use == "resume" or (use == "test" and says is not None)):
-        trained = {"standard"}  # a stock model says nothing about its attention; copied weights say nothing at all
-    if not trained or (built and all(config.means(text) for config in built for text in trained)):
-        return
-    if not built and trained == {"standard"}:
-        return
-    text, now = " and ".join(sorted(trained)), str(built[0]) if built else "standard"
-    if use == "start":
-        warnings.warn(
-            f"{name} was trained with attention '{text}' and is loaded into '{now}'",
-            AttentionMismatchWarning,
-            stacklevel=4,
-        )
-        return
-    otherwise = ", or load it as a start with resume=False" if use == "resume" else ""
-    raise ConfigError(
-        f"{name} was trained with attention '{text}' and the model has '{now}'; {use} with "
-        f"model.backbone.attention='{text}'{otherwise}"
-    )
+def log() -> logging.Logger:
+    """Return Pointcept's logger, which does not propagate to the root logger."""
+    return logging.getLogger("pointcept")
