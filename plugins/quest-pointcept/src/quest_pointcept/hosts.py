@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, compare
+from quest_core.checkpoints import ENTRY, read
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import CheckpointError, ConfigError, PluginError
 from quest_core.hosts.adapter import Adapter
@@ -51,8 +51,6 @@ FLASH = ("enable_flash", "use_flash_attn")
 
 UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")
 """Options that the hosts refuse beside it."""
-
-STANDARD = AttentionConfig.parse("standard")
 
 
 def install(adapter: Adapter) -> bool:
@@ -187,21 +185,24 @@ def parse(
 
 
 def guard(attention: type[nn.Module], patches: Patches) -> None:
-    """Let the host's own attention refuse weights of another one where the loader is not strict.
+    """Let the host's own attention refuse weights of another one.
 
-    Pointcept's CheckpointLoader does not report unexpected keys, so the key that names the attention would be lost
-    silently. A strict loader reports it.
+    Pointcept's CheckpointLoader is not strict and does not report unexpected keys, so the key that names the attention
+    would be lost silently. PyTorch raises what is in `errors`, strict or not.
     """
 
     def make(stock: Any) -> Any:
         @functools.wraps(stock)
-        def _load_from_state_dict(
-            self: Any, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
-        ) -> None:
-            spelled = state_dict.get(f"{prefix}mechanism.{ENTRY}")
-            if spelled is not None and not strict:
-                compare(spelled, STANDARD, None, prefix[:-1], state_dict)
-            stock(self, state_dict, prefix, local_metadata, strict, *lists)
+        def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+            spelled, errors = state_dict.get(f"{prefix}mechanism.{ENTRY}"), arguments[-1]
+            if spelled is not None and not any(ENTRY in error for error in errors):  # one message for all layers
+                errors.append(
+                    f"'{prefix}mechanism.{ENTRY}' says that this checkpoint was trained with attention "
+                    f"'{read(spelled)}', and the model has the host's own; build the model with "
+                    f"attention='{read(spelled)}', or with attention='standard' and attention_from='{read(spelled)}' "
+                    "if you mean to go on from these weights with standard attention"
+                )
+            stock(self, state_dict, prefix, *arguments)
 
         return _load_from_state_dict
 
@@ -223,25 +224,22 @@ def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
     def load_state_dict(
         model: nn.Module, state_dict: Mapping[str, Any], source: str, *arguments: Any, **options: Any
     ) -> None:
-        weights, missing = dict(state_dict), list[str]()  # one list for all of them: the warning comes once
-        for path, module in model.named_modules():
-            if isinstance(module, kinds):
-                module._load_from_state_dict(weights, f"{path}." if path else "", {}, False, missing, [], [])
-            if isinstance(module, SerializedAttention):
-                _require_shapes(module, path, weights, source)
+        weights, missing, errors = dict(state_dict), list[str](), list[str]()  # shared: one warning for all layers
+        found = [(f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, kinds)]
+        for prefix, module in found:
+            module._load_from_state_dict(weights, prefix, {}, False, missing, [], errors)
+        for prefix, module in found:
+            for name, own in module.state_dict(prefix=prefix).items() if isinstance(module, SerializedAttention) else ():
+                if name.endswith(("qkv.weight", "qkv.bias")) and weights.get(name, own).shape != own.shape:
+                    errors.append(
+                        f"'{name}' has the shape {list(weights[name].shape)}, and {list(own.shape)} in the model, whose "
+                        f"attention is '{module.config}'; build it with the heads and channels of the checkpoint"
+                    )
+        if errors:
+            raise CheckpointError(f"{source}: {errors[0]}")
         stock(model, weights, source, *arguments, **options)
 
     return load_state_dict
-
-
-def _require_shapes(attention: SerializedAttention, path: str, weights: Mapping[str, Any], source: str) -> None:
-    for name, own in attention.state_dict(prefix=f"{path}." if path else "").items():
-        given = weights.get(name)
-        if name.endswith(("qkv.weight", "qkv.bias")) and given is not None and given.shape != own.shape:
-            raise CheckpointError(
-                f"'{name}' has the shape {list(given.shape)} in {source} and {list(own.shape)} in the model, whose "
-                f"attention is '{attention.config}'; build the model with the heads and channels of the checkpoint"
-            )
 
 
 # --- Pointcept's Config ---------------------------------------------------------------------------------------------
