@@ -13,7 +13,7 @@ from torch_pointcloud import create_model
 from torch_pointcloud.utils import state_dict
 
 import quest_core
-import quest_pointcept  # noqa: F401
+import quest_pointcept
 from quest_core.checkpoints import ENTRY
 
 NAME = "ptv3-base.scannet20.pointcept"

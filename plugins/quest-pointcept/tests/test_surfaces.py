@@ -424,7 +424,7 @@ def test_calibration_scales_the_queries():
     assert {str(m.config) for m in mechanisms(model)} == {"quest"}
 
 
-# --- Pointcept's Config -------------------------------------------------------------------------------------------------
+# --- Pointcept's Config ----------------------------------------------------------------------------------------------
 
 
 class Backbone:
@@ -477,7 +477,7 @@ def test_other_configs_are_left_to_their_readers(config):
     check(config, REGISTRY)
 
 
-# --- install and uninstall ----------------------------------------------------------------------------------------------
+# --- install and uninstall -------------------------------------------------------------------------------------------
 
 
 def test_after_uninstall_a_model_is_stock():

@@ -133,12 +133,12 @@ def accept(model: type[Any], adapter: Adapter) -> None:
             given.apply_defaults()
             packed = bool(given.arguments[flash])
             if packed:
-                for name in UNFUSED:
-                    if given.arguments.get(name) or (
-                        name == "enable_rpe" and given.arguments.get("attn_kind") == "rpe"
-                    ):
-                        shown = f"{name}=True" if given.arguments.get(name) else "attn_kind='rpe'"
-                        raise ConfigError(f"{model.__name__}: {shown} has no fused kernel; set {flash}=False")
+                asked = [f"{name}=True" for name in UNFUSED if given.arguments.get(name)]
+                asked += ["attn_kind='rpe'"] if given.arguments.get("attn_kind") == "rpe" else []
+                if asked:
+                    raise ConfigError(
+                        f"{model.__name__}: {asked[0]} needs {flash}=False, because it has no fused kernel"
+                    )
                 given.arguments[flash] = False  # flash-attn is not required, because the attention is replaced
             stock(*given.args, **given.kwargs)
             if packed:
@@ -229,11 +229,13 @@ def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
         for prefix, module in found:
             module._load_from_state_dict(weights, prefix, {}, False, missing, [], errors)
         for prefix, module in found:
-            for name, own in module.state_dict(prefix=prefix).items() if isinstance(module, SerializedAttention) else ():
-                if name.endswith(("qkv.weight", "qkv.bias")) and weights.get(name, own).shape != own.shape:
+            own = module.state_dict(prefix=prefix) if isinstance(module, SerializedAttention) else {}
+            for name in (f"{prefix}qkv.weight", f"{prefix}qkv.bias"):
+                if name in own and weights.get(name, own[name]).shape != own[name].shape:
                     errors.append(
-                        f"'{name}' has the shape {list(weights[name].shape)}, and {list(own.shape)} in the model, whose "
-                        f"attention is '{module.config}'; build it with the heads and channels of the checkpoint"
+                        f"'{name}' has the shape {list(weights[name].shape)}, and {list(own[name].shape)} in the "
+                        f"model, whose attention is '{module.config}'; build it with the heads and channels of the "
+                        "checkpoint"
                     )
         if errors:
             raise CheckpointError(f"{source}: {errors[0]}")
