@@ -442,10 +442,10 @@ save_path = "{folder}"
         (', attention="quset"', None, "did you mean 'quest'"),
         (', attention_from="quest"', None, "attention_from is read only beside attention"),
         ("", {"attention": "quest"}, "attention='quest' is not read by Pointcept"),
-        ("", {"model.attention": "quest"}, "model.attention='quest' is not read by 'DefaultSegmentorV2'"),
+        ("", {"model.attention": "quest"}, "model.attention='quest' is not read by DefaultSegmentorV2"),
         ("", {"backbone.attention": "quest"}, "backbone.attention='quest' is not read by Pointcept"),
         ("", {"model.backbone.attention": "quset"}, "did you mean 'quest'"),
-        ("", {"model.backbone.type": "SpUNet-v1m1", "model.backbone.attention": "quest"}, "not read by 'SpUNet-v1m1'"),
+        ("", {"model.backbone.type": "SpUNet-v1m1", "model.backbone.attention": "quest"}, "not read by SpUNet-v1m1"),
     ],
 )
 def test_a_config_is_refused_before_a_file_is_written(written, options, why, tmp_path):

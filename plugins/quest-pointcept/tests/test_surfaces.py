@@ -34,7 +34,7 @@ from quest_core.catalogue import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import _reduce, accept, check
+from quest_pointcept.hosts import accept, check, reduce
 
 ENCODER = {
     "in_channels": 4,
@@ -446,7 +446,7 @@ REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
         ({"attention": "quest"}, "^attention='quest' is not read by Pointcept; .* as in model.backbone.attention"),
         ({"backbone": {"attention": "quest"}}, "^backbone.attention='quest' is not read by Pointcept"),
         ({"attention_from": "standard"}, "^attention_from='standard' is not read"),
-        ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by 'Segmentor'"),
+        ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
         ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
         ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
         ({"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}}, "^model.backbone: attention_from is"),
@@ -529,7 +529,7 @@ def test_an_attention_that_is_not_replaced_needs_allow_partial():
 
 def test_a_spawned_child_knows_the_plugin():
     """The Config that it is handed imports the plugin, though the child never imported it."""
-    PointceptAdapter.patches.put(Config, "__reduce__", _reduce)
+    PointceptAdapter.patches.put(Config, "__reduce__", reduce)
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     child = context.Process(target=torch_pointcloud_model, args=(Config(**ENCODER, attention="quest"), answers))

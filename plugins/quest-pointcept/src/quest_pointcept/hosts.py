@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,34 +22,22 @@ from quest_core.errors import CheckpointError, ConfigError, PluginError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import inject
-from quest_core.hosts.patching import Patches
-from quest_core.mechanism import Mechanism
 
 from .layers import SerializedAttention
 
-POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
-"""Names in Pointcept's registry."""
-
+POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")  # names in Pointcept's registry
 TORCH_POINTCLOUD_MODELS = {
-    "torch_pointcloud.models.point_transformer_v3": (
-        "PointTransformerV3Encoder",
-        "PointTransformerV3Decoder",
-        "PointTransformerV3Classification",
-        "PointTransformerV3Segmentation",
-    ),
-    "torch_pointcloud.models.sonata": ("SonataSegmentation",),
-    "torch_pointcloud.models.concerto": ("ConcertoSegmentation",),
-    "torch_pointcloud.models.utonia": ("UtoniaSegmentation",),
+    "point_transformer_v3": ("Encoder", "Decoder", "Classification", "Segmentation"),  # after PointTransformerV3
+    "sonata": ("SonataSegmentation",),
+    "concerto": ("ConcertoSegmentation",),
+    "utonia": ("UtoniaSegmentation",),
 }
-
 TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
 TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
-FLASH = ("enable_flash", "use_flash_attn")
-"""The hosts' names of the option that asks for flash-attn."""
-
-UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")
-"""Options that the hosts refuse beside it."""
+FLASH = ("enable_flash", "use_flash_attn")  # the hosts' names of the option that asks for flash-attn
+UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")  # options that they refuse beside it
+KEYS = ("attention", "attention_from", "allow_partial")
 
 
 def install(adapter: Adapter) -> bool:
@@ -62,14 +49,13 @@ def install(adapter: Adapter) -> bool:
     Raises:
         PluginError: no host is installed, or the installed one cannot be used.
     """
-    pointcept = importlib.util.find_spec("pointcept") is not None
-    torch_pointcloud = importlib.util.find_spec("torch_pointcloud") is not None
+    pointcept, torch_pointcloud = (importlib.util.find_spec(name) for name in ("pointcept", "torch_pointcloud"))
     require_host(adapter.name)
     if pointcept:
         _install_pointcept(adapter)
     if torch_pointcloud:
         _install_torch_pointcloud(adapter)
-    return pointcept
+    return pointcept is not None
 
 
 def _install_pointcept(adapter: Adapter) -> None:
@@ -79,32 +65,31 @@ def _install_pointcept(adapter: Adapter) -> None:
 
         importlib.import_module("pointcept.models")  # fills the registry
     except ImportError as error:
-        found = importlib.util.find_spec("pointcept")
-        where = Path(found.origin).parent if found and found.origin else "the checkout"
         raise PluginError(
-            f"Pointcept at {where} cannot be imported: {error}; install the requirements of its README, or remove it "
+            f"Pointcept cannot be imported: {error}; install the requirements of its README, or remove its checkout "
             "from PYTHONPATH"
         ) from error
-    patches = adapter.patches
     for model in filter(None, map(MODELS.get, POINTCEPT_MODELS)):  # an older checkout has fewer
         accept(model, adapter)
-        guard(importlib.import_module(model.__module__).SerializedAttention, patches)
+        attention = importlib.import_module(model.__module__).SerializedAttention
+        adapter.patches.wrap(attention, "_load_from_state_dict", guarded)
     for name in ("__init__", "merge_from_dict"):
-        patches.wrap(Config, name, lambda stock: _checked(stock, MODELS))
-    patches.put(Config, "__reduce__", _reduce)
+        adapter.patches.wrap(Config, name, functools.partial(checked, MODELS))
+    adapter.patches.put(Config, "__reduce__", reduce)
 
 
 def _install_torch_pointcloud(adapter: Adapter) -> None:
     for module, names in TORCH_POINTCLOUD_MODELS.items():
+        models = importlib.import_module(f"torch_pointcloud.models.{module}")
         for name in names:
-            accept(getattr(importlib.import_module(module), name), adapter)
+            accept(getattr(models, name, None) or getattr(models, f"PointTransformerV3{name}"), adapter)
     layers = importlib.import_module(TORCH_POINTCLOUD_ATTENTION)
-    stock = [getattr(layers, name) for name in TORCH_POINTCLOUD_CLASSES]
+    stock = tuple(getattr(layers, name) for name in TORCH_POINTCLOUD_CLASSES)
     for kind in stock:
-        guard(kind, adapter.patches)
-    fit = functools.partial(fitting, (*stock, SerializedAttention, Mechanism))
+        adapter.patches.wrap(kind, "_load_from_state_dict", guarded)
     for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
-        adapter.patches.wrap(importlib.import_module(module), "load_state_dict", fit)
+        wrapper = functools.partial(fitting, stock)
+        adapter.patches.wrap(importlib.import_module(module), "load_state_dict", wrapper)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -149,18 +134,12 @@ def accept(model: type[Any], adapter: Adapter) -> None:
             )
             report.announce()
 
-        ours = [p for p in inspect.signature(__init__, follow_wrapped=False).parameters.values() if p.name in KEYS]
-        known = list(signature.parameters.values())
-        end = len(known) - (1 if known and known[-1].kind is inspect.Parameter.VAR_KEYWORD else 0)
-        __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*known[:end], *ours, *known[end:]]
-        )
+        own = inspect.signature(__init__, follow_wrapped=False).parameters
+        both = [*signature.parameters.values(), *(own[key] for key in KEYS)]
+        __init__.__signature__ = signature.replace(parameters=sorted(both, key=lambda p: p.kind))  # type: ignore[attr-defined]
         return __init__
 
     adapter.patches.wrap(model, "__init__", make)
-
-
-KEYS = ("attention", "attention_from", "allow_partial")
 
 
 def parse(
@@ -169,54 +148,44 @@ def parse(
     """Return the attention that a model is built with; None means the host's own.
 
     Raises:
-        ConfigError: a mechanism or option is unknown, or one of the other keys stands without `attention`.
+        ConfigError: a mechanism or option is unknown, or another key is given without `attention`.
     """
     if attention_from is not None:
         AttentionConfig.parse(attention_from)
-    if attention is not None:
-        return AttentionConfig.parse(attention)
-    if attention_from is not None or allow_partial:
+    if attention is None and (attention_from is not None or allow_partial):
         key = "allow_partial" if attention_from is None else "attention_from"
         raise ConfigError(f"{where}: {key} is read only beside attention; add attention='quest' or remove {key}")
-    return None
+    return None if attention is None else AttentionConfig.parse(attention)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def guard(attention: type[nn.Module], patches: Patches) -> None:
-    """Let the host's own attention refuse weights of another one.
+def guarded(stock: Any) -> Any:
+    """Wrap the loading of a host's own attention, which then refuses weights of another attention."""
 
-    Pointcept's CheckpointLoader is not strict and does not report unexpected keys, so the key that names the attention
-    would be lost silently. PyTorch raises what is in `errors`, strict or not.
-    """
+    @functools.wraps(stock)
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
+        if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
+            trained = read(state_dict[key])
+            errors.append(
+                f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's own; "
+                f"build the model with attention='{trained}', or with attention='standard' and "
+                f"attention_from='{trained}' if you mean to go on from these weights with standard attention"
+            )
+        stock(self, state_dict, prefix, *arguments)
 
-    def make(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
-            spelled, errors = state_dict.get(f"{prefix}mechanism.{ENTRY}"), arguments[-1]
-            if spelled is not None and not any(ENTRY in error for error in errors):  # one message for all layers
-                errors.append(
-                    f"'{prefix}mechanism.{ENTRY}' says that this checkpoint was trained with attention "
-                    f"'{read(spelled)}', and the model has the host's own; build the model with "
-                    f"attention='{read(spelled)}', or with attention='standard' and attention_from='{read(spelled)}' "
-                    "if you mean to go on from these weights with standard attention"
-                )
-            stock(self, state_dict, prefix, *arguments)
-
-        return _load_from_state_dict
-
-    patches.wrap(attention, "_load_from_state_dict", make)
+    return _load_from_state_dict
 
 
-def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
-    """Wrap torch-pointcloud's `load_state_dict`, which drops a key that the model lacks and a tensor of another shape.
+def fitting(hosts: tuple[type[nn.Module], ...], stock: Any) -> Any:
+    """Wrap torch-pointcloud's `load_state_dict`, which drops every key and shape that the model does not have.
 
-    It decides before PyTorch loads anything. Here every attention first reads its own weights: it compares the
-    attention, and pools the key/value heads if the model has fewer.
+    Each attention first reads its own weights: it compares the attention, and pools key/value heads if it has fewer.
 
     Args:
-        kinds: the classes with such a reading.
+        hosts: the classes of the host's own attention.
         stock: the host's function.
     """
 
@@ -224,19 +193,13 @@ def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
     def load_state_dict(
         model: nn.Module, state_dict: Mapping[str, Any], source: str, *arguments: Any, **options: Any
     ) -> None:
-        weights, missing, errors = dict(state_dict), list[str](), list[str]()  # shared: one warning for all layers
-        found = [(f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, kinds)]
-        for prefix, module in found:
-            module._load_from_state_dict(weights, prefix, {}, False, missing, [], errors)
-        for prefix, module in found:
-            own = module.state_dict(prefix=prefix) if isinstance(module, SerializedAttention) else {}
-            for name in (f"{prefix}qkv.weight", f"{prefix}qkv.bias"):
-                if name in own and weights.get(name, own[name]).shape != own[name].shape:
-                    errors.append(
-                        f"'{name}' has the shape {list(weights[name].shape)}, and {list(own[name].shape)} in the "
-                        f"model, whose attention is '{module.config}'; build it with the heads and channels of the "
-                        "checkpoint"
-                    )
+        weights, missing, errors = dict(state_dict), list[str](), list[str]()  # `missing` is shared: one warning
+        for path, module in model.named_modules():
+            parts = [(path, module)] if isinstance(module, hosts) else []
+            if isinstance(module, SerializedAttention):
+                parts = list(module.named_modules(prefix=path))
+            for name, part in parts:
+                part._load_from_state_dict(weights, f"{name}." if name else "", {}, False, missing, [], errors)
         if errors:
             raise CheckpointError(f"{source}: {errors[0]}")
         stock(model, weights, source, *arguments, **options)
@@ -244,11 +207,11 @@ def fitting(kinds: tuple[type[Any], ...], stock: Any) -> Any:
     return load_state_dict
 
 
-# --- Pointcept's Config ---------------------------------------------------------------------------------------------
+# --- Pointcept's Config and log -------------------------------------------------------------------------------------
 
 
-def _checked(stock: Any, models: Any) -> Any:
-    """Wrap a method that fills a Config: a wrong `attention` is refused before a run's files are overwritten."""
+def checked(models: Any, stock: Any) -> Any:
+    """Wrap a method that fills a Config, which then refuses a wrong `attention` before a run's files are written."""
 
     @functools.wraps(stock)
     def fill(self: Any, *arguments: Any, **options: Any) -> None:
@@ -262,7 +225,7 @@ def check(config: Mapping[str, Any], models: Any) -> None:
     """Raise ConfigError if `config` asks for an attention that is misspelt, or in a place that no model reads.
 
     Args:
-        config: all of it; the model is under "model".
+        config: a whole configuration; the model is under "model".
         models: Pointcept's registry of models.
     """
     for path, section in _sections(config, ""):
@@ -272,32 +235,25 @@ def check(config: Mapping[str, Any], models: Any) -> None:
             continue
         model = models.get(kind) if isinstance(kind, str) else kind
         if model is None and (kind is not None or path.startswith("model.")):
-            continue  # no model, or options that a model reads by itself
+            continue  # another registry's, or options that a model passes on
         for key in ("attention", "attention_from"):
-            if section.get(key) is not None and not _takes(model, key):
-                read = f"'{kind}'" if kind else "Pointcept"
+            if section.get(key) is not None and (model is None or key not in inspect.signature(model).parameters):
                 raise ConfigError(
-                    f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {read}; write it into the "
-                    f"backbone whose type is one of {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
+                    f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {kind or 'Pointcept'}; write "
+                    f"it into the backbone of type {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
                 )
-
-
-def _takes(model: Any, key: str) -> bool:
-    return model is not None and key in inspect.signature(model).parameters
 
 
 def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield every mapping inside `value` with its dotted path."""
     if isinstance(value, Mapping):
         yield path, value
-        items: Any = value.items()
-    else:
-        items = enumerate(value) if isinstance(value, list | tuple) else ()
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
     for name, inner in items:
         yield from _sections(inner, f"{path}.{name}" if path else str(name))
 
 
-def _reduce(config: Any) -> tuple[Any, ...]:
+def reduce(config: Any) -> tuple[Any, ...]:
     """Pickle a Config so that the process that reads it imports this plugin.
 
     Pointcept's launcher hands the Config to one process for each GPU. They never read the file, so `custom_imports`
@@ -306,9 +262,8 @@ def _reduce(config: Any) -> tuple[Any, ...]:
     return _rebuild, (type(config),), config.__getstate__()
 
 
-def _rebuild(kind: type[Any]) -> Any:
-    made: Any = object.__new__(kind)
-    return made
+def _rebuild(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def log() -> logging.Logger:
