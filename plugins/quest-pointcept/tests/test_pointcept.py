@@ -157,12 +157,12 @@ def test_flash_is_not_needed():
     assert model(data(70, 9, 33)).feat.isfinite().all()
 
 
-def test_what_flash_excludes_is_told():
+def test_what_flash_excludes_is_refused():
     with pytest.raises(quest_core.ConfigError, match="enable_rpe=True needs enable_flash=False"):
         build("PT-v3m1", enable_flash=True, enable_rpe=True, attention="quest")
 
 
-def test_a_misspelling_is_told_through_the_registry():
+def test_a_misspelling_is_refused_through_the_registry():
     """Which builds from nested configurations and passes on what went wrong in its own words."""
     backbone = {"type": "PT-v3m1", **SMALL, "attention": "quset"}
     with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
@@ -440,7 +440,7 @@ save_path = "{folder}"
     ("written", "options", "why"),
     [
         (', attention="quset"', None, "did you mean 'quest'"),
-        (', attention_from="quest"', None, "attention_from is read only beside attention"),
+        (', attention_from="quest"', None, "attention_from needs attention"),
         ("", {"attention": "quest"}, "attention='quest' is not read by Pointcept"),
         ("", {"model.attention": "quest"}, "model.attention='quest' is not read by DefaultSegmentorV2"),
         ("", {"backbone.attention": "quest"}, "backbone.attention='quest' is not read by Pointcept"),
@@ -530,9 +530,9 @@ def test_the_trainer(model, dataset, tmp_path):
     stock_weight = f"weight={tmp_path / 'None/exp/model/model_last.pth'}"
     start = real_pointcept.config(root, model, "quest", dataset, tmp_path / "start")
     (started,) = real_pointcept.train(root, start, options=(stock_weight,))
-    told = [line for line in started.lines if "WARNING" in line and "trained with standard attention" in line]
-    assert len(told) == 1
-    assert told[0] in (tmp_path / "start/exp/train.log").read_text()
+    warned = [line for line in started.lines if "WARNING" in line and "trained with standard attention" in line]
+    assert len(warned) == 1
+    assert warned[0] in (tmp_path / "start/exp/train.log").read_text()
     same = real_pointcept.config(root, model, "quest", dataset, tmp_path / "same")
     (resumed,) = real_pointcept.train(root, same, options=(weight, "resume=True"))
     assert any("Resuming train at eval epoch: 2" in line for line in resumed.lines)

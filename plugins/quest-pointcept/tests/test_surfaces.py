@@ -110,9 +110,9 @@ def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
 def test_every_model_takes_the_key(kind, options, sites, capsys):
     model = kind(**options, attention="quest")
     assert len(mechanisms(model)) == sites
-    told = capsys.readouterr().err
-    assert told.count("attention=quest in 4 modules") == 1
-    assert str(model.attention_report) in told
+    shown = capsys.readouterr().err
+    assert shown.count("attention=quest in 4 modules") == 1
+    assert str(model.attention_report) in shown
 
 
 def test_the_registry_of_models_takes_the_key():
@@ -122,7 +122,7 @@ def test_the_registry_of_models_takes_the_key():
     assert all(site.module.packed for site in sites)
 
 
-def test_a_misspelling_is_told_before_anything_is_built():
+def test_a_misspelling_is_refused_before_anything_is_built():
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
         PointTransformerV3Encoder(**ENCODER, attention="quset")
 
@@ -138,7 +138,7 @@ def test_a_misspelling_is_told_before_anything_is_built():
         ("quest+gqa(kv_heads=3)", "kv_heads is 3, which does not divide the 2 heads; choose from: 1, 2"),
     ],
 )
-def test_what_is_no_attention_is_told(attention, why):
+def test_what_is_no_attention_is_refused(attention, why):
     with pytest.raises(ConfigError, match=why):
         PointTransformerV3Encoder(**ENCODER, attention=attention)
 
@@ -175,7 +175,7 @@ def test_flash_is_not_needed():
 
 
 @pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
-def test_what_flash_excludes_is_told(option):
+def test_what_flash_excludes_is_refused(option):
     with pytest.raises(ConfigError, match="use_flash_attn=False"):
         PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True, **option}, attention="quest")
 
@@ -267,7 +267,7 @@ def test_what_cannot_be_is_refused_by_name(attention, options, why):
         quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
 
 
-def test_heads_that_do_not_divide_are_told():
+def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="kv_heads is 3"):
         quest_core.inject(Stages(), "gqa(kv_heads=3)", adapter=PointceptAdapter())
 
@@ -449,7 +449,10 @@ REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
         ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
         ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
         ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
-        ({"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}}, "^model.backbone: attention_from is"),
+        (
+            {"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}},
+            "^model.backbone: attention_from needs",
+        ),
         (
             {"model": {"backbone": {"type": "PT-v3m1", "attention": "quest", "attention_from": "standrad"}}},
             "did you mean 'standard'",
@@ -495,7 +498,7 @@ def test_after_uninstall_a_model_is_stock():
 
 @pytest.mark.parametrize("options", [{"attention_from": "standard"}, {"allow_partial": True}])
 def test_a_key_without_attention_is_refused(options):
-    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* is read only beside attention"):
+    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* needs attention"):
         PointTransformerV3Encoder(**ENCODER, **options)
 
 

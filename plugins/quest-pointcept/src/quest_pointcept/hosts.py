@@ -36,7 +36,12 @@ TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
 TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
 FLASH = ("enable_flash", "use_flash_attn")  # the hosts' names of the option that asks for flash-attn
-UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")  # options that they refuse beside it
+UNFUSED = (
+    "enable_rpe",
+    "upcast_attention",
+    "upcast_softmax",
+    "upcast_attn",
+)  # options that they refuse together with it
 KEYS = ("attention", "attention_from", "allow_partial")
 
 
@@ -154,7 +159,7 @@ def parse(
         AttentionConfig.parse(attention_from)
     if attention is None and (attention_from is not None or allow_partial):
         key = "allow_partial" if attention_from is None else "attention_from"
-        raise ConfigError(f"{where}: {key} is read only beside attention; add attention='quest' or remove {key}")
+        raise ConfigError(f"{where}: {key} needs attention; add attention='quest' or remove {key}")
     return None if attention is None else AttentionConfig.parse(attention)
 
 

@@ -1,4 +1,4 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin's description as data. Uses only the standard library, because listing plugins executes only this file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INFO: dict[str, Any] = {
     "name": "pointcept",
     "host": "Pointcept",
     "module": "torch_pointcloud",
-    # Pointcept is no package: it is used from a checkout, which is a host wherever it can be imported from.
+    # Pointcept is not a package. Its checkout is a host if it can be imported.
     "checkout": "pointcept",
     "api": (1, 0),
     "summary": "Point Transformer V3 in Pointcept and in torch-pointcloud",
@@ -38,7 +38,7 @@ INFO: dict[str, Any] = {
                     "name": "lr",
                     "kind": "float",
                     "default": 0.004,
-                    "doc": "greatest learning rate of AdamW under a one-cycle schedule",
+                    "doc": "greatest learning rate (AdamW, one cycle)",
                     "minimum": 0,
                 },
                 {"name": "batch_size", "kind": "int", "default": 4, "doc": "scenes a training step", "minimum": 1},
@@ -49,7 +49,7 @@ INFO: dict[str, Any] = {
                     "name": "grid_size",
                     "kind": "float",
                     "default": 0.4,
-                    "doc": "edge of a voxel in metres; one point of each voxel is kept",
+                    "doc": "edge of a voxel in metres; keeps one point each",
                     "minimum": 0.01,
                 },
             ],
