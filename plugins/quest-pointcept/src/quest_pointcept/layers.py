@@ -1,8 +1,8 @@
 """Serialized attention with any mechanism: one implementation behind the calls of Pointcept and of torch-pointcloud.
 
-A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`), so a host's state
-dict loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa)
-or narrower keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
+A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`). A host's state
+dict loads strictly if the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa) or narrower
+keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
 
 Where the host would call flash-attn, patches keep their own lengths and `quest_core.attention_packed` attends to them:
 on a GPU from Ampere on by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length.
