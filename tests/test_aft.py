@@ -395,7 +395,7 @@ class _Largest(TorchDispatchMode):
             with self:
                 return inside(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
+        for x in torch.utils._pytree.tree_flatten(out)[0]:
             if isinstance(x, Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // max(x.element_size(), 1))
         return out

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core.mechanisms import normalisers, reference
@@ -429,7 +429,7 @@ class Largest(TorchDispatchMode):
                 out = self.inside[func](*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
         self.elements = max([self.elements, *sizes])
         return out
 

@@ -21,7 +21,11 @@ from ..errors import UnsupportedError
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)
 HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
-HAS_OPERATORS = VERSION >= (2, 4)  # torch.library.custom_op
+OPERATORS = (2, 4)  # torch.library.custom_op
+HAS_OPERATORS = VERSION >= OPERATORS
+MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+if VERSION < (2, 3):
+    MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
 
 _ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
@@ -113,22 +117,33 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
+def require(what: str, version: tuple[int, int]) -> None:
+    """Raise UnsupportedError if the installed PyTorch is older than `version`; `what` begins the message."""
+    if version > VERSION:
+        needed = ".".join(map(str, version))
+        raise UnsupportedError(
+            f"{what} needs PyTorch {needed} or newer, and {torch.__version__} is installed; "
+            f"pip install 'torch>={needed}'"
+        )
+
+
+def require_operators(name: str) -> None:
+    """Raise UnsupportedError if attention `name` consists of a custom operator that this PyTorch cannot define."""
+    require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
+
+
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...), or before PyTorch 2.4 a decorator whose operator refuses to run."""
+    """Return torch.library.custom_op(name, ...).
+
+    Before PyTorch 2.4 return a decorator that drops the function. Callers must ask `HAS_OPERATORS` or call
+    `require_operators`.
+    """
     if HAS_OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
-    return lambda function: _MissingOperator(name)
+    return lambda function: _MissingOperator()
 
 
 class _MissingOperator:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *arguments: Any) -> Any:
-        raise UnsupportedError(
-            f"'{self.name}' needs PyTorch 2.4 or newer, here is {torch.__version__}; pip install --upgrade torch"
-        )
-
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
@@ -159,5 +174,5 @@ def _refuse_second_derivative(name: str, grads: Any) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
-            "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+            f"kernel; run the forward pass inside {MATH_KERNEL}"
         )

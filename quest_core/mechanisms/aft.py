@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, no_autocast
+from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators
 from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
@@ -153,6 +153,7 @@ class AttentionFreeSimple(Family):
         cache["sums"] = torch.cat(sums, dim=2)  # [B, H, 3, D]
         if q.shape[2] == 1:
             return gate(q, average(sums), self.query)
+        require_operators("aft-simple")
         if before is not None:
             keys, values = after(as_token(before), keys, values)
         y, _ = aft_running(_rows(keys), _rows(values))
@@ -242,6 +243,7 @@ class AttentionFreeFull(Family):
 
     def _several(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         """The output [B, H, N, D] of the queries from position `start` on: keys and values of the last M tokens."""
+        require_operators(self.name)
         n, m = q.shape[2], keys.shape[2]
         left, right = self.bias(start, n, start + n - m, m)
         left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
