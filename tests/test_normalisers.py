@@ -429,7 +429,9 @@ class Largest(TorchDispatchMode):
                 out = self.inside[func](*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        sizes = [
+            x.untyped_storage().nbytes() // x.element_size() for x in tree_flatten(out)[0] if isinstance(x, Tensor)
+        ]
         self.elements = max([self.elements, *sizes])
         return out
 

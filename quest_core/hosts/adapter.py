@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..catalogue import parts
 from ..config import DEFAULTS, AttentionConfig
 from ..errors import UnsupportedError
+from ..kernels.pytorch import wider
 from .patching import Patches
 
 
@@ -165,7 +166,7 @@ class Adapter(ABC):
 def scale_heads(rows: Tensor, factor: Tensor) -> None:
     """Multiply the rows of each head in place: rows [H·D, ...], head by head, factor [H]."""
     heads = rows.unflatten(0, (len(factor), -1)).movedim(0, -1)  # [D, ..., H]
-    heads.copy_(heads * factor.to(rows.device, torch.promote_types(rows.dtype, torch.float32)))
+    heads.copy_(heads * factor.to(rows.device, wider(rows.dtype)))
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:

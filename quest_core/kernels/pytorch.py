@@ -38,6 +38,18 @@ def is_compiling() -> bool:
     return bool(torch._dynamo.is_compiling())  # PyTorch 2.1 and 2.2
 
 
+def is_compiling_without_dynamo() -> bool:
+    """Whether torch.export runs this code itself, on tensors that have no values."""
+    if not is_compiling() or not hasattr(torch.compiler, "is_dynamo_compiling"):
+        return False  # before PyTorch 2.3 Dynamo does it
+    return not torch.compiler.is_dynamo_compiling()
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return torch.promote_types(dtype, torch.float32), which Dynamo of PyTorch 2.1 cannot read, of a floating dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def is_tracing() -> bool:
     """Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen."""
     return bool(torch._C._get_tracing_state())
@@ -101,12 +113,12 @@ def tokens_are_divided() -> bool:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The lower type that autocast computes in on this device, or None if autocast is off there."""
-    try:
-        enabled = torch.is_autocast_enabled(device_type)
-    except TypeError:  # before PyTorch 2.4 the functions name their device
+    if VERSION < (2, 4):  # the functions name their device
         if device_type == "cpu":
             return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
         return torch.get_autocast_gpu_dtype() if device_type == "cuda" and torch.is_autocast_enabled() else None
+    try:
+        enabled = torch.is_autocast_enabled(device_type)
     except RuntimeError:  # a device that autocast does not know, such as meta
         return None
     return torch.get_autocast_dtype(device_type) if enabled else None

@@ -24,7 +24,7 @@ def needs_torch(version: str, what: str) -> None:
         version: the first one that has `what`.
         what: the name of PyTorch's that the test uses.
     """
-    if VERSION < tuple(map(int, version.split("."))):
+    if tuple(map(int, version.split("."))) > VERSION:
         pytest.skip(f"{PREFIX}has no {what}, which PyTorch {version} brought")
 
 
