@@ -22,8 +22,8 @@ from mmengine.logging import MessageHub, MMLogger
 from mmengine.optim import OptimWrapper
 from mmseg.visualization import SegLocalVisualizer
 
-from quest_core.errors import ConfigError, InputError
-from quest_core.mechanism import AttentionMismatchWarning
+from quest_core import AttentionMismatchWarning
+from quest_core.errors import CheckpointError, ConfigError
 from quest_mmseg.bench import scenes
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
@@ -198,26 +198,40 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
 
 
 def test_a_checkpoint_of_another_attention(
-    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
+    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused by --resume and tools/test.py, where it would be a mistake; load_from, which fine-tunes, warns."""
+    """The tools refuse a checkpoint that names another attention; one of stock warns; stock prints the unread key."""
     checkpoints = {name: str(trained(name) / f"iter_{ITERATIONS}.pth") for name in ("stock", "quest")}
-    for own, other, named in (("standard", "quest", "quest"), ("quest", "stock", "standard")):
-        path, options = checkpoints[other], ["--cfg-options", f"model.attention={own}", "experiment_name=refused"]
-        why = f"layers.0.attn.attn was trained with attention '{named}', and the model has '{own}'"
-        with pytest.raises(InputError, match=f"iter_4.pth cannot be tested: its backbone.{why}.*cfg-options model.att"):
-            tool("test.py", "ours.py", path, "--work-dir", "refused", *options)
-        with pytest.raises(InputError, match=f"iter_4.pth cannot be resumed: its backbone.{why}.*load_from"):
-            tool("train.py", "ours.py", "--work-dir", "refused", "--resume", *options, f"load_from={path}")
+    refused = pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has 'standard'")
     (folder / "flexible.py").write_text('_base_ = "ours.py"\nrunner_type = "FlexibleRunner"\ncustom_hooks = []\n')
-    options = ["--cfg-options", "model.attention=quest", f"load_from={checkpoints['stock']}"]
-    with pytest.raises(InputError, match=r"iter_4.pth cannot be resumed: .* 'standard', and the model has 'quest'"):
-        tool("train.py", "flexible.py", "--work-dir", "refused", "--resume", *options)
-    tool("test.py", "ours.py", checkpoints["stock"], "--work-dir", "taken", "--cfg-options", "model.attention=standard")
-    options = ["model.attention=standard", f"load_from={checkpoints['quest']}", "train_cfg.max_iters=1"]
-    with pytest.warns(AttentionMismatchWarning, match="trained with attention 'quest' and is being loaded into 'stand"):
-        tool("train.py", "ours.py", "--work-dir", "tuned", "--cfg-options", *options, "experiment_name=tuned")
+    options = ["--work-dir", "refused", "--cfg-options", "experiment_name=refused"]
+    with refused:
+        tool("test.py", "ours.py", checkpoints["quest"], *options)
+    for config in ("ours.py", "flexible.py"):
+        for resume in ([], ["--resume"]):
+            with refused:
+                tool("train.py", config, *resume, *options, f"load_from={checkpoints['quest']}")
+    quest = ["model.attention=quest", f"load_from={checkpoints['stock']}", "train_cfg.max_iters=1"]
+    with pytest.warns(AttentionMismatchWarning, match="standard attention and are loaded into attention 'quest'"):
+        tool("train.py", "ours.py", "--work-dir", "tuned", "--cfg-options", *quest, "experiment_name=tuned")
     assert len(losses(folder / "tuned")) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        quest += ["model.attention_from=standard", "experiment_name=meant"]
+        tool("train.py", "ours.py", "--work-dir", "meant", "--cfg-options", *quest)
+    capfd.readouterr()
+    tool("test.py", "stock.py", checkpoints["quest"], "--work-dir", "unread")
+    assert "backbone.layers.0.attn.attn.mechanism.attention_is_not_standard" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("config", ["ours.py", "stock.py"])
+def test_an_option_without_model_in_front_ends_the_run(config: str, folder: Path, tool: Callable[..., None]) -> None:
+    """quest_mmseg is imported in this process, as `quest run` and custom_imports import it for stock configs too."""
+    for given in ("attention=quest", "attention.name=quest"):
+        options = ["--cfg-options", given, "experiment_name=forgotten"]
+        with pytest.raises(ConfigError, match="top level of the config, where nothing reads it.*model.attention="):
+            tool("train.py", config, "--work-dir", "forgotten", *options)
+    assert not losses(folder / "forgotten")
 
 
 def test_a_misspelt_mechanism_is_named_with_its_neighbour(tool: Callable[..., None], folder: Path) -> None:
@@ -367,5 +381,5 @@ def test_two_processes_share_one_model(sides: Path, tool: Callable[..., None]) -
         torch.testing.assert_close(value, ddp[f"module.{name}"], msg=name)
     checkpoint = works[1] / f"iter_{ITERATIONS}.pth"
     tool("test.py", "ours.py", str(checkpoint), "--work-dir", "fsdp-test", "--cfg-options", "model.attention=quest")
-    with pytest.raises(InputError, match="trained with attention 'quest', and the model has 'standard'"):
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has 'standard'"):
         tool("test.py", "ours.py", str(checkpoint), "--work-dir", "fsdp-test")

@@ -42,8 +42,8 @@ def read(spelled: Tensor) -> str:
 
 def compare(
     spelled: Tensor | None, config: AttentionConfig, attention_from: AttentionConfig | None, path: str, load: object
-) -> None:
-    """Raise or warn if a checkpoint was trained with another attention than the model has.
+) -> bool:
+    """Return whether a checkpoint was trained with the attention that the model has; raise or warn if it was not.
 
     Args:
         spelled: the checkpoint's entry; None where it has none, which means standard attention.
@@ -56,8 +56,10 @@ def compare(
         CheckpointError: the checkpoint says another attention than `config` and `attention_from`.
     """
     trained = "standard" if spelled is None else read(spelled)
-    if config.means(trained) or (attention_from is not None and attention_from.means(trained)):
-        return
+    if config.means(trained):
+        return True
+    if attention_from is not None and attention_from.means(trained):
+        return False
     said = "" if attention_from is None else f" (attention_from is '{attention_from}')"
     if spelled is not None or attention_from is not None:
         raise CheckpointError(
@@ -70,6 +72,7 @@ def compare(
         "and say attention_from='standard' if you mean to",
         load,
     )
+    return False
 
 
 def accept(model: nn.Module, attention_from: AttentionSpec) -> None:

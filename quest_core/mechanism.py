@@ -424,8 +424,14 @@ class Mechanism(nn.Module):
     ) -> None:
         own, key = self.attention_is_not_standard, prefix + checkpoints.ENTRY
         # PyTorch hands one list of missing keys to all modules of a call.
-        checkpoints.compare(state_dict.pop(key, None), self.config, self.attention_from, prefix[:-1], missing_keys)
-        if own is not None:
+        spelled = state_dict.pop(key, None)
+        if not checkpoints.compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
+            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
+            mine = self.state_dict(prefix=prefix)
+            given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+            shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
+            state_dict.update(mine | shared)
+        elif own is not None:
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 

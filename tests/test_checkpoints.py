@@ -82,6 +82,23 @@ def test_attention_from_says_what_is_loaded() -> None:
             target.load_state_dict(model(other).state_dict())
 
 
+@pytest.mark.parametrize("built", ["quest", "qknorm-hs", "qknorm-hs+gqa(kv_heads=2)", "dgqa(kv_heads=2)"])
+@pytest.mark.parametrize("trained", [None, "quest", "qknorm-hs"])
+def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained: str | None, built: str) -> None:
+    source, target = model(trained), model(built)
+    accept(target, trained or "standard")
+    for layer in source.layers:  # type: ignore[union-attr]
+        for name, parameter in layer.self_attn.named_parameters():  # type: ignore[union-attr, operator]
+            if "log_scale" in name:
+                parameter.data.add_(1)
+    before = {name: x.clone() for name, x in target.state_dict().items()}
+    target.load_state_dict(source.state_dict(), strict=True)
+    for name, x in target.state_dict().items():
+        if ".mechanism." in name:
+            theirs = source.state_dict().get(name) if name.endswith("log_scale") else None
+            torch.testing.assert_close(x, before[name] if theirs is None else theirs)
+
+
 def test_inject_takes_attention_from() -> None:
     made, _ = quest_core.inject(model(None), "quest", attention_from="standard")
     with warnings.catch_warnings():

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.pytorch import HAS_OPERATORS, is_compiling, is_exporting, is_tracing, no_autocast, operator, transform
+from ..kernels.pytorch import (
+    HAS_OPERATORS,
+    is_compiling,
+    is_exporting,
+    is_exporting_to_onnx,
+    is_tracing,
+    no_autocast,
+    operator,
+    transform,
+)
 from .aft import QUERY, gate, hide, nothing, widen
 from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
 from .base import Dims, Family, local
@@ -353,7 +362,8 @@ class AttentionFreeConv(Family):
     def _extents(self, count: int) -> list[int]:
         """The grid that `count` tokens fill."""
         if is_exporting():
-            if isinstance(count, torch.SymInt) and self.grid is None and self.axes > 1:
+            dynamic = isinstance(count, torch.SymInt) or is_exporting_to_onnx()  # which may fix a dynamic length
+            if dynamic and self.grid is None and self.axes > 1:
                 raise UnsupportedError(
                     "attention 'aft-conv' does not support torch.export with a dynamic length: the square or cube is "
                     "inferred from the number of tokens; set grid, such as grid='*x14', or dims=1, or export one length"

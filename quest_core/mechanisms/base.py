@@ -195,9 +195,8 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
     """
     q = q if scale == 1 else q * scale
     if grouped:
-        share = q.shape[1] // k.shape[1]
-        rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, G, H/G·N, D]
-        scores: Tensor = (rows @ k.mT).unflatten(2, (share, -1)).flatten(1, 2)
+        shared = q.unflatten(1, (-1, q.shape[1] // k.shape[1]))  # [B, G, H/G, N, D]
+        scores: Tensor = (shared @ k.unsqueeze(2).mT).flatten(1, 2)
     else:
         scores = q @ k.mT
     return scores if residual is None else scores + residual
@@ -208,9 +207,8 @@ def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
     weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
     if not grouped:
         return weights @ v
-    share = weights.shape[1] // v.shape[1]
-    rows = weights.unflatten(1, (-1, share)).flatten(2, 3)  # [B, G, H/G·N, M]
-    out: Tensor = (rows @ v).unflatten(2, (share, -1)).flatten(1, 2)
+    shared = weights.unflatten(1, (-1, weights.shape[1] // v.shape[1]))  # [B, G, H/G, N, M]
+    out: Tensor = (shared @ v.unsqueeze(2)).flatten(1, 2)
     return out
 
 
@@ -221,7 +219,8 @@ def drop(weights: Tensor, dropout_p: float) -> Tensor:
 
 def hide_lowest(mask: Tensor) -> Tensor:
     """Return an additive mask in which every value at or below half of its type's minimum is −inf, and so hides."""
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+    # Twice the value against the minimum: exporters round constants to float32, and half of float64's would be −inf.
+    return mask.masked_fill(mask + mask <= torch.finfo(mask.dtype).min, -math.inf)
 
 
 def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:

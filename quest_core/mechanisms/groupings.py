@@ -266,18 +266,20 @@ class Perturbed(Grouped):
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
         if not (self.training or self.noise_in_eval):
             return weights
-        batch, heads, n, m = weights.shape
-        grouped = weights.detach().reshape(batch, kv_heads, heads // kv_heads * n * m)  # [B, G, H/G·N·M]
+        n, m = weights.shape[2:]
         seen = torch.ones_like(weights, dtype=torch.bool)
         if mask is not None:
             seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
-        counted = seen.reshape(grouped.shape)
-        count = counted.sum(-1, keepdim=True).clamp(min=1)
-        mean = (grouped * counted).sum(-1, keepdim=True) / count  # [B, G, 1]
-        deviation = (((grouped - mean) * counted).square().sum(-1, keepdim=True) / count).sqrt()
-        noise = (mean + deviation * torch.randn_like(grouped)).reshape(weights.shape)
+        group = (2, 3, 4)  # its heads, queries and keys
+        grouped = weights.detach().unflatten(1, (kv_heads, -1))  # [B, G, H/G, N, M]
+        counted = seen.unflatten(1, (kv_heads, -1))
+        count = counted.sum(group, keepdim=True).clamp(min=1)
+        mean = (grouped * counted).sum(group, keepdim=True) / count  # [B, G, 1, 1, 1]
+        deviation = (((grouped - mean) * counted).square().sum(group, keepdim=True) / count).sqrt()
+        noise = (mean + deviation * torch.randn_like(grouped)).flatten(1, 2)  # [B, H, N, M]
         same = torch.eye(n, m, dtype=torch.bool, device=weights.device)
-        return weights - noise.masked_fill(same | ~seen, 0)
+        perturbed: Tensor = weights - noise.masked_fill(same | ~seen, 0)
+        return perturbed
 
 
 PARTS = (

@@ -164,7 +164,9 @@ def onnx(made: Made) -> str | None:
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet("torch.onnx"):
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(_exported(made), dynamo=True, verbose=False)
+        tensors = made.tensors()
+        shapes = None if made.single else _dynamic_shapes(made, tensors)
+        program = torch.onnx.export(made.module, tensors, dynamic_shapes=shapes, dynamo=True, verbose=False)
     assert program is not None
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     inputs = [one.name for one in session.get_inputs()]

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="height and width of the images")
     parser.add_argument("--batch", type=int, default=1, help="images a step")
     parser.add_argument("--rounds", type=int, default=7, help="steps of each variant")
-    parser.add_argument("--attention", default="quest", help="mechanisms beside standard, separated by spaces")
+    parser.add_argument("--attention", default="quest", help="further mechanisms, separated by spaces")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     init_default_scope("mmseg")

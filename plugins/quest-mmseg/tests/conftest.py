@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ except ModuleNotFoundError:
     sys.path.append(str(ENVIRONMENT))
     import quest_mmseg_environment  # noqa: F401
 
+import pytest  # noqa: E402
 from mmengine.config import ConfigDict  # noqa: E402
+from mmengine.logging import MMLogger  # noqa: E402
 from mmengine.registry import init_default_scope  # noqa: E402
 
 init_default_scope("mmseg")
@@ -54,3 +57,16 @@ def segmenter(**options: Any) -> ConfigDict:
         "test_cfg": {"mode": "whole"},
     }
     return ConfigDict({**config, **options})
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """The lines of quest_core in mmengine's current log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.addFilter(lambda record: record.name == "quest_core")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = MMLogger.get_current_instance()
+    logger.handlers.append(handler)
+    yield lines
+    logger.handlers.remove(handler)

@@ -11,6 +11,7 @@ from mmseg.registry import MODELS
 from torch import Tensor, nn
 
 from quest_core.hosts.adapter import Adapter
+from quest_core.mechanism import Observation
 from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 
@@ -111,7 +112,7 @@ class TestSegFormer(Backbone):
 
 
 class TestPCPVT(Backbone):
-    """Twins with global attention alone."""
+    """Twins with only global attention."""
 
     sites = 2
     refused = ("linear",)
@@ -120,6 +121,21 @@ class TestPCPVT(Backbone):
         "mlp_ratios": [2, 2], "out_indices": (0, 1), "depths": [1, 1], "sr_ratios": [2, 1], "attn_drop_rate": 0.1,
         "norm_after_stage": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])
+def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
+    """Swin adds −100 to the logits of shifted windows, which would be visible to other normalisers than softmax."""
+    config = {**TestSwin.config, "type": "quest_mmseg.SwinTransformer", "attention": attention, "attn_drop_rate": 0.0}
+    layer = MODELS.build(config).stages[0].blocks[1].attn.w_msa.eval()
+    seen: list[Observation] = []
+    layer.mechanism.observer = seen.append
+    x = torch.randn(3, 16, 16)
+    part = torch.arange(16) < 10
+    mask = torch.where(part == part[:, None], 0.0, -100.0)[None]  # [W, N, N]
+    other = torch.cat([x[:, :10], torch.randn(3, 6, 16)], dim=1)
+    assert torch.equal(layer(x, mask)[:, :10], layer(other, mask)[:, :10])
+    assert (seen[0].mask[..., :10, 10:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest"])

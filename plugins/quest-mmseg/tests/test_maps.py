@@ -116,7 +116,7 @@ def test_help_teaches(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["maps", "--help"])
     with pytest.raises(SystemExit):
         maps.main()
-    assert re.search(r"--at X,Y\s+the pixel whose patch looks", capsys.readouterr().out)
+    assert re.search(r"--at X,Y\s+the pixel whose patch attends", capsys.readouterr().out)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
@@ -133,4 +133,4 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["maps", *given[:2], str(tmp_path / "none.png")])
     with pytest.raises(SystemExit):
         maps.main()
-    assert "is no image that OpenCV can read" in capsys.readouterr().err
+    assert "cannot be read by OpenCV" in capsys.readouterr().err

@@ -9,7 +9,9 @@ import re
 import runpy
 import sys
 import warnings
+from logging import Logger
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mmseg
@@ -18,7 +20,8 @@ import torch
 from conftest import CLASSES, segmenter
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.model import ExponentialMovingAverage
-from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, load_state_dict
+from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, weights_to_cpu
 from mmengine.structures import PixelData
 from mmseg.models import backbones, decode_heads
 from mmseg.registry import MODELS
@@ -27,22 +30,23 @@ from torch import nn
 
 import quest_core
 import quest_mmseg
-from quest_core import Mechanism
-from quest_core.errors import ConfigError, InputError, UnsupportedError
+from quest_core import AttentionMismatchWarning, Mechanism
+from quest_core.checkpoints import ENTRY, read
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.hosts.discovery import load_info
-from quest_core.mechanism import AttentionMismatchWarning
-from quest_mmseg.checkpoints import difference
+from quest_mmseg.adapter import MmsegAdapter
 from quest_mmseg.info import INFO
+from quest_mmseg.keys import refuse_unread
 
 MIM = Path(mmseg.__file__).parent / ".mim"
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 
 
 def build(seed: int = 0, **options: Any) -> nn.Module:
-    """Segmenter through the plugin, initialised as the Runner does."""
+    """Segmenter, initialised as the Runner does; of the plugin if there is an attention."""
     torch.manual_seed(seed)
-    config = segmenter(type="quest_mmseg.EncoderDecoder", **options)
-    model = MODELS.build(copy.deepcopy(config))
+    kind = "quest_mmseg.EncoderDecoder" if "attention" in options else "EncoderDecoder"
+    model = MODELS.build(copy.deepcopy(segmenter(type=kind, **options)))
     model.init_weights()
     return model
 
@@ -72,10 +76,9 @@ def attentions(model: nn.Module) -> dict[str, str]:
 # --- configs --------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_model(capsys):
+def test_the_whole_model(log):
     model = build(attention="quest")
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
-    assert told == [f"quest: {model.attention_report}"]
+    assert log == [str(model.attention_report)]
     assert list(attentions(model).values()) == ["quest"] * 4
     assert str(model.attention_report).startswith("attention=quest in 4 modules (MultiheadAttention; ")
 
@@ -94,23 +97,105 @@ def test_parts_with_mechanisms_of_their_own():
 def test_naming_it_twice_is_refused():
     config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
     config.backbone.update(type="quest_mmseg.VisionTransformer", attention="linear")
-    with pytest.raises(ConfigError, match="named twice: 'quest' for EncoderDecoder and 'linear' for its backbone"):
+    why = "named twice: 'quest' for quest_mmseg.EncoderDecoder and 'linear' for its backbone; keep one"
+    with pytest.raises(ConfigError, match=why):
         MODELS.build(config)
 
 
-def test_without_the_key_it_is_the_host_and_the_host_refuses_the_key():
-    assert attentions(MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder"))) == {}
+NOTHING = {"backbone": None, "decode_head": None}  # mmseg's own error for these would come from building the parts
+WRITE = r"write dict\(type='quest_mmseg.EncoderDecoder', attention='quest', ...\).*model.attention=quest"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, WRITE),
+        ({"attention": None}, WRITE),
+        ({"atention": "quest"}, WRITE),
+        ({"attention_from": "standard"}, WRITE),
+        ({"allow_partial": True, "backbone": {"type": "quest_mmseg.BEiT", "attention": "quest"}}, WRITE),
+        ({"attention": "quset"}, "did you mean 'quest'"),
+        ({"attention": "quest", "attention_from": "standart"}, "did you mean 'standard'"),
+        ({"backbone": {"type": "quest_mmseg.VisionTransformer", "attention": "qest"}}, "did you mean 'quest'"),
+        (
+            {"backbone": {"type": "VisionTransformer", "attention": "quest"}},
+            "backbone.attention is 'quest', and mmseg's VisionTransformer does not read it; write "
+            "backbone.type='quest_mmseg.VisionTransformer'",
+        ),
+        (
+            {"attention": "quest", "auxiliary_head": [{"type": "mmseg.Mask2FormerHead", "attention": "sigmoid"}]},
+            "auxiliary_head.0.attention is 'sigmoid', and mmseg's Mask2FormerHead does not read it",
+        ),
+        (
+            {"attention": "quest", "backbone": {"type": backbones.VisionTransformer, "attention": "sigmoid"}},
+            "mmseg's VisionTransformer does not read it",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_built(given, why):
+    with pytest.raises(ConfigError, match=why):
+        MODELS.build({"type": "quest_mmseg.EncoderDecoder", **NOTHING, **given})
+
+
+def test_mmseg_refuses_keys_that_it_does_not_know():
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention'"):
         MODELS.build(segmenter(attention="quest"))
     with pytest.raises(TypeError, match="'atention'"):
-        MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", atention="quest"))
+        build(attention="quest", atention="quest")
 
 
-def test_misspelling_is_told_before_anything_is_built():
+def test_attention_at_the_top_level_of_a_config_is_refused():
+    """What `--cfg-options attention=quest` makes, where the `model.` is forgotten."""
+    standard, quest, stock = build(attention="standard"), build(attention="quest"), build()
+    for model, has in ((standard, "attention 'standard'"), (stock, "mmseg's own attention")):
+        with pytest.raises(ConfigError, match=f"top level .* the model has {has}; write model.attention='quest'"):
+            refuse_unread(Config({"attention": "quest"}), model)
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
-        MODELS.build(
-            {"type": "quest_mmseg.EncoderDecoder", "attention": "quset", "backbone": None, "decode_head": None}
-        )
+        refuse_unread(Config({"attention": "quset"}), quest)
+    with pytest.raises(ConfigError, match="model.decode_head.attention is 'quest', and mmseg's MaskFormerHead"):
+        refuse_unread(Config({"model": {"decode_head": {"type": "MaskFormerHead", "attention": "quest"}}}), stock)
+    refuse_unread(Config({"attention": "quest"}), quest)  # a variable of the config file, which sets model.attention
+    refuse_unread(Config({"model": {"type": "User", "attention": "cbam"}}), stock)
+    with pytest.raises(ConfigError, match="top level"):
+        quest.cfg = Config({"attention": "standard"})  # as init_model does
+    assert not hasattr(quest, "cfg")
+
+
+class TimmAttention(nn.Module):
+    pass
+
+
+def test_a_partial_replacement_needs_leave():
+    """A backbone of another library under a head of mmseg: only the head's attention would be replaced."""
+    MODELS.register_module(name="TimmLike", module=type("TimmLike", (backbones.ResNet,), {}), force=True)
+    made = MODELS.get("TimmLike")
+    made.__init__ = lambda self: (nn.Module.__init__(self), setattr(self, "attn", TimmAttention()))[0]
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
+    config.backbone = ConfigDict(type="TimmLike")
+    with pytest.raises(InjectionError, match=r"replace 2 modules and leave 1 .*backbone.attn.*allow_partial=True"):
+        MODELS.build(copy.deepcopy(config))
+    config.allow_partial = True
+    model = MODELS.build(config)
+    assert model.attention_report.left_alone == ("backbone.attn",)
+    assert len(attentions(model)) == 2
+
+
+def test_a_stock_model_is_stock_after_uninstall():
+    adapter = MmsegAdapter()
+    stock = [vars(owner)[name].__wrapped__ for owner, name, _ in adapter.patches]
+    try:
+        adapter.uninstall()
+        assert [Runner.wrap_model, FlexibleRunner.load_or_resume] == stock
+        assert adapter.log is None
+        model = build()
+        assert attentions(model) == {}
+        runner = SimpleNamespace(cfg=Config({"attention": "quest"}), model=model, distributed=False, logger=Logger("x"))
+        Runner.wrap_model(runner, None, model)
+    finally:
+        adapter.install()
+    with pytest.raises(ConfigError, match="top level"):
+        Runner.wrap_model(runner, None, model)
+    assert len(attentions(build(attention="quest"))) == 4
 
 
 @pytest.mark.parametrize(
@@ -175,7 +260,8 @@ def test_standard_initialises_and_trains_as_stock():
         runs.append(run)
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
     assert runs[0][-1] < runs[0][0]
-    assert build(attention="quest").state_dict().keys() == theirs.keys()
+    quest = build(attention="quest").state_dict()
+    assert [name for name in quest if not name.endswith(ENTRY)] == list(theirs)
 
 
 def test_the_fused_kernel_is_reached_and_stock_never_does(monkeypatch):
@@ -244,7 +330,7 @@ def test_every_mechanism_trains_and_predicts_at_any_size(attention):
 
 
 def test_aft_conv_knows_the_grid_and_the_class_tokens():
-    """A patch far outside the window reaches a query through the global sum alone; its neighbours have a bias."""
+    """A patch far outside the window reaches a query only through the global sum; its neighbours have a bias."""
     model = build(attention="aft-conv(window=3)").eval()
     families = [m.family for m in model.modules() if isinstance(m, Mechanism)]
     assert [family.prefix for family in families] == [1, 1, CLASSES, CLASSES]
@@ -318,7 +404,7 @@ def test_deit_weights_through_the_shipped_converter(attention, tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["vit2mmseg.py", str(tmp_path / "deit.pth"), str(tmp_path / "converted.pth")])
     runpy.run_path(str(MIM / "tools/model_converters/vit2mmseg.py"), run_name="__main__")
     state = torch.load(tmp_path / "converted.pth", weights_only=True)
-    model = build(attention=attention, pretrained=str(tmp_path / "converted.pth"))
+    model = build(attention=attention, attention_from="standard", pretrained=str(tmp_path / "converted.pth"))
     loaded = model.backbone.state_dict()
     assert loaded["pos_embed"].shape == (1, 25, 16)
     assert torch.equal(loaded["pos_embed"][:, 0], state["pos_embed"][:, 0])
@@ -352,7 +438,7 @@ def test_deit_has_the_features_that_timm_gives_it(tmp_path, monkeypatch):
     config.pretrained = str(tmp_path / "converted.pth")
     features = {}
     for attention in ("standard", "quest"):
-        backbone = MODELS.build({**config, "attention": attention})
+        backbone = MODELS.build({**config, "attention": attention, "attention_from": "standard"})
         backbone.init_weights()
         backbone.eval()
         backbone.load_state_dict(torch.load(tmp_path / "converted.pth", weights_only=True), strict=True)
@@ -365,41 +451,28 @@ def test_load_from_takes_stock_checkpoints_strictly(tmp_path):
     stock = build()
     torch.save({"state_dict": stock.state_dict()}, tmp_path / "stock.pth")
     for attention in ("standard", "quest", "quest+gqa(kv_heads=1)"):
-        model = build(seed=5, attention=attention)
-        load_checkpoint(model, str(tmp_path / "stock.pth"), strict=True)
+        model = build(seed=5, attention=attention, attention_from="standard")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AttentionMismatchWarning)
+            load_checkpoint(model, str(tmp_path / "stock.pth"), strict=True)
         converted, _ = quest_core.inject(copy.deepcopy(stock), attention, adapter="mmseg")
         torch.testing.assert_close(model.eval()(images()), converted.eval()(images()))
-    back = build(seed=6)
-    load_state_dict(back, build(attention="quest").state_dict(), strict=True)
 
 
-def test_mmengine_checkpoints_remember_the_attention(tmp_path):
-    torch.save({"state_dict": get_state_dict(build(attention="quest"))}, tmp_path / "quest.pth")
-    with pytest.warns(AttentionMismatchWarning, match="trained with attention 'quest'"):
-        load_checkpoint(build(attention="standard"), str(tmp_path / "quest.pth"))
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=1)"])
+def test_mmengine_checkpoints_name_the_attention(attention, tmp_path):
+    """mmengine collects parameters and buffers by itself, on the CPU, and copies what it loads."""
+    stored = weights_to_cpu(get_state_dict(nn.DataParallel(build(attention=attention))))
+    assert [read(stored[name]) for name in stored if name.endswith(ENTRY)] == [attention] * 4
+    path = str(tmp_path / "trained.pth")
+    torch.save({"state_dict": stored}, path)
+    with pytest.raises(CheckpointError, match=rf"trained with attention '{re.escape(attention)}'.*attention_from="):
+        load_checkpoint(build(attention="standard"), path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
-        load_checkpoint(build(attention="quest"), str(tmp_path / "quest.pth"), strict=True)
-
-
-def test_what_a_checkpoint_says_is_compared_layer_by_layer():
-    config = segmenter(type="quest_mmseg.EncoderDecoder")
-    config.decode_head.update(type="quest_mmseg.SegmenterMaskTransformerHead", attention="quest")
-    part, stock, whole = MODELS.build(config), build(), build(attention="quest")
-    head, backbone = "its decode_head.layers.0.attn.attn was", "its backbone.layers.0.attn.attn was"
-    assert difference(whole, whole.state_dict()) is None
-    assert difference(build(attention="standard"), stock.state_dict()) is None
-    assert difference(nn.DataParallel(whole), whole.state_dict()) is None
-    assert difference(whole, nn.DataParallel(whole).state_dict()) is None
-    for model, other, told in (
-        (whole, stock, f"{backbone} trained with attention 'standard', and the model has 'quest'"),
-        (stock, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
-        (part, stock, f"{head} trained with attention 'standard', and the model has 'quest'"),
-        (part, whole, f"{backbone} trained with attention 'quest', and the model has 'standard'"),
-    ):
-        assert difference(model, other.state_dict()) == told
-    with pytest.warns(AttentionMismatchWarning, match="does not say .* not compared with the model's, 'quest'"):
-        assert difference(whole, dict(stock.state_dict())) is None
+        load_checkpoint(build(attention=attention), path, strict=True)
+        if "gqa" in attention:
+            load_checkpoint(build(attention="sigmoid+gqa(kv_heads=1)", attention_from=attention), path, strict=True)
 
 
 def test_ema_copies_follow():

@@ -117,7 +117,7 @@ def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ConfigError, match=r"list.pth'.*it holds a list instead of weights"):
         tasks.load(standard, str(tmp_path / "list.pth"), "standard")
-    with pytest.raises(ConfigError, match="trained with attention 'standard', and the model has 'quest'"):
+    with pytest.raises(ConfigError, match="trained with standard attention and are loaded into attention 'quest'"):
         tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
 
 

@@ -51,7 +51,7 @@ def epoch(learn: TSClassifier) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="quest", help="the mechanism beside standard")
+    parser.add_argument("--attention", default="quest", help="the mechanism to compare with standard")
     parser.add_argument("--length", type=int, default=29, help="time steps")
     parser.add_argument("--series", type=int, default=302, help="series, 32 of them held out")
     parser.add_argument("--models", type=int, default=3, help="models of each variant")

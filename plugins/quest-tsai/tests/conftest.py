@@ -1,4 +1,4 @@
-"""The tests need what `environment/` gives: torchvision beside a CPU build of PyTorch."""
+"""The tests need what `environment/` gives: torchvision with a CPU build of PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 
 @pytest.fixture
 def fresh_python():
-    """Run a script in a new interpreter and return what it printed; its failure is the test's."""
+    """Run a script in a new interpreter and return its output; its failure fails the test."""
 
     def run(script: str, cwd: Path) -> str:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ENVIRONMENT)]))

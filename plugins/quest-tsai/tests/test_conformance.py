@@ -61,7 +61,7 @@ class TestTSTPlusDropout(Masked):
 
 
 class TestTSTPlusOddHeads(Series):
-    """d_k beside d_model / n_heads: tsai's factor still follows the width."""
+    """d_k differs from d_model / n_heads: tsai's factor still follows the width."""
 
     def make_model(self):
         return TSTPlus(3, 5, 12, d_k=6, d_v=3, **SMALL)

@@ -1,4 +1,4 @@
-"""How users ask for attention in tsai, and what they are told when it cannot be."""
+"""The options, refusals and reports that users of tsai see."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import tsai.basics
+import tsai.learner
+import tsai.models.utils
+import tsai.tslearner
+from fastai.learner import Learner
 from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, get_ts_dls, ts_learner
+from tsai.callback import MVP
 from tsai.learner import all_arch_names, get_arch
 from tsai.models.TSTPlus import TSTPlus
 
 import quest_core
 import quest_tsai
-from quest_core import UnsupportedError
+from quest_core import ConfigError, UnsupportedError
 from quest_core.catalogue import parts
 from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_tsai.info import INFO
@@ -101,8 +107,8 @@ def test_learner_function(problem):
 def test_plain_class_and_report(capsys):
     model = TSTPlus(3, 5, 12, attention="quest", **SIZES)
     assert model.attention_report.attention == "quest"
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
-    assert told == [f"quest: {model.attention_report}"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quest:")]
+    assert lines == [f"quest: {model.attention_report}"]
 
 
 def test_a_pretrained_model_is_calibrated(problem):
@@ -118,6 +124,27 @@ def test_a_pretrained_model_is_calibrated(problem):
     for weight, layer, found in zip(before, replaced, report.layers, strict=True):
         wanted = weight.unflatten(0, (4, -1)) * torch.tensor(found.factors)[:, None, None]
         torch.testing.assert_close(layer.W_Q.weight, wanted.flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_and_the_warning_reach_the_log(tmp_path, fresh_python):
+    """tsai and fastai keep no log of their own, so it is the one that the user configures on the root logger."""
+    printed = fresh_python(
+        "import logging, warnings\n"
+        "logging.basicConfig(filename='train.log', level=logging.INFO)\n"
+        "import quest_tsai, torch\n"
+        "from tsai.models.TSTPlus import TSTPlus\n"
+        "torch.save(TSTPlus(3, 5, 12).state_dict(), 'stock.pth')\n"
+        "model = TSTPlus(3, 5, 12, attention='quest')\n"
+        "warnings.simplefilter('ignore')\n"
+        "from tsai.models.utils import transfer_weights\n"
+        "transfer_weights(model, 'stock.pth', device='cpu')\n"
+        "print(model.attention_report)\n",
+        tmp_path,
+    )
+    log = [line for line in (tmp_path / "train.log").read_text().splitlines() if "quest_core" in line]
+    assert log[0] == f"INFO:quest_core:{printed.splitlines()[-1]}"
+    assert log[1].startswith("WARNING:quest_core:these weights were trained with standard attention")
+    assert len(log) == 2
 
 
 def test_without_the_key_nothing_changes(capsys):
@@ -149,10 +176,24 @@ def test_either_order_of_imports(tmp_path, fresh_python):
             assert fresh_python(script, tmp_path).split()[-1] == "3"
 
 
-def test_installing_twice_wraps_once():
-    before = TSTPlus.__init__
-    quest_tsai.TsaiAdapter().install()
-    assert TSTPlus.__init__ is before
+def test_what_is_uninstalled_leaves_stock_tsai_and_can_be_installed_again():
+    adapter = quest_tsai.TsaiAdapter()
+    adapter.uninstall()
+    try:
+        assert not any(isinstance(m, Replacement) for m in TSTPlus(3, 5, 12, **SIZES).modules())
+        with pytest.raises(TypeError, match="attention"):
+            get_arch("gMLP")(3, 5, 12, attention="quest")
+        assert not hasattr(Learner.load, "__wrapped__")
+        assert not any(hasattr(module.transfer_weights, "__wrapped__") for module in (MVP, tsai.models.utils))
+        assert tsai.basics.ts_learner.__code__.co_filename == tsai.learner.__file__
+    finally:
+        adapter.install()
+    assert len(mechanisms(TSTPlus(3, 5, 12, attention="quest", **SIZES))) == 2
+
+
+def test_every_copy_of_a_function_is_wrapped():
+    assert MVP.transfer_weights is tsai.models.utils.transfer_weights is tsai.tslearner.transfer_weights
+    assert tsai.learner.ts_learner is tsai.basics.ts_learner
 
 
 # --- torch.nn.MultiheadAttention inside tsai ------------------------------------------------------------------------
@@ -201,16 +242,79 @@ ARCHITECTURES = {get_arch(name) for name in all_arch_names if isinstance(get_arc
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES, key=lambda kind: kind.__name__))
 def test_every_architecture_honours_or_refuses(architecture):
+    assert (architecture, "__init__") in [(owner, name) for owner, name, _ in quest_tsai.TsaiAdapter().patches]
     if architecture.__name__ in INFO["architectures"]:
-        assert architecture.__init__.accepts_attention
         return
     with pytest.raises(UnsupportedError, match=f"cannot be used in {architecture.__name__}: .*TSTPlus"):
         architecture(3, 5, seq_len=12, attention="quest")
 
 
-def test_refusal_reaches_the_user_of_the_classifier(problem, tmp_path):
-    with pytest.raises(UnsupportedError, match="cannot be used in gMLP"):
-        classifier(problem, tmp_path, "quest", arch="gMLP")
+@pytest.fixture
+def unprepared(monkeypatch):
+    """Fails if tsai prepares data or builds a model."""
+    for module, name in ((tsai.tslearner, "get_ts_dls"), (tsai.tslearner, "build_ts_model")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the refusal came too late"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"arch": "gMLP"}, UnsupportedError, "cannot be used in gMLP"),
+        ({"arch": "XCMPlus"}, UnsupportedError, "cannot be used in XCMPlus"),
+        ({"arch": "TSSequencer"}, UnsupportedError, "cannot be used in TSSequencer"),
+        ({"arch": None}, UnsupportedError, "cannot be used in InceptionTimePlus"),
+        ({"arch": "xresnet1d18"}, UnsupportedError, "cannot be used in xresnet1d18"),
+        ({"arch": torch.nn.Linear(1, 1)}, ConfigError, r"Linear, a model that is built already.*quest_core\.inject"),
+        ({"arch_config": {"attention": "quset"}}, ConfigError, "did you mean 'quest'"),
+        ({"arch_config": {"atention": "quest"}}, ConfigError, "did you mean 'attention'"),
+        ({"arch_config": {"attention": "quest", "kv_heads": 2}}, ConfigError, "write attention=.*'kv_heads': 2"),
+        ({"arch_config": {"attention_from": "quest"}}, ConfigError, "without attention"),
+        ({"arch_config": {"attention": "quest", "attention_from": "quset"}}, ConfigError, "did you mean 'quest'"),
+        ({"arch_config": {}, "attention": "quest"}, ConfigError, r"write arch_config=\{'attention': 'quest'\}"),
+    ],
+)
+@pytest.mark.parametrize("learner", [TSClassifier, TSRegressor, TSForecaster])
+def test_what_cannot_be_is_refused_before_data_is_prepared(problem, unprepared, learner, options, error, message):
+    x, y, splits = problem
+    with pytest.raises(error, match=message):
+        learner(x, y, splits=splits, **{"arch": "TSTPlus", "arch_config": {"attention": "quest"}, **options})
+
+
+def test_an_architecture_of_a_user_that_does_not_read_it(problem, tmp_path):
+    class Mine(torch.nn.Module):
+        def __init__(self, c_in, c_out, **options):
+            super().__init__()
+            self.layer = torch.nn.Linear(c_in, c_out)
+
+    class Reading(Mine):
+        def __init__(self, c_in, c_out, attention):
+            super().__init__(c_in, c_out)
+            self.read = attention
+
+    with pytest.raises(quest_core.InjectionError, match=r"attention='quest' was given to .*Mine.*did not read it"):
+        classifier(problem, tmp_path, "quest", arch=Mine)
+    x, y, splits = problem
+    options = {"tfms": [None, TSClassification()], "arch_config": {"attention": "its own"}}
+    learn = TSClassifier(x.copy(), y, splits=splits, arch=Reading, **options)
+    assert learn.model.read == "its own"
+
+
+def test_learner_function_refuses_what_it_would_ignore(problem):
+    x, y, splits = problem
+    dls = get_ts_dls(x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15)
+    with pytest.raises(ConfigError, match="a model that is built already"):
+        ts_learner(dls, TSTPlus(3, 3, 20, **SIZES), attention="quest")
+    with pytest.raises(UnsupportedError, match="cannot be used in XCM"):
+        ts_learner(dls, "XCM", arch_config={"attention": "quest"})
+    assert len(mechanisms(ts_learner(dls, TSTPlus, init=None, arch_config={"attention": "quest"}).model)) == 3
+
+
+def test_attention_that_stays_is_an_error_unless_allowed():
+    head = torch.nn.MultiheadAttention(16, 4)
+    with pytest.raises(quest_core.InjectionError, match=r"'head' \(MultiheadAttention\); say allow_partial=True"):
+        TSTPlus(3, 5, 12, attention="quest", custom_head=head, **SIZES)
+    model = TSTPlus(3, 5, 12, attention="quest", allow_partial=True, custom_head=head, **SIZES)
+    assert model.attention_report.left_alone == ("head",)
 
 
 def test_no_function_swallows_it():
@@ -219,8 +323,8 @@ def test_no_function_swallows_it():
             get_arch(name)(3, 5, attention="quest")
 
 
-def test_misspelling_is_told_before_anything_is_built():
-    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
+def test_misspelling_is_refused_before_anything_is_built():
+    with pytest.raises(ConfigError, match="did you mean 'quest'"):
         TSTPlus(3, 5, 12, attention="quset")
 
 
@@ -242,7 +346,7 @@ def test_learnable_scale_is_of_the_standard_score():
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
-# --- what the host reads --------------------------------------------------------------------------------------------
+# --- scores and weights -----------------------------------------------------------------------------------------------
 
 
 def test_scores_passed_on_are_quest_logits_plus_the_previous_ones():
@@ -275,7 +379,7 @@ def test_weights_are_formed_only_where_they_are_read():
     plain = weights_of()
     core = plain.backbone.encoder.layers[0].self_attn.sdp_attn
     assert isinstance(core, Core)
-    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although nobody reads weights")
+    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although the host does not read weights")
     plain(torch.randn(2, 3, 12))
     del core.mechanism.logits
     caught = []
@@ -328,7 +432,7 @@ def test_save_load_copy_and_pickle(problem, tmp_path):
         torch.testing.assert_close(twin(x.clone()), want)
 
 
-def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(problem, tmp_path, fresh_python):
+def test_an_exported_learner_loads_in_a_process_that_does_not_import_the_plugin(problem, tmp_path, fresh_python):
     learn = classifier(problem, tmp_path, "quest")
     train(learn, 1)
     x, _, _ = problem
@@ -336,7 +440,7 @@ def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(p
     learn.export("kept.pkl")
     np.save(tmp_path / "x.npy", x[:4])
     np.save(tmp_path / "wanted.npy", probabilities.numpy())
-    told = fresh_python(
+    printed = fresh_python(
         "import numpy as np\nfrom tsai.inference import load_learner\n"
         "learn = load_learner('kept.pkl')\n"
         "got = learn.get_X_preds(np.load('x.npy'))[0].numpy()\n"
@@ -344,13 +448,13 @@ def test_an_exported_learner_loads_in_a_process_that_never_heard_of_the_plugin(p
         "print(learn.model.attention_report)\n",
         tmp_path,
     )
-    assert "attention=quest in 2 modules" in told
+    assert "attention=quest in 2 modules" in printed
 
 
 def test_a_stock_checkpoint_is_pooled_on_load():
     torch.manual_seed(0)
     stock = TSTPlus(3, 5, 12, **SIZES)
-    model = TSTPlus(3, 5, 12, attention="standard+gqa(kv_heads=2)", **SIZES)
+    model = TSTPlus(3, 5, 12, attention="standard+gqa(kv_heads=2)", attention_from="standard", **SIZES)
     model.load_state_dict(stock.state_dict(), strict=True)
     theirs = stock.backbone.encoder.layers[1].self_attn.W_V.weight.view(2, 2, 4, 16).mean(1).view(8, 16)
     torch.testing.assert_close(model.backbone.encoder.layers[1].self_attn.W_V.weight, theirs)
@@ -381,8 +485,8 @@ def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
 
 
 def test_a_misspelt_option_is_never_swallowed():
-    """TSiTPlus takes any keyword and drops what it does not know."""
-    with pytest.raises(quest_core.ConfigError, match="TSiTPlus has no option 'atention'; did you mean 'attention'"):
+    """TSiTPlus accepts any keyword and ignores unknown ones."""
+    with pytest.raises(ConfigError, match="TSiTPlus has no option 'atention'; did you mean 'attention'"):
         get_arch("TSiTPlus")(3, 2, 20, atention="quest")
 
 

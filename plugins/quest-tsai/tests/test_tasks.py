@@ -30,11 +30,11 @@ def cell(tmp_path, task="BasicMotions", attention="quest", seed=0, data=None, **
 
 @pytest.mark.parametrize("architecture", ["paper", "TSTPlus"])
 def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, architecture):
-    told = []
+    reported = []
     chosen = cell(tmp_path, "JapaneseVowels", architecture=architecture)
-    one, two = (run_uea(chosen, lambda done, text: told.append((done, text))) for _ in range(2))
+    one, two = (run_uea(chosen, lambda done, text: reported.append((done, text))) for _ in range(2))
     assert one.series == two.series
-    assert [done for done, _ in told] == [0.5, 1.0] * 2
+    assert [done for done, _ in reported] == [0.5, 1.0] * 2
     assert one.metrics["accuracy"] == max(one.series["accuracy"])
     assert all(math.isfinite(v) for values in one.series.values() for v in values)
     assert one.details["injected"].startswith("attention=quest in 1 module")

@@ -1,17 +1,21 @@
 """MmsegAdapter: where mmseg's attention is, and how `attention=` reaches it.
 
-A config names classes of the scope ``quest_mmseg`` (see quest_mmseg.models), which build the host's own class and then
-inject. That is before wrapping, optimizer, EMA, `init_weights` and `load_from`, so new parameters are seen by all.
+A config names classes of the scope ``quest_mmseg`` (see quest_mmseg.models), which build mmseg's own class and then
+inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all of these see the new parameters.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+from mmengine.logging import MMLogger
+from mmengine.runner import FlexibleRunner, Runner
 from torch import Tensor, nn
 
+from quest_core import notices
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
@@ -19,8 +23,8 @@ from quest_core.hosts.discovery import require_host
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 
-from . import checkpoints
 from .info import INFO
+from .keys import refuse_unread
 from .layers import (
     BEiTAttention,
     EfficientMultiheadAttention,
@@ -43,7 +47,7 @@ HOSTS: dict[tuple[str, str], type[Replacement]] = {
 """Host class (module, name) -> what replaces it."""
 
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
-"""The hosts whose attention is over a grid of patches with tokens beside it; see `connect`."""
+"""Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
 
 
 class MmsegAdapter(Adapter):
@@ -51,12 +55,15 @@ class MmsegAdapter(Adapter):
 
     name: ClassVar[str] = "mmseg"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    log: ClassVar[logging.Handler | None] = None
+    """What writes notices to mmengine's log, while installed."""
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every attention module that can be replaced, in the order of registration, that of the forward pass.
+        """Yield every attention module that can be replaced, in the order of registration, that of the forward pass.
 
         Raises:
-            UnsupportedError: the model has attention of a kind that cannot be replaced; the message says which.
+            UnsupportedError: the model has a kind of attention that cannot be replaced; the message names it.
         """
         owners: dict[str, nn.Module] = {"": model}
         index = 0
@@ -74,7 +81,7 @@ class MmsegAdapter(Adapter):
                 index += 1
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """The host's own sub-modules around another mechanism; see quest_mmseg.layers."""
+        """Return the host's own sub-modules around another mechanism; see quest_mmseg.layers."""
         made = _replacement(site.module)
         assert made is not None
         module = made.from_host(site.module, config, fresh=site.fresh)
@@ -93,7 +100,7 @@ class MmsegAdapter(Adapter):
             scale_heads(module.q_bias, factor)  # type: ignore[arg-type]
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: position biases belong to scores, and the grid of aft-conv to the model."""
+        """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
         if config.family and hasattr(site.module, "relative_position_bias_table"):
             return f"its learned bias by relative position is added to the scores, and '{config}' has none"
         if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
@@ -101,28 +108,51 @@ class MmsegAdapter(Adapter):
         if config.family == "aft-conv":
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:
-                return f"the model itself says what the grid and the class tokens are; leave out {', '.join(given)}"
+                return f"the model sets the grid and the class tokens; leave out {', '.join(given)}"
             if config.option("dims") != 2:
                 return f"dims is {config.option('dims')}, and patches have 2 axes"
             if not site.capabilities.narrows_keys:
-                return "'aft-conv' is not possible here: the tokens do not lie on a grid that the model tells of"
+                return "'aft-conv' is not possible here: the tokens are not on a grid that the model reports"
         return refusal(config, site.capabilities)
 
     def connect(self, model: nn.Module) -> None:
-        """Tell aft-conv, at each call, the grid of patches: crops and images differ in size."""
+        """Set the grid of patches of aft-conv at each call, because crops and images differ in size."""
         for module in model.modules():
             kind = _host_name(module, GRID)
             if kind is not None:
                 (_connect_backbone if kind == "VisionTransformer" else _connect_head)(module)
 
     def install(self) -> None:
-        """Check the host's version, and let no run resume or be tested with another attention than it was trained with.
+        """Have Runners compare their config with the model, and write notices to mmengine's log.
+
+        The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
 
         Raises:
             PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        checkpoints.guard()
+        self.patches.wrap(Runner, "wrap_model", _compared)
+        self.patches.wrap(FlexibleRunner, "load_or_resume", _compared)
+        if MmsegAdapter.log is None:
+            MmsegAdapter.log = notices.forward_to(MMLogger.get_current_instance)
+
+    def uninstall(self) -> None:
+        """Undo `install`. The types of the scope ``quest_mmseg`` stay in mmengine's registry."""
+        super().uninstall()
+        if MmsegAdapter.log is not None:
+            notices.LOGGER.removeHandler(MmsegAdapter.log)
+            MmsegAdapter.log = None
+
+
+def _compared(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a runner that first compares the runner's config with its model."""
+
+    @functools.wraps(stock)
+    def compared(runner: Any, *arguments: Any, **options: Any) -> Any:
+        refuse_unread(runner.cfg, runner.model)
+        return stock(runner, *arguments, **options)
+
+    return compared
 
 
 def _connect_backbone(backbone: Any) -> None:
@@ -158,7 +188,7 @@ def _head_forward(head: Any, inputs: Any) -> Any:
 
 
 class _GridHook:
-    """Reads the grid off PatchEmbed, which returns the tokens and their grid; copies and pickles with the model."""
+    """Reads the grid from PatchEmbed, which returns tokens and grid; it is copied and pickled with the model."""
 
     def __init__(self, families: list[AttentionFreeConv]) -> None:
         self.families = families
@@ -170,13 +200,13 @@ class _GridHook:
 
 
 def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
-    """The first of mmseg's classes in `names` that `module` is made of, or None."""
+    """Return the first of mmseg's classes in `names` that `module` derives from, or None."""
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("mmseg.")}
     return next((name for name in names if name in kinds), None)
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why a module of mmseg with attention cannot be honoured, or None."""
+    """Return why the attention in a module of mmseg cannot be replaced, or None."""
     name = _host_name(module, INFO["refused"])
     return None if name is None else INFO["refused"][name]
 

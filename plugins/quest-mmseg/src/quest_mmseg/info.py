@@ -1,28 +1,19 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin's description, as data. Standard library only: listing plugins executes only this file."""
 
 from __future__ import annotations
 
 from typing import Any
 
 CORRUPTIONS = (
-    "motion_blur",
-    "defocus_blur",
-    "glass_blur",
-    "gaussian_blur",
-    "gaussian_noise",
-    "impulse_noise",
-    "shot_noise",
-    "speckle_noise",
-    "brightness",
-    "contrast",
-    "saturate",
-    "jpeg_compression",
-    "snow",
-    "spatter",
-    "fog",
-    "frost",
-)
+    "motion_blur", "defocus_blur", "glass_blur", "gaussian_blur", "gaussian_noise", "impulse_noise", "shot_noise",
+    "speckle_noise", "brightness", "contrast", "saturate", "jpeg_compression", "snow", "spatter", "fog", "frost",
+)  # fmt: skip
 """The 16 corruptions of the segmentation protocol; see quest_mmseg.bench.corruptions."""
+
+
+def _option(name: str, kind: str, default: Any, doc: str, **limits: Any) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "default": default, "doc": doc, **limits}
+
 
 # mIoU in % (arXiv 2604.00199, table 5): (clean, corrupted).
 _PAPER = {
@@ -39,23 +30,11 @@ _ADE20K: dict[str, Any] = {
     "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
     "data_required": True,
     "options": [
-        {"name": "iterations", "kind": "int", "default": 160000, "doc": "training iterations", "minimum": 1},
-        {"name": "batch_size", "kind": "int", "default": 8, "doc": "images an iteration", "minimum": 1},
-        {"name": "workers", "kind": "int", "default": 4, "doc": "processes that load images", "minimum": 0},
-        {
-            "name": "pretrained",
-            "kind": "str",
-            "default": None,
-            "nullable": True,
-            "doc": "ViT weights under mmseg's names (tools/model_converters/vit2mmseg.py); null: from nothing",
-        },
-        {
-            "name": "checkpoint",
-            "kind": "str",
-            "default": None,
-            "nullable": True,
-            "doc": "a trained Segmenter to evaluate, in place of training one",
-        },
+        _option("iterations", "int", 160000, "training iterations", minimum=1),
+        _option("batch_size", "int", 8, "images an iteration", minimum=1),
+        _option("workers", "int", 4, "processes that load images", minimum=0),
+        _option("pretrained", "str", None, "ViT weights under mmseg's names (vit2mmseg.py); null: none", nullable=True),
+        _option("checkpoint", "str", None, "a trained Segmenter to evaluate; null: train one", nullable=True),
     ],
 }
 
@@ -72,10 +51,10 @@ INFO: dict[str, Any] = {
         "backbones": ["VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"],
         "heads": ["SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"],
     },
-    # Modules of mmseg with something called attention that has no queries, keys and values to exchange, or hides them.
+    # Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them.
     "refused": {
-        "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term of each "
-        "query's own to the softmax",
+        "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term for "
+        "each query to the softmax",
         "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
         "MSCAAttention": "SegNeXt's attention is a convolution",
         "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
@@ -98,17 +77,11 @@ INFO: dict[str, Any] = {
             "unit": "%",
             "higher_is_better": True,
             "options": [
-                {"name": "iterations", "kind": "int", "default": 1000, "doc": "training iterations", "minimum": 1},
-                {"name": "batch_size", "kind": "int", "default": 16, "doc": "images an iteration", "minimum": 1},
-                {
-                    "name": "lr",
-                    "kind": "float",
-                    "default": 0.001,
-                    "doc": "largest learning rate of AdamW",
-                    "minimum": 0,
-                },
-                {"name": "train_images", "kind": "int", "default": 512, "doc": "scenes to train on", "minimum": 1},
-                {"name": "validation_images", "kind": "int", "default": 64, "doc": "scenes to test on", "minimum": 1},
+                _option("iterations", "int", 1000, "training iterations", minimum=1),
+                _option("batch_size", "int", 16, "images an iteration", minimum=1),
+                _option("lr", "float", 0.001, "largest learning rate of AdamW", minimum=0),
+                _option("train_images", "int", 512, "scenes to train on", minimum=1),
+                _option("validation_images", "int", 64, "scenes to test on", minimum=1),
             ],
         },
         {

@@ -1,11 +1,11 @@
 """mmseg's attention modules with another mechanism inside.
 
-Each class is a subclass of the host's, answers its call and holds its sub-modules under their own names, so a state
-dict of the host loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value
+Each class is a subclass of the host's, takes its call and holds its sub-modules under their own names. So a state dict
+of the host loads strictly, unless the mechanism has parameters of its own. With fewer key/value
 heads (gqa, mqa) the key and value projections are smaller, and a host checkpoint is pooled on load.
 
-mmcv asks torch.nn.MultiheadAttention for weights that nobody reads; here none are formed, so `standard` reaches the
-fused kernel too.
+mmcv asks torch.nn.MultiheadAttention for weights that it does not read. These modules form none, so `standard` reaches
+the fused kernel too.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ from quest_core.mechanism import Mechanism, kv_heads
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
+HIDES = -100.0
+"""What Swin adds to the logits of keys that a query may not see."""
+
 
 def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
-    """The mechanisms in `module` that want to know the grid of patches: those of aft-conv."""
+    """Yield the mechanisms in `module` that need the grid of patches: those of aft-conv."""
     for part in module.modules():
         if isinstance(part, AttentionFreeConv):
             yield part
 
 
 class Replacement:
-    """What all replacements share: being made of a host's module."""
+    """Base of all replacements: it is made from a host's module."""
 
     config: AttentionConfig
 
     @classmethod
     def from_host(cls, host: nn.Module, config: AttentionConfig, *, fresh: bool) -> Replacement:
-        """A module with the host's attributes, sub-modules and parameters; `host` itself stays as it was."""
+        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
         made = cls.__new__(cls)
         made.__dict__ = {
             key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
@@ -82,7 +85,7 @@ class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[m
         key_pos: Tensor | None = None,
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        **_: Any,  # mmcv's transformer layers hand every attention all that any of them may want
+        **_: Any,  # mmcv's transformer layers pass every attention the arguments of all
     ) -> Tensor:
         """identity + attention(query + query_pos, key + key_pos, value); defaults, masks and shapes are mmcv's.
 
@@ -106,7 +109,7 @@ class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[m
             key = query
         elif key_pos is not None:
             key = key + key_pos
-        if self.class_tokens:  # aft-conv wants the tokens off the grid first
+        if self.class_tokens:  # aft-conv requires the tokens off the grid first
             out = self._attend(self._rolled(query, 1), attn_mask=attn_mask, key_padding_mask=key_padding_mask)
             out = self._rolled(out, -1)
         else:
@@ -141,7 +144,7 @@ class EfficientMultiheadAttention(Replacement, HostEfficientMultiheadAttention):
 
 
 class PackedAttention(Replacement, nn.Module):
-    """What BEiT's, MAE's and Swin's attentions share: one `qkv` projection and a learned bias by relative position."""
+    """Base for BEiT, MAE and Swin: one `qkv` projection and a learned bias by relative position."""
 
     pooled: ClassVar[tuple[str, ...]] = ("qkv.weight", "qkv.bias", "v_bias")
     """Parameters with rows of key and value heads; the first two hold query, key and value one after the other."""
@@ -152,7 +155,7 @@ class PackedAttention(Replacement, nn.Module):
     kv_heads: int
     embed_dims: int
 
-    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
+    if TYPE_CHECKING:  # the host's attributes have no types
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -203,7 +206,7 @@ class PackedAttention(Replacement, nn.Module):
         q, k, v = packed.unflatten(2, (heads + 2 * groups, dim)).transpose(1, 2).split([heads, groups, groups], dim=1)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if dropout_p > 0:
-            # Drawn on weights that are formed, so that a seeded run of the host sees the same masks.
+            # On formed weights, so that a seeded run draws the same dropout as the host.
             out = self.mechanism.forward_with_weights(q, k, v, attn_mask=mask, dropout_p=dropout_p)[0]
         else:
             out = self.mechanism(q, k, v, attn_mask=mask)
@@ -230,15 +233,16 @@ class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
 
 
 class MAEAttention(BEiTAttention, HostMAEAttention):
-    """For MAE's, which differs in its initialisation alone."""
+    """For MAE's attention, which differs only in its initialisation."""
 
 
 class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
     """For Swin's attention inside windows."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Windows [B·W, N, E] and an additive mask [W, N, N] -> [B·W, N, E]."""
+        """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""
         added = self._position_bias(x.shape[1])  # [1, H, N, N]
         if mask is not None:
+            mask = mask.masked_fill(mask <= HIDES, -torch.inf)
             added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
         return self._attend(x, self.qkv.bias, added)

@@ -4,7 +4,7 @@
     python -m quest_mmseg.maps config.py checkpoint.pth street.jpg --out maps --at 310,140
     python -m quest_mmseg.maps config.py checkpoint.pth street.jpg --out maps --class sky
 
-A map shows where a token looks: the class token by default, the patch under a pixel with ``--at x,y``, or, in
+A map shows the attention of one token: the class token by default, the patch under a pixel with ``--at x,y``, or, in
 Segmenter's head, the embedding of a class with ``--class name``. For models of the VisionTransformer, BEiT and MAE
 whose attention came from this plugin and has weights.
 """
@@ -25,7 +25,7 @@ from mmengine.dataset import Compose
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from quest_core.errors import ConfigError, InputError, UnsupportedError, one_of
+from quest_core.errors import ConfigError, InputError, QuestError, UnsupportedError, one_of
 from quest_core.mechanism import Mechanism
 
 OPACITY = 0.6
@@ -33,7 +33,7 @@ OPACITY = 0.6
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The attention weights of every call inside the block: path of the layer -> [B, H, N, M], of its latest call.
+    """Yield the attention weights of the latest call inside the block: path of the layer -> [B, H, N, M].
 
     Raises:
         UnsupportedError: the model has no attention of this plugin, or one without weights.
@@ -42,12 +42,12 @@ def recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     mechanisms = {path: m for path, m in model.named_modules() if isinstance(m, Mechanism)}
     if not mechanisms:
         raise UnsupportedError(
-            "the model's attention is the host's own, which keeps its weights to itself; build it with "
-            "attention='standard' (the same checkpoint loads) to look at them"
+            "the model has mmseg's own attention, which does not return its weights; build it with "
+            "attention='standard', which loads the same checkpoint"
         )
     for path, m in mechanisms.items():
         if m.family is not None:
-            raise UnsupportedError(f"attention '{m.config}' at '{path}' never forms weights, so there is no map of it")
+            raise UnsupportedError(f"attention '{m.config}' at '{path}' never forms weights, so it has no map")
 
     def with_weights(path: str, m: Mechanism) -> Any:
         def forward(*arguments: Any, **options: Any) -> Tensor:
@@ -67,7 +67,7 @@ def recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def rollout(layers: list[Tensor]) -> Tensor:
-    """How much of each input token reaches each output token, residual connections included (Abnar & Zuidema, 2020).
+    """Return how much of each input token reaches each output token, with residual connections (Abnar & Zuidema, 2020).
 
     Args:
         layers: weights [H, N, N] from the first layer to the last.
@@ -83,7 +83,7 @@ def rollout(layers: list[Tensor]) -> Tensor:
 
 
 def attend(model: Any, image: np.ndarray) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Weights of every layer [H, N, M] for one image, and the grid of patches (height, width).
+    """Return the weights of every layer [H, N, M] for one image, and the grid of patches (height, width).
 
     The image goes through the model's test pipeline, and whole, not in the windows of ``mode='slide'``.
 
@@ -112,7 +112,7 @@ def attend(model: Any, image: np.ndarray) -> tuple[dict[str, Tensor], tuple[int,
 
 
 def overlay(image: np.ndarray, values: Tensor) -> np.ndarray:
-    """The image [height, width, 3], BGR, under a map [rows, columns], from its smallest to its largest value."""
+    """Return the image [height, width, 3], BGR, under a map [rows, columns], scaled from its minimum to its maximum."""
     spread = values.max() - values.min()
     scaled = ((values - values.min()) / torch.where(spread > 0, spread, 1)).numpy()
     large = cv2.resize(scaled, (image.shape[1], image.shape[0]), interpolation=cv2.INTER_CUBIC).clip(0, 1)
@@ -123,14 +123,14 @@ def overlay(image: np.ndarray, values: Tensor) -> np.ndarray:
 def draw(
     model: Any, image: np.ndarray, folder: Path, *, at: tuple[int, int] | None = None, label: str | None = None
 ) -> list[Path]:
-    """Write the maps of one image; the paths of the files.
+    """Write the maps of one image; returns the paths of the files.
 
     Args:
         model: as mmseg.apis.init_model builds it.
         image: [height, width, 3], BGR.
         folder: rollout.png and layer-<i>-head-<h>.png go there, or class-<name>-layer-<i>-head-<h>.png.
-        at: the pixel (x, y) whose patch looks; the class token by default.
-        label: a class whose embedding looks, in Segmenter's head.
+        at: the pixel (x, y) whose patch attends; the class token by default.
+        label: a class whose embedding attends, in Segmenter's head.
     """
     if at is not None and label is not None:
         raise ConfigError("a map is of one token: give a pixel or a class, not both")
@@ -151,7 +151,7 @@ def draw(
     else:
         first = count - patches  # the class token, where there is one
         if at is None and first == 0:
-            raise ConfigError("this model has no class token; say which patch looks, --at x,y")
+            raise ConfigError("this model has no class token; choose a patch, --at x,y")
         row, keys, stem = 0, slice(first, None), ""
         if at is not None:
             row = first + at[1] * height // image.shape[0] * width + at[0] * width // image.shape[1]
@@ -187,18 +187,18 @@ def main() -> None:
     parser.add_argument("checkpoint", help="its checkpoint")
     parser.add_argument("image", type=Path, help="any image")
     parser.add_argument("--out", type=Path, default=Path("maps"), help="folder for the PNG files")
-    parser.add_argument("--at", type=_pixel, metavar="X,Y", help="the pixel whose patch looks")
-    parser.add_argument("--class", dest="label", help="the class whose embedding looks, in Segmenter's head")
+    parser.add_argument("--at", type=_pixel, metavar="X,Y", help="the pixel whose patch attends")
+    parser.add_argument("--class", dest="label", help="the class whose embedding attends, in Segmenter's head")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cfg-options", nargs="+", action=DictAction, help="as in tools/test.py")
     options = parser.parse_args()
     image = cv2.imread(str(options.image))
     if image is None:
-        parser.error(f"{options.image} is no image that OpenCV can read")
+        parser.error(f"{options.image} cannot be read by OpenCV")
     model = init_model(options.config, options.checkpoint, device=options.device, cfg_options=options.cfg_options)
     try:
         paths = draw(model, image, options.out, at=options.at, label=options.label)
-    except (ConfigError, InputError, UnsupportedError) as error:
+    except QuestError as error:
         parser.error(str(error))
     print(f"{len(paths)} maps in {options.out}")
 

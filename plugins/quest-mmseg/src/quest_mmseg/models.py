@@ -1,9 +1,9 @@
-"""The classes that a config names: mmseg's own, with one more argument.
+"""mmseg's classes with the further arguments `attention`, `attention_from` and `allow_partial`.
 
 >>> model = dict(type="quest_mmseg.EncoderDecoder", attention="quest", ...)
 >>> backbone = dict(type="quest_mmseg.VisionTransformer", attention="quest", ...)
 
-Every other argument, the parameters' names and the checkpoints are the host's.
+All other arguments and the names of the parameters are mmseg's.
 """
 
 from __future__ import annotations
@@ -14,36 +14,73 @@ from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
-from quest_core.hosts.injection import REPORT, inject
+from quest_core.hosts.injection import inject
 
 from .adapter import MmsegAdapter
 from .info import INFO
+from .keys import entries, refuse_unread
 from .registry import MODELS
 
 
 class Accepts:
-    """Builds the host's model, then replaces the attention in it.
+    """Builds mmseg's model, then replaces its attention. Every argument is checked before anything is built.
 
     Args:
         attention: the mechanism for every attention module: a name, a text such as ``"quest+gqa(kv_heads=1)"`` or a
-            mapping with `name` and options. None leaves the attention to the parts.
+            mapping with `name` and options. None if parts of the model have their own.
+        attention_from: what the checkpoints to load were trained with, if it is another attention on purpose.
+        allow_partial: go on if the model has other attention modules, which cannot be replaced.
+
+    Raises:
+        ConfigError: an attention is misspelt, missing, named twice, or named where it is not read.
+        InjectionError: attention modules would stay as they are, and `allow_partial` is False.
     """
 
-    def __init__(self, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
-        # A misspelt name is refused before the model is built.
+    _cfg: Any
+
+    def __init__(
+        self,
+        *arguments: Any,
+        attention: AttentionSpec | None = None,
+        attention_from: AttentionSpec | None = None,
+        allow_partial: bool = False,
+        **options: Any,
+    ) -> None:
+        name = f"quest_mmseg.{type(self).__name__}"
         config = None if attention is None else AttentionConfig.parse(attention)
+        source = None if attention_from is None else AttentionConfig.parse(attention_from)
+        parts = [(path, AttentionConfig.parse(part["attention"])) for path, part in entries(options)]
+        if config is None and (not parts or source is not None or allow_partial):
+            raise ConfigError(
+                f"'{name}' has no attention; write dict(type='{name}', attention='quest', ...), or --cfg-options "
+                f"model.attention=quest; mmseg's own attention is type='{type(self).__name__}' or attention='standard'"
+            )
+        if config is not None and parts:
+            path, own = parts[0]
+            raise ConfigError(f"attention is named twice: '{config}' for {name} and '{own}' for its {path}; keep one")
         super().__init__(*arguments, **options)
-        if config is None:
-            return
-        parts: Any = self
-        for path, module in parts.named_modules():
-            if path and hasattr(module, REPORT):
-                raise ConfigError(
-                    f"attention is named twice: '{config}' for {type(self).__name__} and "
-                    f"'{getattr(module, REPORT).attention}' for its {path}; keep one of them"
-                )
-        _, report = inject(parts, config, adapter=MmsegAdapter(), fresh=True)
-        report.announce()
+        if config is not None:
+            model: Any = self
+            _, report = inject(
+                model,
+                config,
+                adapter=MmsegAdapter(),
+                fresh=True,
+                attention_from=source,
+                allow_partial=allow_partial,
+            )
+            report.announce()
+
+    @property
+    def cfg(self) -> Any:
+        """The Config that mmseg's `init_model` sets; it is compared with the model, as Runners compare theirs."""
+        return self._cfg
+
+    @cfg.setter
+    def cfg(self, config: Any) -> None:
+        model: Any = self
+        refuse_unread(config, model)
+        self._cfg = config
 
 
 def _accepting(name: str, home: Any) -> type[Any] | None:

@@ -1,26 +1,22 @@
 """TsaiAdapter: where tsai's attention is, and how `attention=` reaches it.
 
-tsai copies names between its modules (``from x import *``), so a function of it has many stale copies, while a class
-is one object everywhere. `install` therefore wraps the ``__init__`` of every architecture class in place: it builds
-the stock model, then injects. No name is rebound, and it makes no difference whether a notebook imported tsai first.
+tsai copies names between its modules (``from x import *``), so a function has many copies, while a class is one object
+everywhere. `install` therefore wraps methods of classes where it can. A notebook may import tsai first.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Iterable
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
-from quest_core.hosts.injection import inject
-from quest_core.hosts.torch import TorchAdapter
 
 from .info import INFO
 from .layers import (
@@ -32,6 +28,7 @@ from .layers import (
     Replacement,
     TabularAttention,
 )
+from .surfaces import accept, check_load, check_transfer, read_early
 
 HOSTS: dict[tuple[str, str], type[Replacement]] = {
     ("tsai.models.layers", "MultiheadAttention"): MultiheadAttention,
@@ -46,18 +43,18 @@ HOSTS: dict[tuple[str, str], type[Replacement]] = {
     ("tsai.models.ConvTranPlus", "Attention_Rel_Scl"): ConvTranAttention,
     ("tsai.models.ConvTranPlus", "Attention_Rel_Vec"): ConvTranAttention,
 }
-"""Host class (module, name) -> what replaces it."""
+"""Host class (module, name) -> its replacement."""
 
 
 class TsaiAdapter(Adapter):
-    """Every attention of tsai's own. What it builds of torch.nn.MultiheadAttention belongs to quest_core's adapter."""
+    """Adapter for tsai's own attention classes; quest_core's adapter replaces torch.nn.MultiheadAttention in tsai."""
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
     query_projections: ClassVar[dict[str, int]] = {"W_Q": 1, "to_q": 1, "query": 1}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every attention module of tsai in `model`, in the order of registration, that of the forward pass."""
+        """Yield the attention modules in the order of registration, which is that of the forward pass."""
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         index = 0
         for path, module in model.named_modules():
@@ -67,7 +64,7 @@ class TsaiAdapter(Adapter):
                 index += 1
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """The host's own sub-modules around another mechanism; see quest_tsai.layers."""
+        """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
         host = site.module
         made = _replacement(host)
         assert made is not None
@@ -75,7 +72,7 @@ class TsaiAdapter(Adapter):
         return made.from_host(host, config, site.num_heads, core, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: things of tsai that belong to scores, or to equal groups of heads."""
+        """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
         core = getattr(site.module, "sdp_attn", None)
         if _learns_scale(core) and (config.family or config["score"] != "standard" or config.option("scale")):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
@@ -88,21 +85,47 @@ class TsaiAdapter(Adapter):
         return refusal(config, site.capabilities)
 
     def install(self) -> None:
-        """Let every architecture class of tsai accept `attention=`; those without attention refuse it by name.
+        """Make tsai's architectures accept `attention=` or refuse it by name, and its loaders compare it.
 
         Raises:
             PluginError: tsai is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        from tsai.learner import all_arch_names, get_arch
+        from fastai.learner import Learner
+        from tsai import learner, tslearner
+        from tsai.models import utils
 
-        for name in dict.fromkeys(all_arch_names):
+        importlib.import_module("tsai.callback.MVP")  # it has a copy of transfer_weights
+        for name in dict.fromkeys(learner.all_arch_names):
             try:
-                architecture = get_arch(name)
-            except ImportError:  # an architecture whose own extra package is missing can be built by nobody
+                architecture = learner.get_arch(name)
+            except ImportError:  # the architecture needs another package, which is missing
                 continue
             if isinstance(architecture, type):  # scikit-learn pipelines among them
-                _accept(architecture)
+                self.patches.wrap(architecture, "__init__", accept(architecture, self))
+        for kind in (tslearner.TSClassifier, tslearner.TSRegressor, tslearner.TSForecaster):
+            self.patches.wrap(kind, "__init__", read_early)
+        self.patches.wrap(Learner, "load", check_load)
+        self._wrap_copies(learner, "ts_learner", read_early)
+        self._wrap_copies(utils, "transfer_weights", check_transfer)
+
+    def uninstall(self) -> None:
+        """Undo `install`, also in modules that have imported a wrapped function since."""
+        for owner, name, original in list(self.patches):
+            for module in _holders(name, getattr(owner, name)) if isinstance(owner, ModuleType) else ():
+                setattr(module, name, original)
+        super().uninstall()
+
+    def _wrap_copies(self, owner: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+        """Wrap a function in `owner` and in every module that has imported it by name, a notebook among them."""
+        self.patches.wrap(owner, name, make)
+        ours = getattr(owner, name)
+        for module in _holders(name, ours.__wrapped__):
+            self.patches.put(module, name, ours)
+
+
+def _holders(name: str, value: Any) -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is value]
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:
@@ -129,7 +152,7 @@ def _site(path: str, module: Any, index: int, made: type[Replacement], parent: n
 
 
 def _core_arguments(host: Any, site: Site) -> dict[str, Any]:
-    """What the host's core knows beside the mechanism."""
+    """Return the arguments of Core that the host's own core holds."""
     old = getattr(host, "attn" if isinstance(host, PerceiverAttention) or hasattr(host, "to_kv") else "sdp_attn", None)
     scale = getattr(old, "scale", None)
     if scale is not None:
@@ -152,35 +175,3 @@ def _core_arguments(host: Any, site: Site) -> dict[str, Any]:
 def _learns_scale(core: nn.Module | None) -> bool:
     scale = getattr(core, "scale", None)
     return isinstance(scale, nn.Parameter) and scale.requires_grad
-
-
-def _accept(architecture: type[Any]) -> None:
-    """Wrap the class's __init__ in place, once."""
-    stock: Any = architecture.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
-
-    known = inspect.signature(stock).parameters.keys()
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
-        for name in options.keys() - known:  # many architectures swallow options that they do not know
-            if difflib.get_close_matches(name, ["attention"], cutoff=0.8):
-                raise ConfigError(f"{type(self).__name__} has no option {name!r}; did you mean 'attention'?")
-        if attention is None:
-            stock(self, *arguments, **options)
-            return
-        if type(self).__name__ not in INFO["architectures"] and architecture.__name__ not in INFO["architectures"]:
-            raise UnsupportedError(
-                f"attention={attention!r} cannot be used in {type(self).__name__}: it has no attention that could be "
-                f"replaced. Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
-            )
-        config = AttentionConfig.parse(attention)
-        stock(self, *arguments, **options)
-        adapter = TsaiAdapter()
-        owner = adapter if any(True for _ in adapter.sites(self)) else TorchAdapter()
-        _, report = inject(self, config, adapter=owner, fresh=True)
-        report.announce()
-
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    architecture.__init__ = __init__

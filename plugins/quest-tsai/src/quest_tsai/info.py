@@ -1,4 +1,4 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin's description as data. Standard library only, because listing plugins executes only this file."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """tsai's attention modules with another mechanism inside.
 
-Each class answers the call of one host module and holds that module's own sub-modules under their own names, so a
-state dict of the host loads strictly, both ways, while the mechanism has no parameters of its own. With fewer
-key/value heads (gqa, mqa) the key and value projections are smaller, and a host checkpoint is pooled on load.
+Each class takes the arguments of one host module and keeps that module's sub-modules under their names, so parameter
+names and shapes stay if the mechanism has no parameters. With fewer key/value heads (gqa, mqa) the key and value
+projections are smaller, and a host checkpoint is pooled on load.
 
-tsai always forms the attention weights. Here they are formed only where somebody needs them: where the host passes
-scores from layer to layer (`res_attention`), stores the weights (`store_attn`), a forward hook looks at the result, or
-dropout acts on them (drawn on the weights as tsai draws it, so a seeded run sees the same masks).
-Everything else takes the mechanism's fused path.
+tsai always forms the attention weights. The classes here form them only if the host passes scores from layer to layer
+(`res_attention`), stores the weights (`store_attn`), has a forward hook on the module, or drops weights (as tsai drops
+them, so that a seeded run draws the same masks). Otherwise the mechanism's fused path runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
 
 
 def plain(x: Tensor) -> Tensor:
-    """`x` without fastai's tensor subclass, whose dispatch costs more than a small operation and confuses kernels."""
+    """Return `x` without fastai's tensor subclass, whose dispatch costs more than a small operation."""
     return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
@@ -41,7 +40,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def split_masks(attn_mask: Tensor | None, seen: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """tsai's two masks -> what is hidden, and what is added to the scores.
+    """Convert tsai's two masks into a boolean mask of hidden keys and an additive mask.
 
     Args:
         attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = hidden) or additive.
@@ -64,7 +63,7 @@ def split_masks(attn_mask: Tensor | None, seen: Tensor | None) -> tuple[Tensor |
 
 
 class Core(nn.Module):
-    """Scores, weights and output: what tsai calls ScaledDotProductAttention.
+    """Compute scores, weights and output; it replaces tsai's ScaledDotProductAttention.
 
     Args:
         config: the mechanism.
@@ -72,8 +71,8 @@ class Core(nn.Module):
         head_dim: features D a query/key head.
         factor: the host's factor on q·k, used by every score that has a factor 1/√D of its own.
         dropout: the host's dropout on the weights, or None.
-        scale: the host's `scale` parameter, kept because it is a key of the host's state dict. Where it learns
-            (``lsa=True``) it is the factor.
+        scale: the host's `scale` parameter, kept because it is a key of the host's state dict. If it is learnable
+            (``lsa=True``), it is the factor.
         gives_scores: whether the host passes scores on to the next layer.
         gives_weights: whether the host reads the weights.
     """
@@ -109,7 +108,7 @@ class Core(nn.Module):
         added: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output [B, H, N, Dv], and the weights and scores [B, H, N, M] where they were formed.
+        """Return the output [B, H, N, Dv], and the weights and scores [B, H, N, M] or None if they were not formed.
 
         Args:
             q: [B, H, N, D].
@@ -117,12 +116,12 @@ class Core(nn.Module):
             prev: scores of the previous layer [B, H, N, M].
             hidden: boolean, True = may not attend, broadcastable to [B, H, N, M].
             added: added to the scores, broadcastable to [B, H, N, M].
-            need_weights: form the weights also where nothing else asks for them.
+            need_weights: form the weights even if the host does not read them.
         """
         if self.learns_scale:
             q = q * self.scale
         dropout_p = self._dropout_p()
-        # A family never has weights: it is refused where the host reads them, and a hook gets None.
+        # A family has no weights: it is refused if the host reads them, and a hook gets None.
         wanted = self.mechanism.family is None and (need_weights or dropout_p > 0 or bool(self._forward_hooks))
         mask = _one_mask(hidden, added)
         if prev is None and not (self.gives_scores or self.gives_weights or wanted):
@@ -146,20 +145,20 @@ def _one_mask(hidden: Tensor | None, added: Tensor | None) -> Tensor | None:
 
 
 class Replacement(nn.Module):
-    """What all replacements share: the host's sub-modules, smaller key/value projections, pooling on load."""
+    """Base of all replacements: the host's sub-modules, smaller key/value projections, pooling on load."""
 
     pooled: ClassVar[tuple[str, ...]]
     """Names of the Linear modules whose rows are key or value heads."""
     packed: ClassVar[int] = 1
     """How many projections one of those modules holds, one after the other."""
     core: ClassVar[str]
-    """The name under which the host (or, where it has none, this class) keeps the Core."""
+    """Name of the Core: the host's name for its own core, if it has one."""
 
     config: AttentionConfig
     num_heads: int
     kv_heads: int
 
-    if TYPE_CHECKING:  # what the host's modules hold, they hold without types
+    if TYPE_CHECKING:  # the host's sub-modules are untyped
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -167,7 +166,7 @@ class Replacement(nn.Module):
     def from_host(
         cls, host: nn.Module, config: AttentionConfig, num_heads: int, core: Core, *, fresh: bool
     ) -> Replacement:
-        """A module with the host's attributes and sub-modules; `host` itself stays as it was.
+        """Return a module with the host's attributes and sub-modules; `host` itself is not changed.
 
         Raises:
             InputError: `host` is a replacement whose key/value heads were pooled already.
@@ -212,8 +211,7 @@ class Replacement(nn.Module):
 
 
 class MultiheadAttention(Replacement):
-    """For tsai's MultiheadAttention (TSTPlus, TSiTPlus, PatchTST) and its unscaled-dropout relatives of the tabular
-    models."""
+    """Replace tsai's MultiheadAttention (TSTPlus, TSiTPlus, PatchTST)."""
 
     pooled: ClassVar[tuple[str, ...]] = ("W_K", "W_V")
     core: ClassVar[str] = "sdp_attn"
@@ -228,7 +226,7 @@ class MultiheadAttention(Replacement):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention over embeddings.
+        """Attend over embeddings.
 
         Args:
             Q: [B, N, E]; K, V: [B, M, E], Q by default.
@@ -237,10 +235,10 @@ class MultiheadAttention(Replacement):
             attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = may not attend) or additive.
 
         Returns:
-            The output [B, N, E] and the weights [B, H, N, M], or None where nobody reads them; with the host's
+            The output [B, N, E] and the weights [B, H, N, M], or None if they were not formed; with the host's
             `res_attention` also the scores [B, H, N, M].
         """
-        tokens, Q = Q, plain(Q)  # taking a subclass off makes a new object
+        tokens, Q = Q, plain(Q)  # `plain` makes a new object, so compare with the original
         K = Q if K is None or K is tokens else plain(K)
         V = Q if V is None or V is tokens else plain(V)
         core: Core = self.sdp_attn
@@ -258,7 +256,7 @@ class MultiheadAttention(Replacement):
 
 
 class TabularAttention(MultiheadAttention):
-    """For the attention of TabTransformer and TabFusionTransformer."""
+    """Replace the attention of TabTransformer and TabFusionTransformer."""
 
     output: ClassVar[str] = "W_O"
 
@@ -270,27 +268,35 @@ class TabularAttention(MultiheadAttention):
 
 
 class PlainAttention(MultiheadAttention):
-    """For the attention of TST and of RNN/LSTM/GRUAttention, whose core tsai builds inside `forward`."""
+    """Replace the attention of TST and of RNN/LSTM/GRUAttention, which build their core inside `forward`."""
 
     output: ClassVar[str] = "W_O"
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
-        """As MultiheadAttention; mask [N, M] with True = may not attend (tsai declares it and drops it)."""
+        """As MultiheadAttention; mask [N, M], True = may not attend (tsai declares the argument and ignores it)."""
         return super().forward(Q, K, V, attn_mask=mask)
 
 
 class PerceiverAttention(Replacement):
-    """For the cross- and self-attention of TSPerceiver."""
+    """Replace the cross- and self-attention of TSPerceiver."""
 
     pooled: ClassVar[tuple[str, ...]] = ("to_kv",)
     packed: ClassVar[int] = 2
     core: ClassVar[str] = "attn"
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: None = None) -> Any:
-        """x [B, N, E] attends to context [B, M, C] (itself by default) -> [B, N, E], and scores with `res_attention`.
+        """Attend from x to a context.
+
+        Args:
+            x: [B, N, E].
+            context: [B, M, C]; x by default.
+            mask: must be None.
+
+        Returns:
+            [B, N, E]; with the host's `res_attention` also the scores [B, H, N, M].
 
         Raises:
-            InputError: for a mask, which tsai declares and drops.
+            InputError: a mask was given, which tsai ignores.
         """
         if mask is not None:
             raise InputError("TSPerceiver's attention takes no mask: tsai declares the argument and ignores it")
@@ -305,8 +311,8 @@ class PerceiverAttention(Replacement):
 
 
 class ConvTranAttention(Replacement):
-    """For the three attentions of ConvTran, told apart by what they add: nothing, a bias after the softmax
-    (`relative_bias_table`), or relative vectors before it (`Er`)."""
+    """Replace the three attentions of ConvTran, which add nothing, a bias after the softmax (`relative_bias_table`), or
+    relative vectors before it (`Er`)."""
 
     pooled: ClassVar[tuple[str, ...]] = ("key", "value")
     core: ClassVar[str] = "sdp_attn"
@@ -326,13 +332,13 @@ class ConvTranAttention(Replacement):
         return merged
 
     def relative_bias(self) -> Tensor:
-        """[H, N, N], the weight that ConvTran adds to the attention weights by relative position."""
+        """Return what ConvTran adds to the attention weights by relative position [H, N, N]."""
         n = self.seq_len
         table = self.relative_bias_table  # [2·N − 1, H]
         return table[self.relative_index.flatten()].view(n, n, -1).permute(2, 0, 1)
 
     def relative_scores(self, q: Tensor) -> Tensor:
-        """[B, H, N, N], queries against relative vectors, shifted so that column j of row i is the offset j − i."""
+        """Return queries times relative vectors [B, H, N, N], shifted so that row i, column j has the offset j − i."""
         scores = nn.functional.pad(q @ self.Er.transpose(0, 1), (1, 0))  # [B, H, N, 1 + N]
         b, h, rows, columns = scores.shape
         return scores.reshape(b, h, columns, rows)[:, :, 1:, :]

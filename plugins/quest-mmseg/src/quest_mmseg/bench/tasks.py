@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from mmengine.runner import Runner, TestLoop
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
 
 from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.errors import ConfigError
+from quest_core.checkpoints import AttentionMismatchWarning
+from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.injection import REPORT
 
-from ..checkpoints import difference
 from ..info import CORRUPTIONS
 from . import scenes
 from .corruptions import corrupted, severities
@@ -122,15 +123,13 @@ def load(runner: Runner, checkpoint: str, attention: str) -> None:
         stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
         if not isinstance(stored, dict):
             raise RuntimeError(f"it holds a {type(stored).__name__} instead of weights")
-        wrong = difference(runner.model, stored.get("state_dict", stored))
-        if wrong is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AttentionMismatchWarning)
             _load_checkpoint_to_model(runner.model, stored, strict=True)  # takes DDP's "module." off the names
-    except (RuntimeError, OSError) as error:
-        wrong = str(error)
-    if wrong is not None:
+    except (RuntimeError, OSError, CheckpointError, AttentionMismatchWarning) as error:
         raise ConfigError(
-            f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {wrong}"
-        )
+            f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {error}"
+        ) from error
 
 
 def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:

@@ -1,0 +1,201 @@
+"""What comes of a checkpoint of one attention in a model with another, by every door of mmengine and mmseg."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import uuid
+import warnings
+from collections.abc import Callable
+from logging import LogRecord
+from pathlib import Path
+from typing import Any
+
+import mmengine._strategy.base as mmengine_strategy
+import mmengine.runner.runner as mmengine_runner
+import pytest
+import torch
+from conftest import CLASSES, segmenter
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.model import ExponentialMovingAverage, PretrainedInit
+from mmengine.runner import FlexibleRunner, Runner
+from mmengine.structures import PixelData
+from mmseg.apis import init_model
+from mmseg.registry import MODELS
+from mmseg.structures import SegDataSample
+from torch import nn
+from torch.utils.data import Dataset
+
+from quest_core import AttentionMismatchWarning, CheckpointError
+from quest_core.checkpoints import ENTRY
+from quest_core.testing.conformance import CHECKPOINTS
+from quest_core.testing.matrix import committed, table
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+ATTENTIONS = {"gqa": "quest+gqa(kv_heads=2)"}
+EMA = [{"type": "EMAHook", "momentum": 0.1, "update_buffers": True}]
+
+
+class Images(Dataset[Any]):
+    """Two random images, as the pipelines of mmseg return them."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        truth = PixelData(data=torch.randint(CLASSES, (1, 32, 48), generator=generator))
+        info = {"img_shape": (32, 48), "ori_shape": (32, 48)}
+        image = torch.randint(255, (3, 32, 48), generator=generator, dtype=torch.uint8)
+        return {"inputs": image, "data_samples": SegDataSample(gt_sem_seg=truth, metainfo=info)}
+
+
+def config(built: str, **options: Any) -> Any:
+    """The config of a model; "stock" is mmseg's own."""
+    if built != "stock":
+        options |= {"type": "quest_mmseg.EncoderDecoder", "attention": ATTENTIONS.get(built, built)}
+    return segmenter(**options)
+
+
+def model(built: str, **options: Any) -> nn.Module:
+    made = MODELS.build(config(built, **options))
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def run(built: str, folder: Path, use: str = "train", kind: type[Any] = Runner, **options: Any) -> None:
+    """Train for one iteration, or test, by a runner of mmengine."""
+    loader = {"batch_size": 2, "num_workers": 0, "sampler": {"type": "DefaultSampler"}, "dataset": Images()}
+    parts: dict[str, Any] = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": []}
+    if use == "train":
+        optimizer = {"optimizer": {"type": "SGD", "lr": 0.01}}
+        parts = {"train_dataloader": loader, "train_cfg": {"by_epoch": False, "max_iters": 1}}
+        parts["optim_wrapper"] = optimizer
+    hooks = {"logger": None, "checkpoint": None, **options.pop("hooks", {})}
+    name = uuid.uuid4().hex  # mmengine keeps a runner's logger under this name
+    parts |= {"work_dir": str(folder), "default_hooks": hooks, "experiment_name": name, "default_scope": "mmseg"}
+    runner = kind(config(built, **options.pop("model", {})), launcher="none", **parts, **options)
+    getattr(runner, use)()
+
+
+Door = Callable[[str, str, Path], Any]
+DOORS: dict[str, Door] = {
+    "`resume`": lambda path, built, work: run(built, work, load_from=path, resume=True),
+    "`resume`, `EMAHook`": lambda path, built, work: run(built, work, load_from=path, resume=True, custom_hooks=EMA),
+    "`resume`, `FlexibleRunner`": lambda path, built, work: run(
+        built, work, kind=FlexibleRunner, load_from=path, resume=True
+    ),
+    "`load_from`": lambda path, built, work: run(built, work, load_from=path),
+    "`tools/test.py`": lambda path, built, work: run(built, work, "test", load_from=path),
+    "`init_model`": lambda path, built, work: init_model(Config({"model": config(built)}), path, "cpu"),
+    "`pretrained`": lambda path, built, work: model(built, pretrained=path + ".backbone").init_weights(),
+    "`init_cfg` with `prefix`": lambda path, built, work: PretrainedInit(path, prefix="backbone.")(
+        model(built).backbone
+    ),
+    "`ExponentialMovingAverage`": lambda path, built, work: ExponentialMovingAverage(model(built)).load_state_dict(
+        torch.load(path, weights_only=False)["ema_state_dict"]
+    ),
+    "`load_state_dict`": lambda path, built, work: model(built).load_state_dict(
+        torch.load(path, weights_only=False)["state_dict"]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Any:
+    """Runners do not start compilers to report their versions."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (mmengine_runner, mmengine_strategy):
+            patch.setattr(module, "collect_env", dict)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(quick: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint of a run with EMA for each attention; its backbone is in a further file."""
+    paths = {}
+    for name in CHECKPOINTS:
+        folder = tmp_path_factory.mktemp(name)
+        hooks = {"checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 1}}
+        run(name, folder, hooks=hooks, custom_hooks=EMA)
+        paths[name] = str(folder / "iter_1.pth")
+        state = torch.load(paths[name], weights_only=False)["state_dict"]
+        backbone = {key[len("backbone.") :]: value for key, value in state.items() if key.startswith("backbone.")}
+        torch.save(backbone, paths[name] + ".backbone")
+    return paths
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All lines of all loggers of mmengine."""
+    lines: list[str] = []
+    stock = MMLogger.callHandlers
+
+    def call(logger: MMLogger, record: LogRecord) -> None:
+        lines.append(record.getMessage())
+        stock(logger, record)
+
+    monkeypatch.setattr(MMLogger, "callHandlers", call)
+    return lines
+
+
+def outcome(load: Callable[[], Any], logged: list[str]) -> str:
+    """What a load does: a key of quest_core.testing.matrix.OUTCOMES, or the error that it should not raise."""
+    logged.clear()
+    printed = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
+        warnings.simplefilter("always")
+        try:
+            load()
+        except CheckpointError as error:
+            return "refused" if "attention_from" in str(error) else str(error)
+        except RuntimeError as error:
+            if ENTRY in str(error):
+                return "unexpected"
+            return "refused" if "size mismatch" in str(error) else str(error)  # PyTorch raises it before key errors
+    said = {str(w.message) for w in caught if w.category is AttentionMismatchWarning}
+    assert said == {line for line in logged if "fine-tune" in line}, "mmengine's log lacks the warning"
+    text = printed.getvalue() + "\n".join(logged)
+    if "unexpected key" in text and ENTRY in text:
+        return "unexpected"
+    return "warns" if said else "loads"
+
+
+@pytest.mark.timeout(180)
+def test_no_door_is_silent(trained: dict[str, str], tmp_path: Path, logged: list[str]) -> None:
+    found = {}
+    for door, checkpoint, built in itertools.product(DOORS, CHECKPOINTS, CHECKPOINTS):
+        load = functools.partial(DOORS[door], trained[checkpoint], built, tmp_path)
+        found[door, checkpoint, built] = outcome(load, logged)
+    plain = ("stock", "standard")
+    for (door, checkpoint, built), result in found.items():
+        silent = checkpoint == built or (checkpoint in plain and built in plain)
+        assert (result == "loads") == silent, f"{checkpoint} -> {built} by {door}: {result}"
+    assert committed(PAGE, "checkpoints-mmseg") == table(found), table(found)
+
+
+def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tmp_path: Path) -> None:
+    with pytest.warns(AttentionMismatchWarning, match="attention 'quest'") as caught:
+        run("quest", tmp_path, load_from=trained["stock"])
+    assert len([w for w in caught if w.category is AttentionMismatchWarning]) == 1
+    (path,) = tmp_path.glob("*/*.log")
+    lines = path.read_text().splitlines()
+    assert len([line for line in lines if "attention=quest in 4 modules" in line]) == 1
+    assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
+
+
+@pytest.mark.parametrize("kind", [Runner, FlexibleRunner])
+def test_a_run_with_an_unread_key_ends_before_training(kind: type[Any], quick: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="top level of the config, where nothing reads it"):
+        run("standard", tmp_path, kind=kind, cfg=Config({"attention": "quest"}))
+
+
+def test_attention_from_is_read_in_the_config(trained: dict[str, str], tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        for built, source in (("sigmoid", "quest"), ("quest", "standard"), ("gqa", "standard")):
+            path = trained[{"standard": "stock"}.get(source, source)]
+            run(built, tmp_path, load_from=path, model={"attention_from": source})
