@@ -370,6 +370,7 @@ def test_compiles_without_a_graph_break_and_exports(spec: str, way: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "sinkhorn"])
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_operators_are_registered_correctly(kind: str) -> None:
     inputs = [x.float().contiguous().requires_grad_() for x in tensors(1, 2, 1, 7, 6, 4)]
     mask = torch.rand(7, 6) > 0.3
@@ -438,6 +439,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
     monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)
@@ -452,6 +454,7 @@ def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monke
     assert largest[1] == 2 * largest[0]
 
 
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_causal_blocks_form_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
     monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)

@@ -46,7 +46,7 @@ def is_compiling_without_dynamo() -> bool:
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return torch.promote_types(dtype, torch.float32), which Dynamo of PyTorch 2.1 cannot read, of a floating dtype."""
+    """Return torch.promote_types(dtype, torch.float32), for floating types; Dynamo of PyTorch 2.1 cannot read that."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -147,15 +147,23 @@ def require_operators(name: str) -> None:
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Return torch.library.custom_op(name, ...).
 
-    Before PyTorch 2.4 return a decorator that drops the function. Callers must ask `HAS_OPERATORS` or call
-    `require_operators`.
+    Before PyTorch 2.4 return a decorator whose operator has no gradient.
     """
     if HAS_OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
-    return lambda function: _MissingOperator()
+    return lambda function: _WithoutGradient(name, function)
 
 
-class _MissingOperator:
+class _WithoutGradient:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            require(f"the gradient of '{self.name}'", OPERATORS)
+        with torch.no_grad():
+            return self.function(*arguments)
+
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 

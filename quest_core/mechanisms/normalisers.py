@@ -79,6 +79,9 @@ class Softmax(Normaliser):
         if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
             blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
             mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+        if not HAS_GROUPED_ATTENTION:  # autocast does not know the function before PyTorch 2.5
+            q, k, v = _autocast(q, k, v)
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
         if not grouped:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
         elif HAS_GROUPED_ATTENTION:

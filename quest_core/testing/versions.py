@@ -21,11 +21,11 @@ def needs_torch(version: str, what: str) -> None:
     ``@pytest.mark.needs_torch("2.4", "torch.library.opcheck")`` does the same before the test starts.
 
     Args:
-        version: the first one that has `what`.
-        what: the name of PyTorch's that the test uses.
+        version: one in which `what` works.
+        what: the feature of PyTorch that the test uses.
     """
     if tuple(map(int, version.split("."))) > VERSION:
-        pytest.skip(f"{PREFIX}has no {what}, which PyTorch {version} brought")
+        pytest.skip(f"{PREFIX}is older than {version}, which {what} needs")
 
 
 def lacks(error: BaseException | None) -> str | None:
