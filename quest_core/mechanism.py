@@ -563,11 +563,10 @@ def check_inputs(
         raise InputError(f"dropout_p is {dropout_p}; it is a probability in [0, 1)")
     m += cached
     if mask is not None:
+        full = (batch, heads, n, m)
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise InputError(f"attn_mask is {mask.dtype}; it is boolean (True = may attend) or additive floating point")
-        if mask.dim() not in (2, 4) or any(
-            have not in (1, want) for have, want in zip(reversed(mask.shape), (m, n, heads, batch), strict=False)
-        ):
+        if mask.dim() not in (2, 4) or any(mask.shape[i] not in (1, full[i]) for i in range(-mask.dim(), 0)):
             raise InputError(
                 f"attn_mask has shape {list(mask.shape)}; it needs [N, M] = [{n}, {m}] or something that broadcasts to "
                 f"[B, H, N, M] = [{batch}, {heads}, {n}, {m}] (a mask per sample [B, N, M] is written mask[:, None])"

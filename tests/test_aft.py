@@ -395,7 +395,7 @@ class _Largest(TorchDispatchMode):
             with self:
                 return inside(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
+        for x in torch.utils._pytree.tree_flatten(out)[0]:
             if isinstance(x, Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // max(x.element_size(), 1))
         return out
@@ -404,6 +404,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 200.0])
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_no_intermediate_grows_faster_than_the_sequence(
     spec: str, spread: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +496,7 @@ def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("table", [False, True])
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
@@ -636,6 +638,7 @@ def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.Monkey
     torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     real = aft_conv._Kernel.convolved

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
 from quest_core.mechanisms import aft_conv, aft_ops
+from quest_core.testing import versions
 
 SPECS = ["linear", "cosine", "aft-simple", "aft-full(max_length=96)", "aft-local(max_length=96)", "aft-conv(dims=1)"]
 CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (causal and "conv" in spec)]
@@ -66,6 +67,7 @@ def compiled(call: Call, spec: str, dynamic: bool) -> None:
 
 
 def exported(call: Call, spec: str, dynamic: bool) -> None:
+    versions.needs_torch("2.2", "torch.export.Dim")
     n = torch.export.Dim("n", min=2, max=96)
     shapes = {name: {2: n} for name in "qkv"} if dynamic else None
     run = torch.export.export(call, inputs(spec), dynamic_shapes=shapes).module()
@@ -74,6 +76,7 @@ def exported(call: Call, spec: str, dynamic: bool) -> None:
 
 
 def onnx(call: Call, spec: str, path: Path) -> None:
+    versions.needs_torch("2.6", "torch.onnx.export(dynamo=True) of dynamic shapes")
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     call = call.float()
@@ -167,6 +170,7 @@ def test_a_transform_is_right_or_refused_by_name(spec: str, is_causal: bool, cel
     if not (named and is_operator(spec, is_causal)):
         run(call, spec, tmp_path)
         return
+    versions.needs_torch("2.4", "torch.library.custom_op")
     if cell == "onnx":
         pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match="does not support") as caught:
@@ -253,18 +257,21 @@ def test_shapes_without_numbers(spec: str, is_causal: bool, mode: str) -> None:
             assert [y.grad.shape for y in x if y.grad is not None] == [y.shape for y in x]
 
 
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_the_operator_of_a_large_grid_refuses_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
     with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support double backward"):
         twice(Call("aft-conv(dims=1)", False), "aft-conv(dims=1)")
 
 
+@pytest.mark.needs_torch("2.2", "torch.export.Dim")
 def test_a_dynamic_square_is_refused() -> None:
     call, n = Call("aft-conv(window=3)", False), torch.export.Dim("n", min=2, max=96)
     with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support torch.export with a dynamic"):
         torch.export.export(call, inputs("aft-conv", 36), dynamic_shapes={name: {2: n} for name in "qkv"})
 
 
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_the_log_normaliser_that_a_cache_holds_has_a_gradient() -> None:
     k, v = (torch.randn(6, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(aft_ops.aft_running, (k, v))

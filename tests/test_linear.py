@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core.mechanisms import linear, reference_linear
@@ -343,7 +343,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
+        for x in tree_flatten(out)[0]:
             if isinstance(x, Tensor):
                 size = x.untyped_storage().nbytes() // x.element_size()
                 self.elements, self.made = max(self.elements, size), self.made + size

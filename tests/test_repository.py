@@ -191,6 +191,7 @@ def test_dev_wheels_says_what_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is to be told")
+@pytest.mark.needs_torch("2.5", "torch.nn.attention.flex_attention")
 def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "mistakes")
     assert done.returncode == 77, done.stdout + done.stderr
@@ -238,7 +239,7 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
     (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
     made = dev["environment"]("core-oldest")
-    assert made.requirements == ("-e", f"{ROOT}[test]")
+    assert made.requirements == ("-e", f"{ROOT}[test,dev]")
     assert made.for_pytorch
     assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
     assert dev["test_paths"]("core-oldest") == {"core-oldest tests": [ROOT / "tests"]}

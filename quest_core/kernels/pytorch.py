@@ -21,7 +21,11 @@ from ..errors import UnsupportedError
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)
 HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
-HAS_OPERATORS = VERSION >= (2, 4)  # torch.library.custom_op
+OPERATORS = (2, 4)  # torch.library.custom_op
+HAS_OPERATORS = VERSION >= OPERATORS
+MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+if VERSION < (2, 3):
+    MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
 
 _ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
@@ -32,6 +36,18 @@ def is_compiling() -> bool:
     if hasattr(compiler, "is_compiling"):
         return bool(torch.compiler.is_compiling())
     return bool(torch._dynamo.is_compiling())  # PyTorch 2.1 and 2.2
+
+
+def is_compiling_without_dynamo() -> bool:
+    """Whether torch.export runs this code itself, on tensors that have no values."""
+    if not is_compiling() or not hasattr(torch.compiler, "is_dynamo_compiling"):
+        return False  # before PyTorch 2.3 Dynamo does it
+    return not torch.compiler.is_dynamo_compiling()
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return torch.promote_types(dtype, torch.float32), for floating types; Dynamo of PyTorch 2.1 cannot read that."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_tracing() -> bool:
@@ -97,12 +113,12 @@ def tokens_are_divided() -> bool:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The lower type that autocast computes in on this device, or None if autocast is off there."""
-    try:
-        enabled = torch.is_autocast_enabled(device_type)
-    except TypeError:  # before PyTorch 2.4 the functions name their device
+    if VERSION < (2, 4):  # the functions name their device
         if device_type == "cpu":
             return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
         return torch.get_autocast_gpu_dtype() if device_type == "cuda" and torch.is_autocast_enabled() else None
+    try:
+        enabled = torch.is_autocast_enabled(device_type)
     except RuntimeError:  # a device that autocast does not know, such as meta
         return None
     return torch.get_autocast_dtype(device_type) if enabled else None
@@ -113,21 +129,40 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
+def require(what: str, version: tuple[int, int]) -> None:
+    """Raise UnsupportedError if the installed PyTorch is older than `version`; `what` begins the message."""
+    if version > VERSION:
+        needed = ".".join(map(str, version))
+        raise UnsupportedError(
+            f"{what} needs PyTorch {needed} or newer, and {torch.__version__} is installed; "
+            f"pip install 'torch>={needed}'"
+        )
+
+
+def require_operators(name: str) -> None:
+    """Raise UnsupportedError if attention `name` consists of a custom operator that this PyTorch cannot define."""
+    require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
+
+
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...), or before PyTorch 2.4 a decorator whose operator refuses to run."""
+    """Return torch.library.custom_op(name, ...).
+
+    Before PyTorch 2.4 return a decorator whose operator has no gradient.
+    """
     if HAS_OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
-    return lambda function: _MissingOperator(name)
+    return lambda function: _WithoutGradient(name, function)
 
 
-class _MissingOperator:
-    def __init__(self, name: str) -> None:
-        self.name = name
+class _WithoutGradient:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
 
     def __call__(self, *arguments: Any) -> Any:
-        raise UnsupportedError(
-            f"'{self.name}' needs PyTorch 2.4 or newer, here is {torch.__version__}; pip install --upgrade torch"
-        )
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            require(f"the gradient of '{self.name}'", OPERATORS)
+        with torch.no_grad():
+            return self.function(*arguments)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
@@ -159,5 +194,5 @@ def _refuse_second_derivative(name: str, grads: Any) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
-            "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+            f"kernel; run the forward pass inside {MATH_KERNEL}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pytorch import is_compiling, is_exporting, transform
+from .pytorch import is_compiling, is_exporting, transform, wider
 
 SMALLEST = 2.0**-126
 """A vector whose norm is below this counts as zero: its reciprocal would overflow float32."""
@@ -43,7 +43,7 @@ def inverse_norm(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
     # 1/inf is 0, and so is every derivative of it.
     inverse = torch.threshold(norm, SMALLEST, math.inf).reciprocal()
-    return inverse.to(torch.promote_types(x.dtype, torch.float32))
+    return inverse.to(wider(x.dtype))
 
 
 class _Unit(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, no_autocast
+from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators, wider
 from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
@@ -24,7 +24,7 @@ from .part import Option, Part
 
 def widen(x: Tensor) -> Tensor:
     """`x` in float32, or float64 where it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wider(x.dtype))
 
 
 def hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
     # Zeros that q has a gradient through, which is 0 too.
-    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if 0 in (*q.shape, *k.shape) else None
+    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if q.numel() * k.numel() == 0 else None
 
 
 def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -153,6 +153,7 @@ class AttentionFreeSimple(Family):
         cache["sums"] = torch.cat(sums, dim=2)  # [B, H, 3, D]
         if q.shape[2] == 1:
             return gate(q, average(sums), self.query)
+        require_operators("aft-simple")
         if before is not None:
             keys, values = after(as_token(before), keys, values)
         y, _ = aft_running(_rows(keys), _rows(values))
@@ -242,6 +243,7 @@ class AttentionFreeFull(Family):
 
     def _several(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         """The output [B, H, N, D] of the queries from position `start` on: keys and values of the last M tokens."""
+        require_operators(self.name)
         n, m = q.shape[2], keys.shape[2]
         left, right = self.bias(start, n, start + n - m, m)
         left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)

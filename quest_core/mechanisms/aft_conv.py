@@ -302,7 +302,7 @@ class AttentionFreeConv(Family):
 
     def bias(self) -> Tensor:
         """w = γ (w − mean) / std + β, [h, s, ...], by equation 8; each head over its own positions."""
-        weight, gain, shift = (widen(local(x)) for x in (self.weight, self.gain, self.shift))
+        weight, gain, shift = widen(local(self.weight)), widen(local(self.gain)), widen(local(self.shift))
         raw = weight.flatten(1)  # [h, positions]
         centred = raw - raw.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)

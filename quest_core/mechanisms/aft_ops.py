@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, transform
+from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, require_operators, transform
 
 ROWS = 256
 """Queries of a block, and the least where the window is narrower: 64. They bound memory: [ROWS, M] biases at a time."""
@@ -37,8 +37,10 @@ def refuse_transforms(name: str) -> None:
     """Raise where the operator of attention `name` has no rule, before PyTorch does.
 
     Raises:
-        UnsupportedError: under torch.func, forward-mode differentiation, torch.jit.trace or torch.onnx.export.
+        UnsupportedError: before PyTorch 2.4; under torch.func, forward-mode differentiation, torch.jit.trace or
+            torch.onnx.export.
     """
+    require_operators(name)
     what = transform()
     if what is None and is_tracing():
         what = "torch.jit.trace"

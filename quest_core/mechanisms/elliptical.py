@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..cache import Cache
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_compiling, is_recomputing
+from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
 from .part import Part
@@ -143,7 +143,7 @@ class Elliptical(Standard):
     @staticmethod
     def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
         """m: [B, G, 1, D], or [B, G, N, D] when causal."""
-        change = (v - before).abs().to(torch.promote_types(v.dtype, torch.float32))  # [B, G, M, D]
+        change = (v - before).abs().to(wider(v.dtype))  # [B, G, M, D]
         m = v.shape[2]
         if m == 0:
             return change.new_ones(1, 1, 1, 1).expand(*v.shape[:2], 1, v.shape[3])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..kernels.pytorch import is_recomputing, transform
+from ..kernels.pytorch import is_recomputing, transform, wider
 from .base import Dims, Grouping, visible_keys
 from .part import Option, Part
 
@@ -113,7 +113,7 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     [G], equation 1, takes the mean over the batch.
     """
     k = k.detach()
-    tokens = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32))  # [B, G, M]
+    tokens = torch.linalg.vector_norm(k, dim=-1, dtype=wider(k.dtype))  # [B, G, M]
     seen = visible_keys(mask, k.shape[0], k.shape[2])
     if seen is not None:
         tokens = tokens * seen[:, None]

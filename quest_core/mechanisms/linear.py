@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import autocast_dtype, is_compiling, is_exporting, is_tracing, no_autocast, transform
+from ..kernels.pytorch import autocast_dtype, is_compiling, is_exporting, is_tracing, no_autocast, transform, wider
 from ..kernels.unit import unit
 from .base import Dims, Family, local
 from .part import Part
@@ -89,7 +89,7 @@ class Cosine(Family):
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wider(x.dtype))
 
 
 def _result_type(q: Tensor) -> torch.dtype:

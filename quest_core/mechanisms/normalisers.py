@@ -27,6 +27,7 @@ from ..kernels.pytorch import (
     no_autocast,
     operator,
     transform,
+    wider,
 )
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
 from .part import Option, Part
@@ -78,12 +79,16 @@ class Softmax(Normaliser):
         if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
             blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
             mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+        if not HAS_GROUPED_ATTENTION:  # autocast does not know the function before PyTorch 2.5
+            q, k, v = _autocast(q, k, v)
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
         if not grouped:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
         elif HAS_GROUPED_ATTENTION:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            share = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
         return out if blind is None else out.masked_fill(blind, 0)
 
@@ -210,7 +215,7 @@ def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
 def _sigmoid(logits: Tensor, mask: Tensor | None, bias: float | None) -> Tensor:
     """Logits [B, H, N, M] -> weights [B, H, N, M]."""
     seen = _seen(mask, logits)
-    shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shifted = logits.to(wider(logits.dtype))
     if mask is not None and mask.dtype != torch.bool:
         shifted = shifted + mask
     if bias is not None:
@@ -239,7 +244,7 @@ def _sinkhorn(logits: Tensor, mask: Tensor | None, iterations: int) -> Tensor:
 
 def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits in float32 or wider, −inf where the mask hides."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = logits.to(wider(logits.dtype))
     if mask is None:
         return z
     return z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
@@ -253,9 +258,9 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
     """
     seen = _seen(mask, like)
     seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]
-    rows, columns = (
+    rows, columns = [  # no generator: Dynamo of PyTorch 2.1 does not unpack one
         seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)
-    )
+    ]
     return rows - columns
 
 
@@ -357,7 +362,7 @@ class _Gradients:
     """Sums of gradients over blocks, in float32 or wider."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self.wide = wider(q.dtype)
         self.q, self.k, self.v = (torch.zeros_like(x, dtype=self.wide) for x in (q, k, v))
         self.inputs, self.scale, self.grouped = (q, k, v), scale, q.shape[1] != k.shape[1]
 
@@ -488,7 +493,7 @@ def _sinkhorn_blocks(
     """The output [B, H, N, Dv] and the log factors of rows and columns: [steps, B, H, N, 1], [steps, B, H, 1, M]."""
     batch, heads, n = q.shape[:3]
     m = k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wider(q.dtype)
     out = q.new_empty(batch, heads, n, v.shape[-1])
     f = q.new_empty(iterations // 2, batch, heads, n, 1, dtype=wide)
     g = q.new_empty(iterations // 2, batch, heads, 1, m, dtype=wide)
@@ -580,7 +585,7 @@ def _sinkhorn_blocks_backward(
 def _fake_sinkhorn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, iterations: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    steps, wide = iterations // 2, torch.promote_types(q.dtype, torch.float32)
+    steps, wide = iterations // 2, wider(q.dtype)
     f = q.new_empty(steps, *q.shape[:3], 1, dtype=wide)
     g = q.new_empty(steps, *q.shape[:2], 1, k.shape[2], dtype=wide)
     return q.new_empty(*q.shape[:3], v.shape[-1]), f, g

@@ -2,6 +2,7 @@
 
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
   to have all that the tests need. Expected failures are left alone.
+- A test that the installed PyTorch is too old for is skipped, and this skip is no failure: see `versions`.
 - Every run draws other random numbers. The header, and the summary of a failed run, name the seed that repeats them:
   ``QUEST_TEST_SEED=1234 pytest ...``.
 - Every test starts with one PyTorch thread. The tensors of tests are tiny, and on a busy machine two threads wait for
@@ -27,6 +28,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from . import versions
+
 NO_REASON = ("", "unconditional skip")  # what pytest writes where a test gives no reason
 SEED = pytest.StashKey[int]()
 ABORTED = pytest.StashKey[list[int]]()  # the processes of a test that ran out of time
@@ -46,15 +49,21 @@ def _examine(report: Report) -> Report:
     if reason in NO_REASON:
         report.outcome = "failed"
         report.longrepr = 'skipped without a reason; write pytest.skip("why") or @pytest.mark.skip(reason="why")'
-    elif os.environ.get("QUEST_NO_SKIP") == "1":
+    elif os.environ.get("QUEST_NO_SKIP") == "1" and not reason.startswith(versions.PREFIX):
         report.outcome = "failed"
         report.longrepr = f"skipped although QUEST_NO_SKIP=1: {reason}"
     return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = _examine((yield))
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    why = versions.lacks(call.excinfo.value) if call.excinfo is not None and report.outcome == "failed" else None
+    if why is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.reportinfo()[1] or 0, f"Skipped: {why}")
+    report = _examine(report)
     if ABORTED in item.stash and report.when == "call" and report.outcome == "passed":
         report.outcome = "failed"
         report.longrepr = f"ran out of time: it passed only after its processes {item.stash[ABORTED]} were aborted"
@@ -78,6 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "hypothesis_seed", "") is None:  # hypothesis is installed, and no option names a seed
         config.option.hypothesis_seed = str(config.stash[SEED])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # for the processes that tests start
+    config.addinivalue_line("markers", "needs_torch(version, what): skipped if PyTorch is older than `version`")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -104,8 +114,10 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(1)  # the test before may have called a command that sets it
+    for mark in item.iter_markers("needs_torch"):
+        versions.needs_torch(*mark.args)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InjectionError
-from ..kernels.pytorch import is_recomputing
+from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
 from ..mechanism import Mechanism, Observation
 from ..mechanisms.base import Normaliser, logits
 from ..mechanisms.elliptical import EllipticalQuest
@@ -188,8 +188,8 @@ class _Layer:
         return full.flatten()
 
     def observe(self, seen: Observation) -> None:
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-            return  # torch.export runs the model on tensors that have no values
+        if is_compiling_without_dynamo():
+            return
         self._outside_graphs(seen)
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class _Layer:
         self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
         if seen.prepared is None or self.normaliser is None:
             return
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in seen.prepared)
+        q, k = (x.to(wider(x.dtype)) for x in seen.prepared)
         scale = self.score.scale(q.shape[-1])
         if self.bounded:
             bound = torch.where(queries, q.norm(dim=-1), -math.inf).amax((0, 2)) * abs(scale)  # [H]
@@ -226,7 +226,7 @@ class _Layer:
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
         """`x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
-        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=wider(x.dtype))
         self._add_max(f"{name}_max", torch.where(counted, norm, -math.inf).amax((0, 2)))
         self._add_mean(f"{name}_mean", torch.where(counted, norm, 0), counted)
 

@@ -10,15 +10,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..config import AttentionConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..layer import Attention
 from ..mechanism import Mechanism
 from ..mechanisms.base import Dims, local
+
+try:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+except ImportError as error:
+    raise UnsupportedError(
+        "quest_core.tools.parallel needs torch.distributed.tensor, which PyTorch 2.5 or newer has if it was built with "
+        f"torch.distributed; {torch.__version__} is installed"
+    ) from error
 
 
 class HeadParallel(ParallelStyle):

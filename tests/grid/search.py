@@ -18,9 +18,11 @@ from collections import Counter
 
 import torch
 
+from quest_core.testing import versions
+
 from .cases import BY_NAME, Deviation, Raw, judge
 from .draws import Example, Generator, MadeOf, example, run, simpler, text
-from .transforms import TRANSFORMS, Missing
+from .transforms import TRANSFORMS
 
 OFTEN = ("eager",) * 30
 CHEAP = ("func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "FakeTensorMode", "make_fx")
@@ -34,11 +36,11 @@ def settle(one: Example) -> str | None:
             run(one)
         else:
             TRANSFORMS[one.transform](MadeOf(one))
-    except Missing:
-        return None
     except Deviation as error:
         return str(error)
     except Exception as error:
+        if versions.lacks(error) is not None:
+            return None
         try:
             judge(BY_NAME["quest"], one.transform, error, one.spec)
         except Raw as raw:

@@ -18,9 +18,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quest_core
+from quest_core.testing import versions
 
 from .cases import (
     Cell,
@@ -40,10 +40,6 @@ from .cases import (
 )
 
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-
-
-class Missing(Exception):
-    """This PyTorch, or a package beside it, has not what the transform needs."""
 
 
 def zero_key(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -145,6 +141,7 @@ def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _exported(made: Made) -> Any:
+    versions.needs_torch("2.2", "torch.export.Dim")
     tensors = made.tensors()
     shapes = None if made.single else _dynamic_shapes(made, tensors)
     return torch.export.export(made.module, tensors, dynamic_shapes=shapes)
@@ -162,13 +159,9 @@ def export(made: Made) -> str | None:
 
 def onnx(made: Made) -> str | None:
     """torch.onnx.export(dynamo=True), run by onnxruntime."""
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise Missing("onnxruntime and onnxscript are not installed") from error
-    if VERSION < (2, 6):
-        raise Missing("torch.onnx.export(dynamo=True) exports dynamic shapes from PyTorch 2.6 on")
+    versions.needs_torch("2.6", "torch.onnx.export(dynamo=True) of dynamic shapes")
+    import onnxruntime
+
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet("torch.onnx"):
         warnings.simplefilter("ignore")
         tensors = made.tensors()
@@ -423,8 +416,16 @@ def weight_of_any(x: Tensor) -> Tensor:
 
 def second_derivative_math(made: Made) -> str | None:
     """As `second_derivative`, inside sdpa_kernel(SDPBackend.MATH), as our refusal says."""
-    with sdpa_kernel(SDPBackend.MATH):
+    with _math_kernel():
         return second_derivative(made)
+
+
+def _math_kernel() -> contextlib.AbstractContextManager[Any]:
+    if VERSION < (2, 3):
+        return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
