@@ -175,7 +175,7 @@ class Projections:
             raise InputError(f"the factors have shape {list(factor.shape)}; '{role}' has {heads} heads")
         for found in self.rows(module, sizes, role):
             by_head = found.values.unflatten(0, (heads, -1)).movedim(0, -1)  # [D, ..., heads]
-            by_head.copy_(by_head * factor.to(by_head.device, torch.promote_types(by_head.dtype, torch.float32)))
+            by_head.copy_(by_head * factor.to(by_head.device, wider(by_head.dtype)))
 
     @torch.no_grad()
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:

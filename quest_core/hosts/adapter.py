@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from ..catalogue import parts
 from ..config import DEFAULTS, AttentionConfig
 from ..errors import UnsupportedError
-<<<<<<< HEAD
 from ..projections import Projected
-=======
-from ..kernels.pytorch import wider
->>>>>>> oldest
 from .patching import Patches
 
 
@@ -152,16 +148,6 @@ class Adapter(ABC):
         return refusal(config, site.capabilities)
 
 
-<<<<<<< HEAD
-=======
-@torch.no_grad()
-def scale_heads(rows: Tensor, factor: Tensor) -> None:
-    """Multiply the rows of each head in place: rows [H·D, ...], head by head, factor [H]."""
-    heads = rows.unflatten(0, (len(factor), -1)).movedim(0, -1)  # [D, ..., H]
-    heads.copy_(heads * factor.to(rows.device, wider(rows.dtype)))
-
-
->>>>>>> oldest
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Why a mechanism cannot give what a site asks, or None when it can."""
     for part in config.specs():
