@@ -181,6 +181,10 @@ class Mechanism(nn.Module):
         q, k, v = self._prepare(q, k, v, mask, is_causal)
         return self._attend(q, k, v, mask, is_causal, dropout_p)
 
+    def _parts(self) -> Any:
+        """Score, normaliser and grouping by name: a module looks its own attributes up slowly, and a call needs six."""
+        return self._modules
+
     def _prepare(
         self,
         q: Tensor,
@@ -192,10 +196,10 @@ class Mechanism(nn.Module):
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Grouping and score: q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv], ready to be attended to."""
-        raw = (q, k)
+        raw, parts = (q, k), self._parts()
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
-        head = self.grouping.assign(k, q.shape[1], new)
-        q, k = self.score.prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
+        head = parts["grouping"].assign(k, q.shape[1], new)
+        q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
         if cache is not None:
             k, v = cache.append("k", k), cache.append("v", v)
         if head is not None:
@@ -208,17 +212,18 @@ class Mechanism(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
         """Normaliser: the output [B, H, N, Dv]."""
-        grouping, scale = self.grouping, self.score.scale(size(q, -1))
+        parts = self._parts()
+        grouping, scale = parts["grouping"], parts["score"].scale(size(q, -1))
         grouped = grouping.shares
         if not grouping.needs_weights:
-            out = self.normaliser.forward(
+            out: Tensor = parts["normaliser"].forward(
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
             if out.requires_grad:
                 name_second_derivative(out, self._second_derivative)
             return out
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = self.normaliser.weights(logits(q, k, scale, grouped), mask)
+        weights = parts["normaliser"].weights(logits(q, k, scale, grouped), mask)
         weights = grouping.perturb(weights, k.shape[1], mask)
         return apply_weights(drop(weights, dropout_p), v, grouped)
 
@@ -391,12 +396,14 @@ class Mechanism(nn.Module):
             )
         if is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
             return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
-        check_inputs(q, k, v, mask, dropout_p, self._key_features or q.shape[-1], cached)
+        check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
         if self.family is not None:
             why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
         else:
             shares = self.head_share[1]
-            why = self.grouping.mismatch(q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1))
+            why = self._parts()["grouping"].mismatch(
+                q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1)
+            )
         if why:
             raise InputError(f"attention '{self.config}': {why}")
         return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
@@ -534,15 +541,16 @@ def _make(spec: str | AttentionConfig) -> str:
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int, cached: int
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int | None, cached: int
 ) -> None:
     """Raise InputError unless q, k, v and mask fit together.
 
     Args:
-        key_dim: the features that k must have.
+        key_dim: the features that k must have; None for those of q.
         cached: keys beside k that the mask speaks of.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+    for name, x in () if alike and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features")
         if not x.is_floating_point():
@@ -551,14 +559,15 @@ def check_inputs(
             raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
         if x.device != q.device:
             raise InputError(f"q is on {q.device} but {name} is on {x.device}")
-    batch, heads, n, _ = q.shape
-    m = k.shape[2]
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise InputError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
-    if k.shape[-1] != key_dim:
-        raise InputError(f"k has {k.shape[-1]} features a head where q's {q.shape[-1]} ask for {key_dim}")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise InputError(f"k has (heads, tokens) {tuple(k.shape[1:3])} but v has {tuple(v.shape[1:3])}")
+    batch, heads, n, dim = q.shape
+    batch_k, heads_k, m, dim_k = k.shape
+    batch_v, heads_v, m_v, _ = v.shape
+    if batch_k != batch or batch_v != batch:
+        raise InputError(f"batch sizes differ: q {batch}, k {batch_k}, v {batch_v}")
+    if dim_k != (key_dim or dim):
+        raise InputError(f"k has {dim_k} features a head where q's {dim} ask for {key_dim or dim}")
+    if heads_v != heads_k or m_v != m:
+        raise InputError(f"k has (heads, tokens) {(heads_k, m)} but v has {(heads_v, m_v)}")
     if not 0 <= dropout_p < 1:
         raise InputError(f"dropout_p is {dropout_p}; it is a probability in [0, 1)")
     m += cached
