@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..kernels.pytorch import is_recomputing, transform, wider
+from ..kernels.pytorch import is_exporting_to_onnx, is_recomputing, transform, wider
 from .base import Dims, Grouping, visible_keys
 from .part import Option, Part
 
@@ -266,6 +266,11 @@ class Perturbed(Grouped):
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
         if not (self.training or self.noise_in_eval):
             return weights
+        if is_exporting_to_onnx():
+            raise UnsupportedError(
+                "attention 'pgqa' does not support torch.onnx.export while it adds noise, which no other runtime would "
+                "draw alike; say noise_in_eval=false and export the model in evaluation"
+            )
         n, m = weights.shape[2:]
         seen = torch.ones_like(weights, dtype=torch.bool)
         if mask is not None:
