@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError
-from .mechanism import Mechanism, key_features, kv_heads
-from .projections import pool_heads
+from .mechanism import Mechanism, head_sizes
+from .projections import Projected, Separate
 
 
-class Attention(nn.Module):
+class Attention(Projected):
     """Self- or cross-attention with query, key, value and output projections.
 
     >>> layer = Attention(256, 8, "quest")
@@ -34,6 +34,8 @@ class Attention(nn.Module):
     Raises:
         ConfigError: unknown mechanism or option, or sizes that do not divide.
     """
+
+    projections = Separate("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -60,14 +62,14 @@ class Attention(nn.Module):
         self.config = AttentionConfig.parse(attention)
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads
-        self.kv_heads = kv_heads(self.config, num_heads)
-        self.key_features = key_features(self.config, self.head_dim)
+        self.head_sizes = head_sizes(self.config, num_heads, self.head_dim)
         self.dropout = dropout
         source = context_dim or embed_dim
         factory = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias, **factory)
-        self.k_proj = nn.Linear(source, self.kv_heads * self.key_features, bias, **factory)
-        self.v_proj = nn.Linear(source, self.kv_heads * self.head_dim, bias, **factory)
+        q_rows, k_rows, v_rows = self.head_sizes.widths
+        self.q_proj = nn.Linear(embed_dim, q_rows, bias, **factory)
+        self.k_proj = nn.Linear(source, k_rows, bias, **factory)
+        self.v_proj = nn.Linear(source, v_rows, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
         self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
 
@@ -105,7 +107,7 @@ class Attention(nn.Module):
         source = x if context is None else context
         # Heads are counted from the width: tensor parallelism leaves each rank some of them.
         q = self._split(self.q_proj(x), self.head_dim)  # [B, H, N, D]
-        k = self._split(self.k_proj(source), self.key_features)  # [B, G, M, D]
+        k = self._split(self.k_proj(source), self.head_sizes.key_dim)  # [B, G, M, D]
         v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
         mask = attn_mask
         if key_mask is not None:
@@ -126,16 +128,6 @@ class Attention(nn.Module):
                 f"[B, M] = [{batch}, {keys}], True where a key may be attended to"
             )
         return self.mechanism.padding_mask(key_mask, same_tokens=same_tokens)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
-            for name, own in (*self.k_proj.named_parameters("k_proj"), *self.v_proj.named_parameters("v_proj")):
-                given = state_dict.get(prefix + name)
-                if given is not None and given.shape[1:] == own.shape[1:]:
-                    full = own.shape[0] // self.kv_heads * self.num_heads
-                    if given.shape[0] == full:
-                        state_dict[prefix + name] = pool_heads(given, self.num_heads, self.kv_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     @staticmethod
     def _split(x: Tensor, dim: int) -> Tensor:

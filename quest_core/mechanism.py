@@ -36,6 +36,7 @@ from .mechanisms.base import (
     logits,
     merge_causal,
 )
+from .projections import HeadSizes
 
 
 class Observation(NamedTuple):
@@ -450,11 +451,21 @@ def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     return grouping.kv_heads(num_heads)
 
 
-def key_features(attention: AttentionSpec, head_dim: int) -> int:
-    """Features of a key head that `attention` uses where the query has `head_dim`; 1 for aft-conv."""
+def head_sizes(attention: AttentionSpec, num_heads: int, head_dim: int, value_dim: int | None = None) -> HeadSizes:
+    """Return the sizes of the heads that `attention` projects to.
+
+    Args:
+        attention: a name, mapping or AttentionConfig.
+        num_heads: query heads H.
+        head_dim: features D of a query head.
+        value_dim: features of a value head; D by default.
+
+    Raises:
+        ConfigError: its kv_heads does not divide `num_heads`.
+    """
     config = AttentionConfig.parse(attention)
-    part = next(config.specs())
-    return part.key_features or head_dim
+    key_dim = next(config.specs()).key_features or head_dim
+    return HeadSizes(num_heads, kv_heads(config, num_heads), head_dim, key_dim, value_dim or head_dim)
 
 
 def attention(

@@ -26,10 +26,17 @@ def is_heard(level: int) -> bool:
     """Whether a handler will receive records of this level."""
     logger: logging.Logger | None = LOGGER
     while logger is not None:
-        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        if any(_receives(handler) for handler in logger.handlers):
             return LOGGER.isEnabledFor(level)
         logger = logger.parent if logger.propagate else None
     return False
+
+
+def _receives(handler: logging.Handler) -> bool:
+    """Whether a handler writes anywhere; one that forwards does if the host has set up its logger."""
+    if isinstance(handler, _Forward):
+        return bool(handler.logger().handlers)
+    return not isinstance(handler, logging.NullHandler)
 
 
 def forward_to(logger: Callable[[], logging.Logger]) -> logging.Handler:
@@ -53,4 +60,5 @@ class _Forward(logging.Handler):
         self.logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.logger().handle(record)
+        if _receives(self):  # a logger without handlers would pass the record to root, which has it already
+            self.logger().handle(record)

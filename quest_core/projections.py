@@ -1,20 +1,39 @@
-"""Checkpoints between mechanisms whose projections differ in shape."""
+"""Where a module keeps its query, key and value projections, and how these are cut, loaded and scaled.
+
+A replacement of a host's attention inherits `Projected`, describes its projections and states the sizes of its heads:
+
+    class Attention(Projected):
+        projections = Packed("qkv")  # or Separate("q_proj", "k_proj", "v_proj")
+
+        def __init__(self, host, config, fresh):
+            self.qkv = host.qkv
+            self.head_sizes = head_sizes(config, host.num_heads, host.head_dim)
+            self.projections.shrink(self, self.head_sizes, fresh=fresh)
+
+A name is that of a Linear sub-module, or of a parameter of the module itself. Rows are ordered by role (all of q, then
+all of k, then all of v), and by head inside a role.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import InputError, UnsupportedError
 
 Pool: TypeAlias = Callable[[Tensor, int, int], Tensor]
 """(projection of H heads, H, G) -> projection of G heads: `pool_heads` or `keep_heads`."""
 
+Held: TypeAlias = "tuple[str, str, nn.Module | Tensor]"
+"""A name, the roles whose rows it has, and the Linear or parameter of that name."""
+
 
 def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """Key or value projection of H heads -> of G heads: each group's is the mean of its heads.
+    """Return the projection of G heads, each the mean of its group of the H heads given; for trained weights.
 
     Ainslie et al. (2023), section 2.1, show that the mean keeps most of what a multi-head checkpoint has learned.
 
@@ -25,6 +44,9 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
 
     Returns:
         [G·D, E] or [G·D].
+
+    Raises:
+        InputError: `num_heads` does not divide the rows, or `kv_heads` does not divide `num_heads`.
     """
     _check_heads(projection, num_heads, kv_heads)
     pooled: Tensor = projection.unflatten(0, (kv_heads, num_heads // kv_heads, -1)).mean(1).flatten(0, 1)
@@ -32,33 +54,13 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
 
 
 def keep_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """As `pool_heads`, but each group keeps its first head.
+    """As `pool_heads`, but each group keeps its first head; for weights that have only been initialised.
 
-    For weights that have only been initialised: the mean of H/G random heads would shrink their spread by √(H/G).
+    The mean of H/G random heads would divide their spread by √(H/G).
     """
     _check_heads(projection, num_heads, kv_heads)
     kept: Tensor = projection.unflatten(0, (kv_heads, num_heads // kv_heads, -1))[:, 0].flatten(0, 1)
     return kept
-
-
-def is_pooled(attention: object, num_heads: int, kept: int, wanted: int) -> bool:
-    """Whether a replaced module has fewer key/value heads than its host had, so that nothing is left to pool.
-
-    Args:
-        attention: what the module computes, for the message.
-        num_heads: query heads.
-        kept: the key/value heads that it has.
-        wanted: those that it shall have.
-
-    Raises:
-        InputError: it has been pooled to another number, and the rest of its weights is gone.
-    """
-    if kept not in (num_heads, wanted):
-        raise InputError(
-            f"this module has {kept} key/value heads already (attention '{attention}'); build the model anew to choose "
-            "another attention"
-        )
-    return kept != num_heads
 
 
 def _check_heads(projection: Tensor, num_heads: int, kv_heads: int) -> None:
@@ -68,3 +70,289 @@ def _check_heads(projection: Tensor, num_heads: int, kv_heads: int) -> None:
             f"the {num_heads} heads of a projection with {rows} rows cannot be pooled into {kv_heads}: a checkpoint "
             "converts only where kv_heads divides the heads"
         )
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """How many heads the projections make, and how wide each is.
+
+    Attributes:
+        num_heads: query heads H.
+        kv_heads: key/value heads G.
+        head_dim: features D of a query head.
+        key_dim: features Dk of a key head; D except for aft-conv.
+        value_dim: features Dv of a value head.
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Rows of q (H·D), of k (G·Dk) and of v (G·Dv)."""
+        return self.num_heads * self.head_dim, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
+
+    @property
+    def full(self) -> HeadSizes:
+        """The sizes of the host: every query head has a key/value head of its own, of D key features."""
+        return replace(self, kv_heads=self.num_heads, key_dim=self.head_dim)
+
+    def rows(self, roles: str) -> int:
+        """Return the number of rows of `roles`, such as "qkv" or "k"."""
+        return sum(width for role, width in zip("qkv", self.widths, strict=True) if role in roles)
+
+
+class Rows(NamedTuple):
+    """The rows of one role in one parameter.
+
+    Attributes:
+        name: of the parameter in its module, such as "qkv.weight".
+        parameter: the whole parameter.
+        rows: which rows of it, once it is flattened to [rows, ...].
+        values: these rows, head by head [heads·features, ...]; a view, outside of autograd, that may be written.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    rows: slice
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Which sub-modules or parameters of a module hold rows of which role. Add two to describe one module by both.
+
+    A name that a module lacks (or has as None) is skipped, as long as each role is found somewhere.
+
+    Attributes:
+        entries: (name, roles) of each Linear or parameter; roles are a part of "qkv", in the order of the rows.
+    """
+
+    entries: tuple[tuple[str, str], ...]
+
+    def __add__(self, other: Projections) -> Projections:
+        return Projections(self.entries + other.entries)
+
+    def rows(self, module: nn.Module, sizes: HeadSizes, role: str) -> tuple[Rows, ...]:
+        """Return the rows of one role in every weight and bias that has any.
+
+        Args:
+            module: what `entries` names the parts of.
+            sizes: of its heads as they are now.
+            role: "q", "k" or "v".
+
+        Raises:
+            UnsupportedError: no name holds the role, or a weight is computed from other parameters.
+            InputError: a parameter has another number of rows than `sizes` says.
+        """
+        found = []
+        for name, roles, value in self._held(module, role):
+            wanted, start = sizes.rows(roles), sizes.rows(roles[: roles.index(role)])
+            if not _has_rows(value, wanted):
+                raise InputError(f"'{name}' is {_described(value)}; {sizes} needs {wanted} rows")
+            rows = slice(start, start + sizes.rows(role))
+            for key, parameter in _parameters(module, name, value).items():
+                found.append(Rows(key, parameter, rows, _flat(parameter.detach(), wanted)[rows]))
+        return tuple(found)
+
+    @torch.no_grad()
+    def scale(self, module: nn.Module, sizes: HeadSizes, role: str, factor: Tensor) -> None:
+        """Multiply the rows of each head, bias included, in place.
+
+        Args:
+            module, sizes, role: as in `rows`.
+            factor: one number a head: [H] for "q", [G] for "k" and "v".
+
+        Raises:
+            UnsupportedError, InputError: as `rows`, before anything has changed; InputError also for another number
+                of factors.
+        """
+        heads = sizes.num_heads if role == "q" else sizes.kv_heads
+        if factor.shape != (heads,):
+            raise InputError(f"the factors have shape {list(factor.shape)}; '{role}' has {heads} heads")
+        for found in self.rows(module, sizes, role):
+            by_head = found.values.unflatten(0, (heads, -1)).movedim(0, -1)  # [D, ..., heads]
+            by_head.copy_(by_head * factor.to(by_head.device, wider(by_head.dtype)))
+
+    @torch.no_grad()
+    def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
+        """Replace the projections of a host by smaller copies, where `sizes` has fewer key heads or key features.
+
+        Changes `module` only: the Linears and parameters that it shares with the host stay as they were. A module whose
+        projections have the right number of rows already is left alone.
+
+        Args:
+            module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
+            sizes: the heads that it shall have.
+            fresh: whether the weights have only been initialised (`keep_heads`), not trained (`pool_heads`).
+
+        Raises:
+            InputError: the projections were reduced to other sizes before.
+            UnsupportedError: no name holds a role, or a weight is computed from other parameters.
+        """
+        held = self._held(module, "kv")
+        if all(_has_rows(value, sizes.rows(roles)) for _, roles, value in held):
+            return
+        for name, roles, value in held:
+            if not _has_rows(value, sizes.full.rows(roles)):
+                raise InputError(
+                    f"'{name}' of this {type(module).__name__} is {_described(value)}, but {sizes.num_heads} heads "
+                    f"have {sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model "
+                    "again to choose another attention"
+                )
+        pool = keep_heads if fresh else pool_heads
+        larger = [(name, roles, value) for name, roles, value in held if sizes.rows(roles) != sizes.full.rows(roles)]
+        # The list raises for a weight that cannot be changed before the loop changes any.
+        for name, roles, value, parameters in [(*entry, _parameters(module, entry[0], entry[2])) for entry in larger]:
+            owner: Any = module if isinstance(value, Tensor) else shallow_copy(value)
+            for key, old in parameters.items():
+                smaller = _reduced(old.detach(), roles, sizes, pool)
+                owner._parameters[key.rpartition(".")[2]] = nn.Parameter(smaller, old.requires_grad)
+            if owner is not module:
+                owner.out_features = sizes.rows(roles)
+                module._modules[name] = owner
+
+    def load(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, sizes: HeadSizes) -> None:
+        """Pool the entries of a state dict that have all heads of the host, in place.
+
+        Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name.
+
+        Args:
+            module: what `entries` names the parts of.
+            state_dict, prefix: as in `torch.nn.Module._load_from_state_dict`.
+            sizes: of the module's heads.
+        """
+        if sizes == sizes.full:
+            return
+        for name, roles in self.entries:
+            value = getattr(module, name, None)
+            owned = {name: value} | {f"{name}.{leaf}": getattr(value, leaf, None) for leaf in ("weight", "bias")}
+            for key, own in owned.items():
+                given = state_dict.get(prefix + key)
+                if not (isinstance(own, Tensor) and isinstance(given, Tensor)) or own.shape == given.shape:
+                    continue
+                axis = _row_axis(given, sizes.full.rows(roles))
+                if axis is not None and own.shape == (*given.shape[:axis], sizes.rows(roles), *given.shape[axis + 1 :]):
+                    state_dict[prefix + key] = _reduced(given, roles, sizes, pool_heads)
+
+    def _held(self, module: nn.Module, roles: str) -> list[Held]:
+        """The entries with any of `roles` that `module` has."""
+        found = ((name, own, getattr(module, name, None)) for name, own in self.entries if set(own) & set(roles))
+        held = [(name, own, value) for name, own, value in found if isinstance(value, nn.Module | Tensor)]
+        for role in roles:
+            if not any(role in own for _, own, _ in held):
+                names = ", ".join(repr(name) for name, own in self.entries if role in own) or "no name at all"
+                raise UnsupportedError(
+                    f"the projections of {type(module).__name__} are described wrongly: '{role}' should be in {names}, "
+                    "of which the module has none; correct its `projections`"
+                )
+        return held
+
+
+class Packed(Projections):
+    """Each name holds rows of several roles: `Packed("qkv")`, or `Packed("to_kv", roles="kv")`."""
+
+    def __init__(self, *names: str, roles: str = "qkv") -> None:
+        super().__init__(tuple((name, roles) for name in names))
+
+
+class Separate(Projections):
+    """Each name holds rows of one role: `Separate("q_proj", "k_proj", "v_proj")`, or `Separate(q="to_q")`."""
+
+    def __init__(self, q: str | None = None, k: str | None = None, v: str | None = None) -> None:
+        super().__init__(tuple((name, role) for name, role in ((q, "q"), (k, "k"), (v, "v")) if name is not None))
+
+
+class Projected(nn.Module):
+    """A module with projections of described layout; a checkpoint with all heads of the host is pooled on load.
+
+    Attributes:
+        projections: where the class keeps its projections.
+        head_sizes: how many heads they make, and how wide.
+    """
+
+    projections: ClassVar[Projections]
+    head_sizes: HeadSizes
+
+    if TYPE_CHECKING:  # a host's module holds what it holds without types
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads G."""
+        return self.head_sizes.kv_heads
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        self.projections.load(self, state_dict, prefix, self.head_sizes)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
+    """Return a module with the same parameters, sub-modules, hooks and attributes, in dictionaries of its own.
+
+    Args:
+        module: what is copied; it stays as it was.
+        kind: the class of the copy, whose __init__ does not run; that of `module` by default.
+    """
+    made: Any = object.__new__(kind or type(module))
+    made.__dict__ = {key: item.copy() if isinstance(item, dict | set) else item for key, item in vars(module).items()}
+    return made
+
+
+def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:
+    """The parameters of one entry, by name; raises UnsupportedError where a weight is no parameter by itself."""
+    found: dict[str, nn.Parameter | None] = {}
+    if isinstance(value, Tensor):
+        found = {name: module._parameters.get(name)}
+    elif isinstance(value, nn.Linear) and not (value._modules or value._buffers or len(value._parameters) != 2):
+        found = {f"{name}.{leaf}": value._parameters.get(leaf) for leaf in ("weight", "bias")}
+    parameters = {key: parameter for key, parameter in found.items() if parameter is not None}
+    weight = parameters.get(name, parameters.get(f"{name}.weight"))
+    if weight is None or not weight.is_floating_point():
+        raise UnsupportedError(
+            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, pruning, LoRA, "
+            "quantisation, ...), so their rows cannot be changed; choose the attention and calibrate first, or remove "
+            "the parametrisation"
+        )
+    return parameters
+
+
+def _has_rows(value: nn.Module | Tensor, rows: int) -> bool:
+    if isinstance(value, Tensor):
+        return rows in (value.shape[0], value.numel())
+    width = getattr(value, "out_features", None)  # a quantised weight has another shape
+    return rows == (len(getattr(value, "weight", ())) if width is None else width)
+
+
+def _described(value: nn.Module | Tensor) -> str:
+    return f"a parameter of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {value}"
+
+
+def _row_axis(tensor: Tensor, rows: int) -> int | None:
+    """The axis of `rows` rows: the first, or, in a bias of shape [1, 1, rows], the last."""
+    if tensor.dim() and tensor.shape[0] == rows:
+        return 0
+    return tensor.dim() - 1 if tensor.dim() and tensor.shape[-1] == tensor.numel() == rows else None
+
+
+def _flat(tensor: Tensor, rows: int) -> Tensor:
+    """[rows, ...], or a bias [H, D] or [1, 1, H·D] -> [rows, ...], a view."""
+    return tensor if tensor.shape[0] == rows else tensor.view(rows)
+
+
+def _reduced(full: Tensor, roles: str, sizes: HeadSizes, pool: Pool) -> Tensor:
+    """The rows that `sizes` needs, made from those of `sizes.full`."""
+    axis, parts = _row_axis(full, sizes.full.rows(roles)), []
+    if axis is None:
+        raise InputError(f"a projection of shape {list(full.shape)} does not have {sizes.full.rows(roles)} rows")
+    for role, rows in zip(roles, full.movedim(axis, 0).split([sizes.full.rows(r) for r in roles]), strict=True):
+        if role != "q":
+            rows = pool(rows, sizes.num_heads, sizes.kv_heads)
+        if role == "k":  # the features of a head are reduced as heads of one feature each would be
+            rows = pool(rows, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.key_dim)
+        parts.append(rows)
+    return torch.cat(parts).movedim(0, axis)

@@ -141,6 +141,7 @@ class TestLoopback(AdapterConformance):
     adapter = LoopbackAdapter()
     sites = 3
     refused = ("gqa(kv_heads=2)", "quest+mqa")
+    calibrates = False
 
     def make_model(self) -> nn.Module:
         return HostModel(dim=16, heads=4, depth=3)

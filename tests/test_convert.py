@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, InputError, UnsupportedError
-from quest_core import projections as convert
 from quest_core.hosts.torch import TorchAdapter
 
 E, H, D = 12, 3, 4
@@ -141,10 +140,12 @@ def test_batches_are_run_as_told_and_outputs_may_be_nested() -> None:
 
 
 class Deaf(TorchAdapter):
-    """An adapter that does not say where its queries come from."""
+    """An adapter whose queries cannot be scaled."""
 
     name = "deaf"
-    scale_queries = quest_core.Adapter.scale_queries
+
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        super().scale_queries(nn.Linear(2, 2), factor)
 
 
 class Unused(nn.Module):
@@ -191,7 +192,7 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         model,
         {"adapter": Deaf()},
         UnsupportedError,
-        "'deaf' does not say which layer of MultiheadAttention makes the queries",
+        "Linear of the adapter 'deaf' has 0 parts with `projections`, not one",
     ),
     "a model that fails": (model, {"batches": [torch.zeros(2, 5, E + 1)]}, Exception, "."),
 }
@@ -217,49 +218,3 @@ def test_half_precision_projections_are_scaled_in_full() -> None:
     wanted = (before[:E].float().unflatten(0, (H, D)) * factor.float()[:, None, None]).flatten(0, 1).bfloat16()
     assert torch.equal(module.in_proj_weight[:E], wanted)
     assert torch.equal(module.in_proj_weight[E:], before[E:])
-
-
-class _Projected(nn.Module):
-    """The projections of two hosts: one layer of queries, or one of all three."""
-
-    def __init__(self, **layers: nn.Module) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-
-class _Declares(TorchAdapter):
-    name = "declares"
-    query_projections: ClassVar[dict[str, int]] = {"to_q": 1, "qkv": 3}
-    scale_queries = quest_core.Adapter.scale_queries
-
-
-@pytest.mark.parametrize("name", ["to_q", "qkv"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_an_adapter_says_where_the_queries_are_and_core_scales_them(name: str, bias: bool) -> None:
-    parts = _Declares.query_projections[name]
-    layer = nn.Linear(E, parts * E, bias)
-    before = copy.deepcopy(layer)
-    factor = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
-    _Declares().scale_queries(_Projected(**{name: layer, "other": nn.Linear(E, E)}), factor)
-    x = torch.randn(4, E)
-    want = before(x).unflatten(1, (parts, H, D))
-    want[:, 0] *= factor.float()[:, None]
-    torch.testing.assert_close(layer(x), want.flatten(1))
-
-
-def test_queries_that_cannot_be_scaled_are_named() -> None:
-    factor = torch.ones(H, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match="does not say which layer of _Projected makes the queries"):
-        _Declares().scale_queries(_Projected(query=nn.Linear(E, E)), factor)
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(E, E))
-    with pytest.raises(UnsupportedError, match="the weights of 'to_q' are parametrised"):
-        _Declares().scale_queries(_Projected(to_q=normed), factor)
-
-
-def test_a_pooled_module_stays_as_it_is_or_is_refused() -> None:
-    assert not convert.is_pooled("standard", 4, 4, 2)
-    assert convert.is_pooled("gqa(kv_heads=2)", 4, 2, 2)
-    for wanted in (1, 4):
-        with pytest.raises(InputError, match=r"has 2 key/value heads already \(attention 'gqa\(kv_heads=2\)'\)"):
-            convert.is_pooled("gqa(kv_heads=2)", 4, 2, wanted)

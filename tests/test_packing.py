@@ -56,7 +56,7 @@ def check(
         if isinstance(spec, quest_core.Mechanism)
         else quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     )
-    key_dim = quest_core.mechanism.key_features(mechanism.config, DIM)
+    key_dim = quest_core.mechanism.head_sizes(mechanism.config, HEADS, DIM).key_dim
     q, k, v = tokens(lengths_q, lengths_k, groups, key_dim=key_dim)
     cu_q = cumulative(lengths_q)
     cu_k = None if lengths_k is lengths_q else cumulative(lengths_k)

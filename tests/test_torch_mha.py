@@ -376,5 +376,5 @@ def test_narrower_keys() -> None:
     assert not missing.unexpected_keys
     assert all("mechanism" in key for key in missing.missing_keys)
     assert torch.equal(other.in_proj_weight, ours.in_proj_weight)
-    with pytest.raises(quest_core.InputError, match="of 1 features a key; build the model anew"):
+    with pytest.raises(quest_core.InputError, match="its keys and values were reduced already. Build the model again"):
         quest_core.inject(nn.ModuleList([ours]), "quest")

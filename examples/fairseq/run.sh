@@ -21,11 +21,11 @@ PYTHON
 [ -d "$out/data-bin" ] || fairseq-preprocess --only-source --trainpref "$out/train" --validpref "$out/valid" \
     --testpref "$out/test" --destdir "$out/data-bin" --workers 1 >"$out/preprocess.log" 2>&1
 
-# The same command goes on where it stopped; with another attention it refuses to, so each has a folder of its own.
+# The same command goes on where it stopped; with another attention it is an error, so each has its own folder.
 checkpoints="$out/${attention//[^a-z0-9]/-}"
 fairseq-hydra-train --config-dir "$quest/configs" --config-name pydocs hydra.run.dir=. \
     common.user_dir="$quest" common.cpu=true common.log_format=simple task.data="$out/data-bin" \
-    model.attention="'$attention'" checkpoint.save_dir="$checkpoints" 2>&1 | grep -E "quest:|train_inner|valid on"
+    model.attention="'$attention'" checkpoint.save_dir="$checkpoints" 2>&1 | grep -E "quest_core|train_inner|valid on"
 
 fairseq-eval-lm "$out/data-bin" --user-dir "$quest" --cpu --path "$checkpoints/checkpoint_best.pt" --gen-subset test \
     --sample-break-mode none --tokens-per-sample 128 --context-window 64 --batch-size 32 \

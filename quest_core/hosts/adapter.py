@@ -7,17 +7,16 @@ replacement, the report, checkpoints) lives in :mod:`quest_core.inject`, so an a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..catalogue import parts
 from ..config import DEFAULTS, AttentionConfig
 from ..errors import UnsupportedError
-from ..kernels.pytorch import wider
+from ..projections import Projected
 from .patching import Patches
 
 
@@ -58,7 +57,7 @@ class Site:
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
         fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
-            heads, fresh weights are reduced with `convert.keep_heads` and trained ones with `convert.pool_heads`.
+            heads, fresh weights are reduced with `keep_heads` and trained ones with `pool_heads`.
         stack: the stack of layers it belongs to, where that is not told by paths that differ in numbers only: what
             compares a layer with the one before (elliptical) does so within a stack.
     """
@@ -80,10 +79,6 @@ class Adapter(ABC):
     """The host's name, as in ``quest-<name>``."""
     capabilities: ClassVar[Capabilities]
     """What the host's easiest site offers and asks; single sites may offer less and ask more."""
-    query_projections: ClassVar[Mapping[str, int]] = {}
-    """The linear layers that make queries, head by head, by their name in what `replace` returns; the first that a
-    module has counts. With it, how many equal parts the layer's outputs are, the queries first: 1 for `q_proj`, 3 for
-    `qkv`. It lets `quest_core.calibrate` work, and the conformance suite test it."""
 
     @abstractmethod
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -130,43 +125,27 @@ class Adapter(ABC):
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
 
-        Override it for queries that `query_projections` cannot describe.
+        Override it for queries that `quest_core.projections` cannot describe.
 
         Args:
-            module: as `replace` made it.
+            module: as `replace` made it; it is or contains one `Projected`.
             factor: [H], float64 on the CPU.
 
         Raises:
-            UnsupportedError: the module has none of `query_projections`, or its weight is made from others.
+            UnsupportedError: the module is or contains no `Projected`, or its weight is made from others.
         """
-        layers: dict[str, Any] = {name: getattr(module, name, None) for name in self.query_projections}
-        name = next((name for name, layer in layers.items() if isinstance(layer, nn.Linear)), None)
-        if name is None:
+        found = [part for part in module.modules() if isinstance(part, Projected)]
+        if len(found) != 1:
             raise UnsupportedError(
-                f"the adapter '{self.name}' does not say which layer of {type(module).__name__} makes the queries "
-                "(query_projections), so it cannot be calibrated; use quest_core.inject and fine-tune without "
-                "calibration"
+                f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`, not "
+                "one, so its queries cannot be scaled; inherit quest_core.projections.Projected, or use "
+                "quest_core.inject and fine-tune without calibration"
             )
-        layer = layers[name]
-        if nn.utils.parametrize.is_parametrized(layer):
-            raise UnsupportedError(
-                f"the weights of '{name}' are parametrised (weight_norm, pruning, ...), so the queries cannot be "
-                "scaled; calibrate first, or remove the parametrisation"
-            )
-        for parameter in (layer.weight, layer.bias):
-            if parameter is not None:
-                scale_heads(parameter[: len(parameter) // self.query_projections[name]], factor)
+        found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Why this host cannot honour `config` at `site`, or None. Override for what capabilities cannot say."""
         return refusal(config, site.capabilities)
-
-
-@torch.no_grad()
-def scale_heads(rows: Tensor, factor: Tensor) -> None:
-    """Multiply the rows of each head in place: rows [H·D, ...], head by head, factor [H]."""
-    heads = rows.unflatten(0, (len(factor), -1)).movedim(0, -1)  # [D, ..., H]
-    heads.copy_(heads * factor.to(rows.device, wider(rows.dtype)))
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:

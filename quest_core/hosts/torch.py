@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
-from ..mechanism import Mechanism, key_features, kv_heads
-from ..projections import Pool, keep_heads, pool_heads
-from .adapter import Adapter, Capabilities, Site, scale_heads
+from ..mechanism import Mechanism, head_sizes
+from ..projections import Packed, Projected, Separate
+from .adapter import Adapter, Capabilities, Site
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(Projected, nn.MultiheadAttention):
     """Drop-in for :class:`torch.nn.MultiheadAttention`: same signature, parameter names, masks and outputs.
 
     Differences: `attention` names the mechanism; a query with no visible key gives zeros in place of NaN; `is_causal`
@@ -29,6 +29,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         attention: a name, mapping or AttentionConfig. The other arguments are those of torch.nn.MultiheadAttention.
     """
+
+    projections = (
+        Packed("in_proj_weight", "in_proj_bias")
+        + Separate("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        + Separate(k="bias_k", v="bias_v")
+    )
 
     def __init__(
         self,
@@ -50,10 +56,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.config = AttentionConfig.parse(attention)
-        self.kv_heads = kv_heads(self.config, num_heads)
-        self.key_dim = key_features(self.config, self.head_dim)
-        if self._smaller:
-            self._shrink(keep_heads)
+        self.head_sizes = head_sizes(self.config, num_heads, self.head_dim)
+        self.projections.shrink(self, self.head_sizes, fresh=True)
         # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
         self._qkv_same_embed_dim = False
         self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
@@ -64,14 +68,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         cls, module: nn.MultiheadAttention, attention: AttentionSpec, *, fresh: bool = False
     ) -> MultiheadAttention:
         """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
-        sizes = (kv_heads(attention, module.num_heads), key_features(attention, module.head_dim))
-        pooled = isinstance(module, cls) and module._smaller
-        if isinstance(module, cls) and pooled and (module.kv_heads, module.key_dim) != sizes:
-            raise InputError(
-                f"this module has {module.kv_heads} key/value heads already, of {module.key_dim} features a key; build "
-                "the model anew to choose another attention"
-            )
-        if any(name not in cls._known for name in module._parameters) or nn.utils.parametrize.is_parametrized(module):
+        known = {name for name, _ in cls.projections.entries}
+        if module._parameters.keys() - known or nn.utils.parametrize.is_parametrized(module):
             raise InputError(
                 "the weights of this torch.nn.MultiheadAttention are parametrised (weight_norm, pruning, ...); inject "
                 "first, or remove the parametrisation"
@@ -95,8 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         anchor = module.out_proj.weight
         made.mechanism = Mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
         made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        if made._smaller and not pooled:
-            made._shrink(keep_heads if fresh else pool_heads)
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             setattr(made, hooks, getattr(module, hooks))
         return made.train(module.training)
@@ -107,53 +104,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = says
-
-    @property
-    def _smaller(self) -> bool:
-        """Whether keys or values are projected to less than in torch.nn.MultiheadAttention."""
-        return (self.kv_heads, self.key_dim) != (self.num_heads, self.head_dim)
-
-    def _shrink(self, pool: Pool) -> None:
-        """Reduce the key and value rows of every projection to `kv_heads` heads, and keys to `key_dim` features."""
-        with torch.no_grad():
-            for name in self._keys_and_values:
-                parameter = self._parameters.get(name)
-                if parameter is not None:
-                    smaller = self._reduce(name, parameter, pool)
-                    self._parameters[name] = nn.Parameter(smaller, parameter.requires_grad)
-
-    _known = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
-    _keys_and_values = ("in_proj_weight", "in_proj_bias", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
-
-    def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
-        """A parameter of torch.nn.MultiheadAttention -> the same with `kv_heads` key and value heads."""
-
-        def keys(rows: Tensor) -> Tensor:
-            rows = pool(rows, self.num_heads, self.kv_heads)
-            # The features of a head are reduced as heads of one feature each would be.
-            return pool(rows, self.kv_heads * self.head_dim, self.kv_heads * self.key_dim)
-
-        if name.startswith("in_proj"):
-            q, k, v = full.chunk(3)
-            return torch.cat([q, keys(k), pool(v, self.num_heads, self.kv_heads)])
-        if name.startswith("bias_"):
-            row = full.flatten()
-            return (keys(row) if name == "bias_k" else pool(row, self.num_heads, self.kv_heads)).view(1, 1, -1)
-        return keys(full) if name == "k_proj_weight" else pool(full, self.num_heads, self.kv_heads)
-
-    def _full_shape(self, name: str, own: Tensor) -> tuple[int, ...]:
-        """The shape of a parameter in torch.nn.MultiheadAttention, where keys have as many heads as queries."""
-        if name.startswith("bias_"):
-            return (1, 1, self.embed_dim)
-        return (3 * self.embed_dim if name.startswith("in_proj") else self.embed_dim, *own.shape[1:])
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        if self._smaller:
-            for name in self._keys_and_values:
-                own, given = self._parameters.get(name), state_dict.get(prefix + name)
-                if own is not None and given is not None and given.shape == self._full_shape(name, own):
-                    state_dict[prefix + name] = self._reduce(name, given, pool_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
         self,
@@ -224,7 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [self.embed_dim, self.kv_heads * self.key_dim, self.kv_heads * self.head_dim]
+        sizes = self.head_sizes.widths
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
             if self.batch_first and self.training and self.config.name == "standard":
@@ -365,13 +315,6 @@ class TorchAdapter(Adapter):
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)
         return MultiheadAttention.from_torch(site.module, config, fresh=site.fresh)
-
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        assert isinstance(module, nn.MultiheadAttention)
-        packed = module.in_proj_weight is not None
-        for parameter in (module.in_proj_weight if packed else module.q_proj_weight, module.in_proj_bias):
-            if parameter is not None:
-                scale_heads(parameter[: module.embed_dim], factor)  # the queries' rows come first
 
     def install(self) -> None:
         """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""

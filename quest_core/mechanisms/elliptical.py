@@ -103,8 +103,7 @@ class Elliptical(Standard):
             if self._arrangement is not None:
                 before = self._arrangement[1](before)
             metric = self._metric(own, before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
-            # Contiguous, because strides of products of views differ between real tensors and those of tracers.
-            q = q.contiguous() * self._spread(metric, q.shape[1], head).to(q.dtype)
+            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
         return self.query(q), self.key(k)
 
     def _before(self, kept: Tensor) -> Tensor | None:

@@ -43,6 +43,7 @@ class AdapterConformance(ABC):
         autocasts: whether the host's own model runs under autocast to bfloat16 on a CPU.
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
         pickles: whether the host's own model can be pickled.
+        calibrates: whether the adapter can be used by `quest_core.calibrate`.
         tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
     """
 
@@ -52,7 +53,7 @@ class AdapterConformance(ABC):
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
-            (_says_queries(cls.adapter), "test_queries_can_be_scaled"),
+            (cls.calibrates, "test_queries_can_be_scaled"),
             (cls.autocasts, "test_autocast"),
             (cls.compiles, "test_compiles"),
             (bool(cls.refused), "test_what_the_host_cannot_honour_is_refused_by_name"),
@@ -75,6 +76,7 @@ class AdapterConformance(ABC):
     autocasts: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
+    calibrates: ClassVar[bool] = True
     tolerance: ClassVar[float] = 2e-5
 
     @abstractmethod
@@ -413,11 +415,6 @@ class AdapterConformance(ABC):
                 config = quest_core.AttentionConfig.parse(attention)
                 if self.adapter.refusal(site, config) is None:
                     assert refusal(config, self.adapter.capabilities) is None
-
-
-def _says_queries(adapter: Adapter) -> bool:
-    """Whether the adapter can be used by `quest_core.calibrate`."""
-    return bool(adapter.query_projections) or type(adapter).scale_queries is not Adapter.scale_queries
 
 
 class _ReferenceScore(Score):

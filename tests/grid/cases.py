@@ -119,7 +119,7 @@ class Layers(nn.Module):
 
 def earlier(v: Tensor) -> Tensor:
     """The values of the layer before, some other function of v."""
-    return v.roll(1, -1)
+    return torch.cat([v[..., -1:], v[..., :-1]], -1)  # torch.roll has other strides in a trace
 
 
 # Layouts: [B, heads, tokens, D] each, all with the strides of some host.

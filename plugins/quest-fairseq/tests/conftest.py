@@ -144,3 +144,8 @@ def build(arch: str, *arguments: str, words: int = 20) -> Any:
     from fairseq.models import build_model
 
     return build_model(options(arch, *arguments), task(words))
+
+
+def reasons(error: BaseException | None) -> str:
+    """Return an exception's text and those it followed from: fairseq's trainer raises one of its own on top."""
+    return f"{error} {reasons(error.__context__)}" if error else ""

@@ -1,21 +1,27 @@
-"""Checkpoints: stock ones load, GQA converts them, and another attention is refused unless it is named."""
+"""fairseq's tools with checkpoints of other attentions: what is refused, and what `attention_from` accepts."""
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Tools, build
+from conftest import Tools, build, reasons
 from fairseq import checkpoint_utils
+from test_checkpoint_matrix import average
 from test_tools import perplexity
 
 import quest_core
-from quest_fairseq.checkpoints import trained_with
+from quest_core.checkpoints import ENTRY, read
 
-REFUSED = "trained with attention 'standard', and the model has 'quest"
+WARNED = "these weights were trained with standard attention and are loaded into attention"
+
+
+def attentions(path: Path) -> set[str]:
+    """What a checkpoint says that it was trained with."""
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
+    return {read(value) for name, value in state.items() if name.endswith(ENTRY)}
 
 
 @pytest.fixture
@@ -25,73 +31,96 @@ def stock(tools: Tools, lm_data: Path, tmp_path: Path) -> Path:
     return tmp_path / "stock" / "checkpoint_last.pt"
 
 
-def reasons(error: BaseException | None) -> str:
-    """What was raised and what it followed from: fairseq's trainer puts an exception of its own on top."""
-    return f"{error} {reasons(error.__context__)}" if error else ""
-
-
-def test_a_stock_checkpoint_goes_on_as_standard(tools: Tools, lm_data: Path, stock: Path) -> None:
+def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: Path, stock: Path) -> None:
     given = ["--attention", "standard", "--save-dir", stock.parent]
     assert "num_updates=5" in tools.train(lm_data, *given, updates=6)
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(stock))
-    assert trained_with(state["model"]) == ["standard"]
+    assert attentions(stock) == set()
+    assert "num_updates=7" in tools.train(lm_data, "--save-dir", stock.parent, arch="transformer_lm", updates=7)
 
 
-def test_a_stock_checkpoint_does_not_resume_as_quest(tools: Tools, lm_data: Path, stock: Path) -> None:
+@pytest.mark.parametrize(
+    ("trained", "resumed"), [("quest", "qnorm"), ("quest", "standard"), ("standard", "quest"), ("quest", None)]
+)
+def test_a_run_does_not_go_on_with_another_attention(
+    trained: str, resumed: str | None, tools: Tools, lm_data: Path, tmp_path: Path
+) -> None:
+    tools.train(lm_data, "--attention", trained, "--save-dir", tmp_path, updates=2)
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    given = ["--attention", resumed] if resumed else []
+    arch = "quest_transformer_lm" if resumed else "transformer_lm"
     with pytest.raises(Exception, match="Cannot load model parameters") as caught:
-        tools.train(lm_data, "--attention", "quest", "--save-dir", stock.parent, updates=6)
-    assert REFUSED in reasons(caught.value)
-    assert "--attention-from 'standard'" in reasons(caught.value)
+        tools.train(lm_data, *given, "--save-dir", tmp_path, arch=arch)
+    told = "attention_from" if resumed else f"Unexpected key.*{ENTRY}"
+    assert re.search(told, reasons(caught.value))
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
+    if resumed:
+        tools.train(lm_data, *given, "--save-dir", tmp_path, "--attention-from", trained)
+        assert attentions(tmp_path / "checkpoint_last.pt") == {resumed} - {"standard"}
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
 def test_fine_tuning_a_stock_checkpoint(
     attention: str, tools: Tools, lm_data: Path, stock: Path, tmp_path: Path
 ) -> None:
-    given = ["--attention", attention, "--finetune-from-model", stock, "--save-dir", tmp_path / "out"]
-    with pytest.raises(Exception, match="Cannot load model parameters") as caught:
-        tools.train(lm_data, *given)
-    assert REFUSED in reasons(caught.value)
-    tools.train(lm_data, *given, "--attention-from", "standard", "--lr", "0", updates=1)
-    tuned = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))
-    assert trained_with(tuned["model"]) == [attention]
+    given = ["--attention", attention, "--finetune-from-model", stock, "--lr", "0"]
+    log = tools.train(lm_data, *given, "--save-dir", tmp_path / "warned", updates=1)
+    assert log.count(WARNED) == 1
+    given += ["--save-dir", tmp_path / "out", "--attention-from", "standard"]
+    assert WARNED not in tools.train(lm_data, *given, updates=1)
+    assert attentions(tmp_path / "out" / "checkpoint_last.pt") == {attention}
+    tuned = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))["model"]
     key = "decoder.layers.0.self_attn.k_proj.weight"
     before = checkpoint_utils.load_checkpoint_to_cpu(str(stock))["model"][key]
     pooled = before.view(2, 2, 8, 32).mean(1).flatten(0, 1) if "gqa" in attention else before
-    torch.testing.assert_close(tuned["model"][key], pooled)
-    resumed = [*given, "--attention-from", "standard"]  # the same command goes on from its own checkpoint
-    assert "num_updates=3" in tools.train(lm_data, *resumed, updates=3)
+    torch.testing.assert_close(tuned[key], pooled)
+    # The same command goes on from its own checkpoint.
+    assert "num_updates=3" in tools.train(lm_data, *given, updates=3)
 
 
 def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
     tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path)
     checkpoint = tmp_path / "checkpoint_best.pt"
     own = perplexity(tools.evaluate(lm_data, checkpoint))
-    with pytest.raises(quest_core.ConfigError, match="trained with attention 'quest', and the model has 'standard'"):
-        tools.evaluate(lm_data, checkpoint, "--model-overrides", "{'attention': 'standard'}")
+    for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
+        with pytest.raises(quest_core.CheckpointError, match="'quest', and the model has 'standard'"):
+            tools.evaluate(lm_data, checkpoint, "--model-overrides", said)
     told = "{'attention': 'standard', 'attention_from': 'quest'}"
     assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", told)) != own
-    with pytest.raises(quest_core.ConfigError, match="--model-overrides"):
+    with pytest.raises(quest_core.CheckpointError, match="attention_from is 'qnorm'"):
         tools.evaluate(lm_data, checkpoint, "--model-overrides", told.replace("'quest'", "'qnorm'"))
+    with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'"):
+        tools.evaluate(lm_data, checkpoint, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
 
 
-def test_averaged_checkpoints_are_still_known(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
-    """fairseq's scripts/average_checkpoints.py, which no wheel contains, writes a new dict without any metadata."""
-    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path)
-    states = [torch.load(tmp_path / f"checkpoint{epoch}.pt", weights_only=False) for epoch in (1, 2)]
-    averaged = copy.deepcopy(states[0])
-    averaged["model"] = OrderedDict((k, sum(state["model"][k] for state in states) / 2) for k in states[0]["model"])
-    assert trained_with(averaged["model"]) == []
-    torch.save(averaged, tmp_path / "averaged.pt")
-    assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / "averaged.pt")) < 40
-    with pytest.raises(quest_core.ConfigError, match="trained with attention 'quest'"):
-        tools.evaluate(lm_data, tmp_path / "averaged.pt", "--model-overrides", "{'attention': 'qnorm'}")
+def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data: Path, stock: Path) -> None:
+    """fairseq drops overrides that a checkpoint's options do not have."""
+    with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'.*_name"):
+        tools.evaluate(lm_data, stock, "--model-overrides", "{'attention': 'quest'}")
+    told = "{'attention': 'qnorm', 'model': {'_name': 'quest_transformer_lm'}}"
+    log = tools.evaluate(lm_data, stock, "--model-overrides", told)
+    assert f"{WARNED} 'qnorm'" in log
+    told = told.replace("{'attention'", "{'attention_from': 'standard', 'attention'")
+    assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", told)
+
+
+@pytest.mark.parametrize("attention", ["quest", "dgqa(kv_heads=2)", "qknorm-hs"])
+def test_averages_and_moving_averages(attention: str, tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    given = ["--attention", attention, "--save-dir", tmp_path, "--store-ema", "--ema-decay", "0.9", "--ema-fp32"]
+    tools.train(lm_data, *given)
+    assert "num_updates=8" in tools.train(lm_data, *given, updates=8)
+    checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
+    torch.save(average(tmp_path / f"checkpoint{epoch}.pt" for epoch in (1, 2)), tmp_path / "averaged.pt")
+    for name in ("ema.pt", "averaged.pt"):
+        assert attentions(tmp_path / name) == {attention}
+        assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / name)) < 40
+        with pytest.raises(quest_core.CheckpointError, match=re.escape(f"trained with attention '{attention}'")):
+            tools.evaluate(lm_data, tmp_path / name, "--model-overrides", "{'attention': 'qnorm'}")
 
 
 def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
     tools.train(lm_data, "--attention", "qknorm-hs", "--save-dir", tmp_path)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint_last.pt"))["model"]
-    learned = [name for name in state if "mechanism" in name]
+    learned = [name for name in state if "mechanism" in name and not name.endswith(ENTRY)]
     assert len(learned) == 2
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
         [str(tmp_path / "checkpoint_last.pt")], arg_overrides={"data": str(lm_data)}
@@ -100,9 +129,23 @@ def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: 
         torch.testing.assert_close(models[0].state_dict()[name], state[name])
 
 
-def test_both_ways_in_memory() -> None:
-    shape = ["--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-attention-heads", "4"]
-    stock, ours = build("transformer_lm", *shape), build("quest_transformer_lm", "--attention", "quest", *shape)
-    assert list(stock.state_dict()) == list(ours.state_dict())
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    ours.load_state_dict(stock.state_dict(), strict=True)  # weights at hand, whose origin nobody claims
+def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    """LayerDrop: fairseq renames the keys of the layers that are kept."""
+    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path, updates=1)
+    kept = "'decoder_layers_to_keep': '1'"
+    assert perplexity(tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", f"{{{kept}}}")) > 1
+    overrides = f"{{{kept}, 'attention': 'qnorm'}}"
+    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
+        tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", overrides)
+
+
+@pytest.mark.parametrize(
+    ("trained", "attention"), [("standard", "qknorm-hs"), ("aft-full", "quest"), ("quest", "aft-full")]
+)
+def test_attention_from_holds_for_mechanisms_that_learn(trained: str, attention: str) -> None:
+    """Also where positions are learned, which are spelled with the number that the model has."""
+    source = build("quest_transformer_lm", "--attention", trained)
+    model = build("quest_transformer_lm", "--attention", attention, "--attention-from", trained)
+    model.load_state_dict(source.state_dict())
+    key = "decoder.layers.0.self_attn.k_proj.weight"
+    torch.testing.assert_close(model.state_dict()[key], source.state_dict()[key])

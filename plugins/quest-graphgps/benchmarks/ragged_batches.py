@@ -1,13 +1,13 @@
-"""What packing saves and costs: one attention layer, forward and backward, padded and packed, on a CPU core.
+"""Time packing: one attention layer, forward and backward, padded and packed, on a CPU core.
 
 python plugins/quest-graphgps/benchmarks/ragged_batches.py            writes a table
 python plugins/quest-graphgps/benchmarks/ragged_batches.py --rule     the same along the ratio of areas, for the rule
 
-Three layers take turns in an order that is drawn anew for every round: the host's own (torch.nn.MultiheadAttention,
-which PyTorch Geometric and GraphGPS give padded batches to), the chosen attention on padded batches, and ours, which
-packs them where that pays. Times are CPU seconds of this process, so that other processes on the machine count less.
-What is told of two layers is the median over rounds of their ratio within a round, with the 95 % interval of that
-median (by ranks).
+Three layers take turns in an order that is drawn again for every round: the host's own (torch.nn.MultiheadAttention,
+on padded batches, as in PyTorch Geometric and GraphGPS), the chosen attention on padded batches, and ours, which packs
+ragged ones. Times are CPU seconds of this process, so that other processes on the machine count less.
+Two layers are compared by the median over rounds of their ratio within a round, with the 95 % interval of that median
+(by ranks).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def milliseconds(sizes: list[int], name: str, dropout: float, seconds: float) ->
 
 
 def paired_ratio(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """The median of a / b over rounds, and the interval that holds it at 95 %, from the ranks beside the middle."""
+    """Return the median of a / b over rounds and its 95 % interval by ranks."""
     ratios = sorted(x / y for x, y in zip(a, b, strict=True))
     reach = 0.98 * len(ratios) ** 0.5
     low, high = int(len(ratios) / 2 - reach), int(len(ratios) / 2 + reach)

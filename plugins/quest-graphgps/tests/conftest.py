@@ -1,4 +1,4 @@
-"""Tests against a checkout of GraphGPS, which is on no package index, run where QUEST_GRAPHGPS_ROOT names one."""
+"""Tests in GraphGPS, which is on no package index, run only if QUEST_GRAPHGPS_ROOT names a checkout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = os.environ.get("QUEST_GRAPHGPS_ROOT", "")
 REAL = "test_real_graphgps.py"
-# Not a skip, which CI forbids: where there is no checkout, there is nothing that could be installed to run them.
+# A skip would fail in CI, and a checkout cannot be installed.
 collect_ignore = [] if ROOT else [REAL]
 NOT_RUN = (
     f"quest-graphgps's tests in GraphGPS itself ({REAL}); set QUEST_GRAPHGPS_ROOT to a checkout of rampasek/GraphGPS "
@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def python():
-    """Run Python in a new process and return what it printed; its failure is the test's."""
+    """Return a function that runs Python in a new process, checks that it succeeds, and returns what it printed."""
 
     def run(*arguments: str, cwd: Path) -> str:
         done = subprocess.run(

@@ -16,7 +16,7 @@ PEPTIDES = {
     "functional": ("701eb743e899f4d793f0e13c8fa5a1b4", "peptide_multi_class_dataset", ""),
     "structural": ("c240c1c15466b5c907c63e180fa8aa89", "peptide_structure_normalized_dataset", "_structure"),
 }
-"""Name -> the file whose presence says that the download was checked, the table, and what the splits' name ends in."""
+"""Name -> the file that marks a checked download, the table, and the suffix of the splits' name."""
 CONTACTS = "f7ffb27942145a2e72f6f5f51716d3bc"
 TARGETS = [f"{kind}_{axis}" for kind in ("Inertia_mass", "Inertia_valence", "length") for axis in "abc"]
 

@@ -24,7 +24,7 @@ RAGGED = (24, 2, 1, 3, 2, 4)
 class ConvModel(nn.Module):
     """PyTorch Geometric's own layers, as its examples stack them."""
 
-    def __init__(self, dropout: float, channels: int = 16, heads: int = 4) -> None:
+    def __init__(self, dropout: float, channels: int = 16, heads: int = 4, attention: str | None = None) -> None:
         super().__init__()
         self.convs = nn.ModuleList(
             GPSConv(
@@ -32,7 +32,7 @@ class ConvModel(nn.Module):
                 GINEConv(nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels))),
                 heads=heads,
                 dropout=0.1,
-                attn_kwargs={"dropout": dropout},
+                attn_kwargs={"dropout": dropout, "attention": attention},
             )
             for _ in range(2)
         )

@@ -26,7 +26,7 @@ class Conv(Graphs):
         return conv_inputs(self.sizes)
 
     def make_padded(self):
-        """The largest graph, beside others of other sizes: they are its padding, and it is theirs."""
+        """One graph in two batches, with other graphs of other sizes; only its own nodes are compared."""
         n = max(self.sizes)
         first, others = graph(n), [[graph(m) for m in sizes] for sizes in (self.sizes, (n // 2, 2, 1))]
         one, other = (Batch.from_data_list([first, *rest]) for rest in others)
@@ -45,7 +45,7 @@ class TestGPSConvRagged(Conv):
 
 
 class TestGPSConvRaggedWithoutDropout(Conv):
-    """Packed always, and nothing is dropped that linear attention and its kin could not drop."""
+    """Always packed. Without dropout, linear attention and its relatives are possible."""
 
     sizes = RAGGED
     compiles = False

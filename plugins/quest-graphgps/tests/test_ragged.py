@@ -1,4 +1,4 @@
-"""Batches of graphs of very different sizes: computed without their padding, with the padded result."""
+"""Batches of graphs of very different sizes: packing gives the padded result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from models import RAGGED, SIZES, ConvModel, conv_inputs
 
 import quest_core
+from quest_core.checkpoints import accept
 from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.tools import packing
 from quest_graphgps import attention
@@ -30,7 +31,7 @@ OPTIONS = (
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The number of times that nodes were packed."""
+    """Return a list with an entry for every packed call."""
     calls = []
     stock = packing.attention_packed
 
@@ -57,7 +58,7 @@ def inputs(sizes):
 )
 def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
     """Outputs and gradients, for every family and every combination of score, normaliser and grouping."""
-    # pgqa's noise lies on other places of the random stream when nodes are packed, so here it is made of the weights.
+    # Packed nodes draw pgqa's noise from other places of the random stream, so here it is computed from the weights.
     monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
     one = model(spec)
     other = copy.deepcopy(one)
@@ -72,7 +73,7 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
         out = layers(x.requires_grad_(), *rest)
         out.square().sum().backward()
         results.append([out, x.grad, *(p.grad for p in layers.parameters() if p.grad is not None)])
-    assert len(packed) == 2  # two layers, the first model alone
+    assert len(packed) == 2  # two layers, only in the first model
     assert len(results[0]) == len(results[1])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -80,6 +81,7 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
 
 def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
     layers, without = model("quest+pgqa(kv_heads=2)"), model("quest+gqa(kv_heads=2)")
+    accept(without, "quest+pgqa(kv_heads=2)")
     without.load_state_dict(layers.state_dict())
     x = inputs(RAGGED)
     torch.manual_seed(0)
@@ -98,8 +100,8 @@ def test_packing_follows_the_measured_rule(packed) -> None:
     assert len(packed) == 2
 
 
-def test_the_rule_looks_at_the_padding_anew(monkeypatch) -> None:
-    """Layers of one batch share what was found; another batch, also in the same tensor, and another rule do not."""
+def test_the_rule_is_applied_again_to_other_padding(monkeypatch) -> None:
+    """Layers of one batch share a plan; another batch, also in the same tensor, and another rule do not."""
     hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
     plan = attention.ragged_plan(hidden)
     assert [n for n, _ in plan.lengths] == [20, 2, 3]
@@ -138,7 +140,7 @@ def test_packed_dropout_keeps_the_mean() -> None:
 @pytest.mark.parametrize("spec", ["standard", "quest", "sinkhorn", "elliptical"])
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (24, 0, 2, 1)], ids=["padded", "packed"])
 def test_empty_graphs_are_finite(spec, sizes, training) -> None:
-    """Where PyTorch gives NaN to a fully hidden row, and its gradient, as soon as weights are asked for."""
+    """PyTorch gives NaN to a fully hidden row and its gradient if weights are requested."""
     layers = model(spec).train(training)
     x = torch.randn(sum(sizes), 16, dtype=torch.double, requires_grad=True)
     batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

@@ -1,7 +1,7 @@
 """GraphGPS itself, unmodified, from the checkout in QUEST_GRAPHGPS_ROOT.
 
-Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the generator, the others made up in the layouts
-of their downloads.
+Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the generator, the others with made-up data in the
+layout of their downloads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_models import MODELS
 from graphgps_data import write_all
+
+from quest_core.checkpoints import ENTRY
+from quest_core.testing.matrix import committed, table
 
 ROOT = Path(os.environ["QUEST_GRAPHGPS_ROOT"]).resolve()
 pytestmark = pytest.mark.slow
@@ -28,17 +32,18 @@ QUICK = (
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "LOKY_MAX_CPU_COUNT": "1",  # forty molecules are not worth a process for every core
+    "LOKY_MAX_CPU_COUNT": "1",  # one process is enough for 40 molecules
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # GraphGPS's loaders of superpixels and molecules, since PyTorch 2.6
 }
 GRAPHORMER = "configs/Graphormer/zinc-Graphormer.yaml"
 PATTERN, ZINC = "configs/GPS/pattern-GPS.yaml", "configs/GPS/zinc-GPS+RWSE.yaml"
 SHALLOW = ("gt.layers", "2")
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory) -> Path:
-    """Where GraphGPS finds its data: small, in the layout of the downloads."""
+    """Return a folder with small data sets in the layout of the downloads."""
     folder = tmp_path_factory.mktemp("datasets")
     write_all(folder)
     return folder
@@ -77,7 +82,7 @@ def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
     _, _, stock = gps(PATTERN, "optim.max_epoch", "2", launch=(), name="stock")
     status, said, ours = gps(PATTERN, "optim.max_epoch", "2", "gt.attention", "standard", name="standard")
     assert status == 0, said[-3000:]
-    assert "quest: attention=standard in 6 modules (MultiheadAttention; 99,840 parameters as before)" in said
+    assert "attention=standard in 6 modules (MultiheadAttention; 99,840 parameters as before)" in said
     assert training(ours) == training(stock)
     assert ours["train"][0]["params"] == stock["train"][0]["params"] == 337_201
     for split in ("val", "test"):
@@ -118,7 +123,7 @@ Those of ZINC that save the best epoch and evaluate it again have a test of thei
 def test_every_config_that_the_data_allows(gps, name) -> None:
     status, said, found = gps(f"configs/GPS/{name}.yaml", "gt.attention", "quest")
     assert status == 0, said[-3000:]
-    assert f"quest: attention=quest in {CONFIGS[name]} modules" in said
+    assert f"attention=quest in {CONFIGS[name]} modules" in said
     assert sorted(found) == ["test", "train", "val"]
     assert all(math.isfinite(line[0]["loss"]) for line in found.values())
 
@@ -130,7 +135,7 @@ def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained
     inference = "configs/GPS/zinc-GPS+RWSE-inference.yaml"
     status, said, again = gps(inference, "pretrained.dir", str(best), name="again")
     assert status == 0, said[-3000:]
-    assert "quest: attention=quest in 10 modules" in said
+    assert "attention=quest in 10 modules" in said
     for split in ("val", "test"):
         assert again[split][0]["mae"] == pytest.approx(trained[split][-1]["mae"], rel=1e-4)
 
@@ -170,7 +175,7 @@ def test_configs_that_graphgps_itself_cannot_run_fail_as_in_stock(gps, name, why
 def test_attention_from_the_command_line(gps, config, options, attention) -> None:
     status, said, found = gps(config, *SHALLOW, *options)
     assert status == 0, said[-3000:]
-    assert f"quest: attention={attention} modules" in said
+    assert f"attention={attention} modules" in said
     assert all(line[0]["loss"] == line[0]["loss"] for line in found.values())
 
 
@@ -179,9 +184,9 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
     [
         (("gt.attention", "qest"), "did you mean 'quest'"),
         (("gt.attention", "{name: quest, kv_head: 2}"), "'kv_heads' belongs to dgqa, gqa"),
-        (("gt.attention.kv_heads", "2"), "gt.attention is one value; write"),
-        (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that it could"),
-        (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that it could replace"),
+        (("gt.attention.kv_heads", "2"), "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
+        (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
         (("gt.attention", "aft-full"), "'aft-simple' is its relative that needs no order"),
         (
             ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights"),
@@ -189,7 +194,7 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
         ),
         (
             ("gt.attention", "quest", "model.type", "SANTransformer", "gt.layer_type", "SANLayer"),
-            "cannot be used in model.type 'SANTransformer'",
+            "SANTransformer has no attention that can be replaced",
         ),
     ],
     ids=[
@@ -216,7 +221,7 @@ def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
     for name in ("pattern.yaml", "zinc.yaml", "cifar10.yaml"):
         status, said, _ = gps(str(shipped / name), *SHALLOW, name=name)
         assert status == 0, said[-3000:]
-        assert "quest: attention=quest in 2 modules" in said
+        assert "attention=quest in 2 modules" in said
 
 
 def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp_path) -> None:
@@ -225,7 +230,7 @@ def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp
     options = (*SHALLOW, "train.auto_resume", "True")
     status, said, _ = gps(str(own), *options)
     assert status == 0, said[-3000:]
-    assert "quest: attention=quest+gqa(kv_heads=2) in 2 modules" in said
+    assert "attention=quest+gqa(kv_heads=2) in 2 modules" in said
     assert "attention: quest+gqa(kv_heads=2)" in (tmp_path / "run" / "own" / "config.yaml").read_text()
     status, said, found = gps(str(own), *options, "optim.max_epoch", "2")
     assert status == 0, said[-3000:]
@@ -241,7 +246,7 @@ def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
         [*command, "gt.layer_type", "GINE+Quest"], cwd=checkout, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "quest: attention=quest in 2 modules" in done.stdout + done.stderr
+    assert "attention=quest in 2 modules" in done.stdout + done.stderr
 
 
 def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
@@ -249,23 +254,89 @@ def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
     shallow = (*SHALLOW, "train.auto_resume", "True")
     status, said, _ = gps(ZINC, *shallow, "gt.attention", "quest")
     assert status == 0, said[-3000:]
-    for other in ((), ("gt.attention", "standard")):
-        status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", *other)
-        assert status == 1
-        assert "0.ckpt was trained with attention 'quest', and the model has 'standard'" in said
+    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2")
+    assert status == 1
+    assert ENTRY in said
+    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "standard")
+    assert status == 1
+    assert "trained with attention 'quest', and the model has 'standard'" in said
     status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.layer_type", "GINE+Quest")
     assert status == 0, said[-3000:]
     standard = ("gt.attention", "standard", "gt.attention_from", "quest")
     status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "3", *standard)
     assert status == 0, said[-3000:]
-    assert "trained with attention 'quest' and is being loaded into 'standard'" in said
     assert [line["epoch"] for line in found["train"]] == [0, 1, 2]
 
     trained = tmp_path / "run" / "zinc-GPS+RWSE"
-    status, said, _ = gps(ZINC, *SHALLOW, "pretrained.dir", str(trained), "gt.attention", "quest", name="tuned")
+    start = (*SHALLOW, "pretrained.dir", str(trained))
+    status, said, _ = gps(ZINC, *start, name="pretrained attention")
     assert status == 0, said[-3000:]
-    assert "quest: fine-tuning with attention 'quest' a model that was pretrained with 'standard'" in said
-    assert "quest: attention=quest in 2 modules" in said
+    assert "attention=standard in 2 modules" in said
+    status, said, _ = gps(ZINC, *start, "gt.attention", "quest", name="tuned")
+    assert status == 0, said[-3000:]
+    assert "attention=quest in 2 modules" in said
+    log = (tmp_path / "tuned" / "zinc-GPS+RWSE" / "0" / "logging.log").read_text()
+    assert "attention=quest in 2 modules" in log
+    assert "trained with standard attention and are loaded into attention 'quest'" in log
+    own = ("gt.attention", "quest", "gt.attention_from", "standard")
+    status, said, _ = gps(ZINC, *start, *own, name="meant")
+    assert status == 0, said[-3000:]
+    assert "trained with standard attention" not in said
+
+
+def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path) -> None:
+    status, said, _ = gps(ZINC, *SHALLOW, "gt.attention", "quest", name="trained")
+    assert status == 0, said[-3000:]
+    run = str(tmp_path / "trained" / "zinc-GPS+RWSE")
+    for mode in ("inference-only", "custom"):
+        options = (*SHALLOW, "pretrained.dir", run, "train.mode", mode)
+        status, said, found = gps(ZINC, *options, launch=(), name=f"stock {mode}")
+        assert status == 1
+        assert f"self_attn.mechanism.{ENTRY}" in said
+        assert "attention: quest" not in said
+        assert not any(found.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("gt.attention", "qest"),
+        ("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"),
+        ("gt.attention", "linear", "gt.attn_dropout", "0.5"),
+        ("gt.attention", "quest(kv_heads=3)"),
+    ],
+)
+def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_path) -> None:
+    previous = tmp_path / "run" / "zinc-GPS+RWSE" / "0" / "ckpt" / "0.ckpt"
+    previous.parent.mkdir(parents=True)
+    previous.write_text("weights")
+    status, said, _ = gps(ZINC, *SHALLOW, *options)
+    assert status == 1
+    assert "quest_core.errors." in said
+    assert {path for path in (tmp_path / "run").rglob("*") if path.is_file()} == {previous}
+
+
+def test_no_checkpoint_is_a_silent_start_for_another_attention(tmp_path) -> None:
+    """The column "stock" is GraphGPS without the plugin."""
+    script = Path(__file__).with_name("finetuning_matrix.py")
+
+    def run(action: str, *names: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script), action, str(tmp_path), *names],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    run("save", *MODELS)
+    others = [name for name in MODELS if name != "stock"]
+    cells = [cell for names in (["stock"], others) for cell in json.loads(run("load", *names).splitlines()[-1])]
+    found = {("`pretrained.dir`", checkpoint, model): what for checkpoint, model, what in cells}
+    order = [("`pretrained.dir`", checkpoint, model) for checkpoint in MODELS for model in MODELS]
+    assert table({key: found[key] for key in order}) == committed(PAGE, "checkpoints-graphgps-pretrained")
 
 
 def test_attention_weights_are_logged(gps, tmp_path) -> None:
@@ -317,7 +388,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
 
 
 def test_ranks_of_contacts_are_graphgps_s() -> None:
-    """What the suite graph/pcqm-contact measures, beside what GraphGPS's head for edges does on the same features."""
+    """The metric of the suite graph/pcqm-contact equals that of GraphGPS's head for edges on the same features."""
     code = (
         "import torch, graphgps\n"
         "from torch_geometric.data import Batch, Data\n"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 import warnings
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch_geometric.graphgym
-from models import ConvModel, configure, conv_inputs, graph
+from models import SMALL, ConvModel, configure, conv_inputs, graph
 from torch import nn
-from torch_geometric.graphgym import load_ckpt, register, save_ckpt
-from torch_geometric.graphgym.config import cfg, set_cfg
+from torch_geometric.graphgym import register
+from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg
+from torch_geometric.graphgym.logger import set_printing
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.nn import GPSConv
 from yacs.config import CfgNode
@@ -40,7 +40,7 @@ def test_the_installed_plugin_is_found_and_ok() -> None:
 # --- GPSConv --------------------------------------------------------------------------------------------------------
 
 
-def test_gps_conv_takes_attention_beside_the_arguments_of_its_attention() -> None:
+def test_gps_conv_takes_attention_in_attn_kwargs() -> None:
     conv = GPSConv(16, None, heads=4, attn_type="multihead", attn_kwargs={"attention": "quest", "dropout": 0.5})
     assert isinstance(conv.attn, GraphAttention)
     assert (str(conv.attn.config), conv.attn.dropout) == ("quest", 0.5)
@@ -127,7 +127,7 @@ def build(*opts: str):
         (("gt.attention", "quest"), "quest"),
         (("gt.layer_type", "GINE+Quest"), "quest"),
         (("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2)"),
-        (("gt.layer_type", "GINE+Quest", "gt.attention", "quest+sigmoid"), "quest+sigmoid"),
+        (("gt.attention", "quest+sigmoid"), "quest+sigmoid"),
         (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
         (("gt.attention", "{'name': 'quest', 'kv_heads': 2}"), "quest+gqa(kv_heads=2)"),
         (
@@ -159,8 +159,11 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
         (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
         (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
-        (("gt.quest.kv_head", "2"), ConfigError, "gt.quest.kv_head: .*did you mean 'kv_heads'"),
-        (("gt.attention.kv_heads", "2"), ConfigError, r"'\{name: quest, kv_heads: 2\}' or gt.quest.kv_heads 2"),
+        (("gt.quest.kv_head", "2"), AssertionError, "Non-existent key: gt.quest.kv_head"),
+        (("gt.attention.kv_heads", "2"), KeyError, "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
+        (("gt.attention_from", "quest"), ConfigError, "gt.attention_from given without gt.attention; .*: standard"),
+        (("gnn.allow_partial", "True"), ConfigError, "gnn.allow_partial given without gnn.attention"),
+        (("gt.layer_type", "GINE+Qest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
         (("gt.attention", "{'name': 'qest'}"), ConfigError, "gt.attention: .*did you mean 'quest'"),
         (("gt.attention", "{name: quest, kv_head: 2}"), ConfigError, "gt.attention: .*'kv_heads' belongs to dgqa, gqa"),
         (("gt.attention", "{'kv_heads': 2}"), ConfigError, "gt.attention: .* has no 'name'; write for example"),
@@ -197,7 +200,7 @@ def test_configs_refuse_by_name(opts, error, said) -> None:
 )
 @pytest.mark.parametrize("section", ["gt", "gnn"])
 def test_yaml_takes_a_name_or_a_mapping(section, written, tmp_path) -> None:
-    """And what is dumped beside a run's results says the same when it is read again."""
+    """The dumped config means the same when it is read again."""
     configure()
     path = tmp_path / "own.yaml"
     path.write_text(f"{section}:\n  attention: {written}\n")
@@ -217,7 +220,6 @@ def test_yaml_with_a_mapping_that_means_nothing_is_refused_by_key(tmp_path) -> N
         "attention: {kv_heads: 2}": "gt.attention: .* has no 'name'; write for example",
         "attention: {name: quest, kv_heads: 0}": "gt.attention: .*'kv_heads' is 0",
         "attention_from: {name: qest}": "gt.attention_from: .*did you mean 'quest'",
-        "quest: {kv_head: 2}": "gt.quest.kv_head: .*did you mean 'kv_heads'",
     }.items():
         configure()
         path.write_text(f"gt: {{{written}}}\n")
@@ -238,7 +240,7 @@ def test_without_attention_the_host_is_untouched() -> None:
 
 
 def test_a_network_of_ones_own_takes_gnn_attention() -> None:
-    """PyTorch Geometric's GraphGym alone: a registered network of GPSConv layers."""
+    """Without GraphGPS: a registered network of GPSConv layers."""
 
     class Own(nn.Module):
         def __init__(self, dim_in, dim_out):
@@ -254,7 +256,7 @@ def test_a_network_of_ones_own_takes_gnn_attention() -> None:
 
 
 CHIRALITY = 80
-"""ogb 1.3.6 tells one more kind of chirality than the paper's did: one more row of 96 - 16 numbers."""
+"""ogb 1.3.6 has one more kind of chirality than the paper's version: one more row of 96 - 16 numbers."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -281,104 +283,103 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
     assert model.model.attention_report.attention == "quest"
 
 
-def test_checkpoints_of_graphgym_load_both_ways() -> None:
-    ours, stock = build("gt.attention", "quest"), build()
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    ours.load_state_dict(stock.state_dict(), strict=True)
-
-
-def checkpoint(folder: Path, *opts: str):
-    """A GraphGym model and optimizer, as a run with `opts` in `folder` has them when it begins."""
-    configure()
-    cfg.merge_from_list(list(opts))
-    cfg.run_dir = str(folder)
-    model = create_model(dim_in=3, dim_out=2)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-STOCK, QUEST = (), ("gt.attention", "quest")
-
-
 @pytest.mark.parametrize(
-    ("trained", "resumed", "said"),
+    ("opts", "error", "said"),
     [
-        (QUEST, ("gt.attention", "standard"), "trained with attention 'quest', and the model has 'standard'"),
-        (QUEST, STOCK, "say gt.attention: quest. .* with gt.attention_from: quest"),
-        (STOCK, QUEST, "trained with attention 'standard', and the model has 'quest'"),
-        (QUEST, ("gnn.attention", "qnorm", "gt.attention_from", "qknorm"), "gt.attention_from is 'qknorm'. .*say gnn."),
-        (("gt.attention", "quest+gqa(kv_heads=2)"), QUEST, r"trained with attention 'quest\+gqa\(kv_heads=2\)'"),
+        (("gt.attention", "qest"), ConfigError, "gt.attention: .*did you mean 'quest'"),
+        (("gt.attention", "quest(kv_heads=3)"), ConfigError, "kv_heads"),
+        (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
+        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
+        (("gt.layer_type", "GINE+Performer", "gt.attention", "quest"), UnsupportedError, "Performer has no attention"),
+        (("model.type", "SANTransformer", "gt.attention", "quest"), UnsupportedError, "write model.type: GPSModel"),
+        (("gt.quest.kv_heads", "2"), ConfigError, "given without gt.attention"),
     ],
 )
-def test_resuming_with_another_attention_is_refused(tmp_path, trained, resumed, said) -> None:
-    save_ckpt(*checkpoint(tmp_path, *trained), epoch=3)
-    model, optimizer = checkpoint(tmp_path, *resumed)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=said):
-        load_ckpt(model, optimizer)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+def test_load_cfg_refuses_before_a_main_touches_anything(opts, error, said, tmp_path) -> None:
+    set_cfg(cfg)
+    path = tmp_path / "own.yaml"
+    path.write_text(SMALL)
+    with pytest.raises(error, match=said):
+        load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
+
+
+def test_load_cfg_rewrites_the_layer_type_and_accepts_what_can_be_built(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(SMALL)
+    state = torch.get_rng_state()
+    for opts in (("gt.layer_type", "GINE+Quest"), ("gt.attention", "elliptical"), ("gt.attention", "qknorm+mqa")):
+        set_cfg(cfg)
+        load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
+        assert cfg.gt.layer_type.endswith("+Transformer")
+        assert cfg.gt.attention == (opts[1] if opts[0] == "gt.attention" else "quest")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_uninstalled_builds_stock_models_and_can_be_installed_again() -> None:
+    adapter = GraphGPSAdapter()
+    try:
+        adapter.uninstall()
+        assert type(GPSConv(16, None, heads=4).attn) is nn.MultiheadAttention
+        with pytest.raises(TypeError, match="attention"):
+            GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest"})
+        assert {type(layer.self_attn) for layer in build().layers} == {nn.MultiheadAttention}
+        with pytest.raises(AssertionError, match="Non-existent key: gt.attention"):
+            build("gt.attention", "quest")
+    finally:
+        adapter.install()
+    assert build("gt.attention", "quest").attention_report.attention == "quest"
+    assert type(GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest"}).attn) is GraphAttention
+
+
+def test_gps_conv_takes_attention_from() -> None:
+    stock = GPSConv(16, None, heads=4).state_dict()
+    conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest(kv_heads=2)", "attention_from": "standard"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", quest_core.AttentionMismatchWarning)
-        if "gqa" not in said:
-            assert load_ckpt(model) == 4  # no training goes on
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        conv.load_state_dict(stock)
+    with pytest.raises(ConfigError, match="attention_from='quest' without attention; .*'attention': 'standard'"):
+        GPSConv(16, None, heads=4, attn_kwargs={"attention_from": "quest"})
 
 
-@pytest.mark.parametrize(
-    ("trained", "resumed"),
-    [
-        (QUEST, ("gt.layer_type", "CustomGatedGCN+Quest")),
-        (STOCK, ("gt.attention", "standard")),
-        (("gt.attention", "standard"), STOCK),
-        (STOCK, (*QUEST, "gt.attention_from", "standard")),
-        (QUEST, ("gt.attention_from", "quest")),
-    ],
-)
-def test_resuming_with_the_same_attention_or_where_it_is_asked_for(tmp_path, trained, resumed) -> None:
-    written, optimizer = checkpoint(tmp_path, *trained)
-    save_ckpt(written, optimizer, epoch=3)
-    model, optimizer = checkpoint(tmp_path, *resumed)
-    assert load_ckpt(model, optimizer) == 4
-    state = written.state_dict()
-    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+class Partial(nn.Module):
+    """One attention that the plugin knows and one that it does not."""
+
+    def __init__(self, dim_in, dim_out):
+        super().__init__()
+        self.conv = GPSConv(dim_in, None, heads=1)
+        self.pool = nn.MultiheadAttention(dim_in, 1)
 
 
-def test_a_trainer_that_imported_load_ckpt_before_the_plugin_compares_too(monkeypatch) -> None:
-    stock = load_ckpt.__wrapped__
-    trainer = ModuleType("trainer")
-    trainer.load_ckpt = stock
-    monkeypatch.setitem(sys.modules, "trainer", trainer)
-    for module in ("torch_geometric.graphgym", "torch_geometric.graphgym.checkpoint"):
-        monkeypatch.setattr(sys.modules[module], "load_ckpt", stock)
-    GraphGPSAdapter().install()
-    assert trainer.load_ckpt is torch_geometric.graphgym.load_ckpt is not stock
-    wrapped = trainer.load_ckpt
-    GraphGPSAdapter().install()
-    assert trainer.load_ckpt is wrapped
+def test_a_partial_replacement_needs_allow_partial(monkeypatch) -> None:
+    monkeypatch.setitem(register.network_dict, "partial", Partial)
+    with pytest.raises(
+        InjectionError, match=r"model.type 'partial'.*'pool' \(MultiheadAttention\).*gnn.allow_partial: True"
+    ):
+        build("model.type", "partial", "gnn.attention", "quest")
+    model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
+    assert model.attention_report.left_alone == ("pool",)
 
 
-def test_lightning_resumes_with_the_same_attention_alone(tmp_path) -> None:
-    from pytorch_lightning import Trainer
-    from torch_geometric.loader import DataLoader
-
-    def fit(*opts: str, ckpt_path: str | None = None) -> Trainer:
-        model, _ = checkpoint(tmp_path, *opts)
-        trainer = Trainer(
-            max_epochs=1 if ckpt_path is None else 2,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-        )
-        trainer.fit(model, DataLoader([graph(n, None) for n in (5, 6)], batch_size=2), ckpt_path=ckpt_path)
-        return trainer
-
-    path = str(tmp_path / "last.ckpt")
-    fit(*QUEST).save_checkpoint(path)
-    with pytest.raises(ConfigError, match="trained with attention 'quest', and the model has 'standard'"):
-        fit(ckpt_path=path)
-    assert fit(*QUEST, ckpt_path=path).current_epoch == 2
+def test_the_hosts_log_has_the_report_and_the_warning(tmp_path) -> None:
+    """GraphGym's own file: set_printing gives the root logger a handler for logging.log in the run's folder."""
+    root, handlers, level = logging.getLogger(), logging.root.handlers, logging.root.level
+    stock = build().state_dict()
+    configure()
+    cfg.run_dir, cfg.print = str(tmp_path), "file"
+    try:
+        set_printing()
+        cfg.merge_from_list(["gt.attention", "quest"])
+        model = create_model(dim_in=3, dim_out=2).model
+        with pytest.warns(quest_core.AttentionMismatchWarning):
+            model.load_state_dict(stock)
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers = handlers
+        root.setLevel(level)
+    report, warning = (tmp_path / "logging.log").read_text().splitlines()
+    assert report == str(model.attention_report)
+    assert "trained with standard attention and are loaded into attention 'quest'" in warning
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -417,17 +418,19 @@ EXAMPLE = MAIN.with_name("pattern.yaml")
 
 def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
     python("-m", "quest_graphgps.bench.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
-    told = {}
+    printed = {}
     for name, opts in {
         "quest": (),
         "standard": ("gt.attention", "standard"),
         "stock": ("gt.attention", "None"),
     }.items():
         text = python("-W", "ignore", str(MAIN), "--cfg", str(EXAMPLE), "optim.max_epoch", "2", *opts, cwd=tmp_path)
-        told[name] = [re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")]
-        assert (f"quest: attention={name} in 2 modules" in text) == (name != "stock")
-    assert len(told["stock"]) == 2
-    assert told["standard"] == told["stock"] != told["quest"]
+        printed[name] = [
+            re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")
+        ]
+        assert (f"attention={name} in 2 modules" in text) == (name != "stock")
+    assert len(printed["stock"]) == 2
+    assert printed["standard"] == printed["stock"] != printed["quest"]
 
 
 OWN = """
@@ -466,14 +469,14 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) -> None:
-    """Lightning runs the script again for every further process; nothing in the script speaks of the plugin."""
+    """Lightning runs the script again for every further process; the script does not import the plugin."""
     (tmp_path / "own.py").write_text(OWN)
     text = python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path)
-    # Two processes write into one pipe: a line of one may begin behind what the other has not ended yet.
-    told = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
-    assert sorted(told) == ["rank 0 of 2", "rank 1 of 2"], text
-    assert len(set(told.values())) == 1
-    assert told["rank 0 of 2"].startswith("quest ")
+    # Two processes write into one pipe, so a line may begin in the middle of another.
+    ranks = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
+    assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"], text
+    assert len(set(ranks.values())) == 1
+    assert ranks["rank 0 of 2"].startswith("quest ")
 
 
 def test_the_launcher_teaches(python, tmp_path) -> None:

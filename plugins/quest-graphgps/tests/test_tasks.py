@@ -42,9 +42,9 @@ def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, *
 
 
 def test_a_cell_of_molecules_is_reproducible_and_says_what_it_did(tmp_path) -> None:
-    told: list[float] = []
-    one = tasks.run_graph(cell(tmp_path, "graph/molecules"), lambda done, _: told.append(done))
-    assert told == [0.5, 1.0]
+    reported: list[float] = []
+    one = tasks.run_graph(cell(tmp_path, "graph/molecules"), lambda done, _: reported.append(done))
+    assert reported == [0.5, 1.0]
     again = tasks.run_graph(cell(tmp_path, "graph/molecules"), lambda *_: None)
     assert again.series == one.series
     assert again.metrics["mae"] == one.metrics["mae"]
@@ -203,7 +203,7 @@ def test_cluster_follows_its_published_parameters() -> None:
         kinds = data.x.argmax(1)
         marked = kinds > 0
         assert marked.sum() == 6
-        assert torch.equal(kinds[marked] - 1, data.y[marked])  # the marked node tells its community's number
+        assert torch.equal(kinds[marked] - 1, data.y[marked])  # a marked node's feature is its community
         assert data.y.bincount().min() >= 5
         assert data.y.bincount().max() <= 34
 
@@ -224,7 +224,7 @@ def test_encodings_of_position() -> None:
     vectors, values = data.EigVecs.double(), data.EigVals[0, :, 0].double()
     torch.testing.assert_close(laplacian @ vectors, vectors * values, atol=1e-4, rtol=1e-4)
     assert values[0] == pytest.approx(0, abs=1e-5)
-    assert data.pestat_RWSE[:, 0].eq(0).all()  # nobody is back after one step
+    assert data.pestat_RWSE[:, 0].eq(0).all()  # no walk is back after one step
     torch.testing.assert_close(
         data.pestat_RWSE[:, 1].double(),
         (links / links.sum(1) @ (links / links.sum(1)).T).diag() * 0

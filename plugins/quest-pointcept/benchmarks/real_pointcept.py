@@ -164,7 +164,7 @@ def _read(lines: list[str], killed_after: str | None) -> Run:
     return Run(
         [float(m[1]) for line in lines if (m := re.search(r"Train: \[.* loss: ([\d.]+)", line))],
         [float(m[1]) for line in lines if (m := re.search(r"Val result: mIoU/mAcc/allAcc ([\d.]+)", line))],
-        next((line for line in lines if line.startswith("quest: attention=")), ""),
+        next((m[1] for line in lines if (m := re.search(r"\] (attention=.+ in \d+ module.*)", line))), ""),
         lines,
     )
 
@@ -192,7 +192,7 @@ def rows(model: str, runs: dict[str | None, Run]) -> list[str]:
 
 def log(model: str, attention: str | None, run: Run) -> list[str]:
     """What a run printed that matters, as Markdown."""
-    kept = [line for line in run.lines if re.search(r"^quest:|Num params|Train: \[|Val result:", line)]
+    kept = [line for line in run.lines if re.search(r"\] attention=|Num params|Train: \[|Val result:", line)]
     kept = [re.sub(r"^\[\S+ \S+ INFO (\S+) line \d+ \d+\] ", r"\1: ", line) for line in kept]
     kept = [re.sub(r"Data [\d.]+ \([\d.]+\) Batch [\d.]+ \([\d.]+\) Remain \S+ ", "", line) for line in kept]
     return [f"### {model}, {attention or 'Pointcept alone'}", "", "```", *kept, "```", ""]

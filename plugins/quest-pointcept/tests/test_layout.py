@@ -76,6 +76,6 @@ def test_an_entry_without_points_takes_no_patch(size):
     assert counts_of(with_empty) == [20, 9]
 
 
-def test_clouds_without_points_are_told():
+def test_clouds_without_points_are_refused():
     with pytest.raises(InputError, match=r"the clouds have \[3, 0\] points"):
         lay_out([3, 0], 4, torch.device("cpu"))

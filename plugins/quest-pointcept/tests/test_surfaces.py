@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import multiprocessing
 import os
 import warnings
@@ -33,7 +34,7 @@ from quest_core.catalogue import parts
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import carry_to_children, compare_attention, guard_backbones, guard_checkpoints, guard_tests
+from quest_pointcept.hosts import accept, check, reduce
 
 ENCODER = {
     "in_channels": 4,
@@ -109,9 +110,9 @@ def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
 def test_every_model_takes_the_key(kind, options, sites, capsys):
     model = kind(**options, attention="quest")
     assert len(mechanisms(model)) == sites
-    told = capsys.readouterr().err
-    assert told.count("attention=quest in 4 modules") == 1
-    assert str(model.attention_report) in told
+    shown = capsys.readouterr().err
+    assert shown.count("attention=quest in 4 modules") == 1
+    assert str(model.attention_report) in shown
 
 
 def test_the_registry_of_models_takes_the_key():
@@ -121,7 +122,7 @@ def test_the_registry_of_models_takes_the_key():
     assert all(site.module.packed for site in sites)
 
 
-def test_a_misspelling_is_told_before_anything_is_built():
+def test_a_misspelling_is_refused_before_anything_is_built():
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
         PointTransformerV3Encoder(**ENCODER, attention="quset")
 
@@ -137,7 +138,7 @@ def test_a_misspelling_is_told_before_anything_is_built():
         ("quest+gqa(kv_heads=3)", "kv_heads is 3, which does not divide the 2 heads; choose from: 1, 2"),
     ],
 )
-def test_what_is_no_attention_is_told(attention, why):
+def test_what_is_no_attention_is_refused(attention, why):
     with pytest.raises(ConfigError, match=why):
         PointTransformerV3Encoder(**ENCODER, attention=attention)
 
@@ -174,7 +175,7 @@ def test_flash_is_not_needed():
 
 
 @pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
-def test_what_flash_excludes_is_told(option):
+def test_what_flash_excludes_is_refused(option):
     with pytest.raises(ConfigError, match="use_flash_attn=False"):
         PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True, **option}, attention="quest")
 
@@ -194,8 +195,9 @@ def test_a_small_cloud_attends_to_itself_alone():
     ("attention", "flash", "half"),
     [("quest", True, True), ("quest", False, False), ("aft-full(max_length=8)", False, False)],
 )
-def test_half_precision_on_a_gpu_is_for_the_hosts_flash_path_alone(attention, flash, half):
+def test_half_precision_on_a_gpu_is_only_for_the_hosts_flash_path(attention, flash, half, monkeypatch):
     """Also where learned positions keep the patches that flash would have, without flash."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     model = quest_core.inject(Stages(enable_flash=flash), attention, adapter=PointceptAdapter())[0]
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     with warnings.catch_warnings():
@@ -265,7 +267,7 @@ def test_what_cannot_be_is_refused_by_name(attention, options, why):
         quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
 
 
-def test_heads_that_do_not_divide_are_told():
+def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="kv_heads is 3"):
         quest_core.inject(Stages(), "gqa(kv_heads=3)", adapter=PointceptAdapter())
 
@@ -380,7 +382,7 @@ def test_a_wrapped_qkv_is_kept():
 def test_a_stock_checkpoint_is_pooled_on_load():
     torch.manual_seed(0)
     stock, model = Stages(), Stages()
-    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter())
+    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter(), attention_from="standard")
     model.load_state_dict(stock.state_dict(), strict=True)
     theirs, ours = stock.enc0["block0"].attn.qkv.weight, model.enc0["block0"].attn.qkv.weight
     q, k, v = theirs.view(3, 4, 6, 24)
@@ -392,7 +394,9 @@ def test_the_keys_of_aft_conv_are_pooled_on_load():
     """One feature a head: the mean of the host's. Loading before injecting, or after, comes to the same."""
     torch.manual_seed(0)
     stock = Stages()
-    model = quest_core.inject(Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())[0]
+    model = quest_core.inject(
+        Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter(), attention_from="standard"
+    )[0]
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
     assert unexpected == []
     assert all(".mechanism." in name for name in missing)
@@ -405,9 +409,9 @@ def test_the_keys_of_aft_conv_are_pooled_on_load():
 
 @pytest.mark.parametrize("other", ["quest+gqa(kv_heads=1)", "aft-conv(dims=1)"])
 def test_weights_of_another_shape_are_refused(other):
-    """Also where the loader does not insist on every key, as Pointcept's: no part of them is taken in silence."""
+    """Also if attention_from accepts them and the loader is not strict."""
     trained = quest_core.inject(Stages(), other, adapter=PointceptAdapter())[0]
-    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter())[0]
+    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter(), attention_from=other)[0]
     with pytest.raises(RuntimeError, match=r"size mismatch for enc0.block0.attn.qkv.weight"):
         model.load_state_dict(OrderedDict(trained.state_dict().items()), strict=False)
 
@@ -420,144 +424,115 @@ def test_calibration_scales_the_queries():
     assert {str(m.config) for m in mechanisms(model)} == {"quest"}
 
 
-# --- checkpoints of Pointcept's trainer -------------------------------------------------------------------------------
+# --- Pointcept's Config ----------------------------------------------------------------------------------------------
 
 
-def save(path, attention):
-    torch.manual_seed(0)
-    model = Stages() if attention is None else quest_core.inject(Stages(), attention, adapter=PointceptAdapter())[0]
-    torch.save({"epoch": 1, "state_dict": model.state_dict()}, path)
-    return model
+class Backbone:
+    def __init__(self, attention=None):
+        pass
+
+
+class Segmentor:
+    def __init__(self, backbone=None):
+        pass
+
+
+REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
 
 
 @pytest.mark.parametrize(
-    ("trained", "built", "differ"),
+    ("config", "why"),
     [
-        ("quest", "quest", False),
-        ("quest", "standard", True),
-        ("quest", None, True),
-        ("standard", None, False),
-        (None, None, False),
+        ({"attention": "quest"}, "^attention='quest' is not read by Pointcept; .* as in model.backbone.attention"),
+        ({"backbone": {"attention": "quest"}}, "^backbone.attention='quest' is not read by Pointcept"),
+        ({"attention_from": "standard"}, "^attention_from='standard' is not read"),
+        ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
+        ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
+        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
+        (
+            {"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}},
+            "^model.backbone: attention_from needs",
+        ),
+        (
+            {"model": {"backbone": {"type": "PT-v3m1", "attention": "quest", "attention_from": "standrad"}}},
+            "did you mean 'standard'",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_attention_is_noticed(trained, built, differ, tmp_path):
-    path = tmp_path / "model_last.pth"
-    save(path, trained)
-    model = save(tmp_path / "other.pth", built)
-    if differ:
-        with pytest.warns(AttentionMismatchWarning, match="was trained with attention 'quest' and is loaded into"):
-            compare_attention(path, model, "start")
-        with pytest.raises(ConfigError, match="resume with model.backbone.attention='quest'"):
-            compare_attention(path, model, "resume")
-        with pytest.raises(ConfigError, match="test with model.backbone.attention='quest'"):
-            compare_attention(path, model, "test")
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        for use in ("start", "resume", "test"):
-            compare_attention(path, model, use)
+def test_a_config_is_refused_before_anything_is_built(config, why):
+    with pytest.raises(ConfigError, match=why):
+        check(config, REGISTRY)
 
 
-def test_stock_weights_start_a_quest_model_but_do_not_resume_one(tmp_path):
-    path = tmp_path / "model_last.pth"
-    save(path, None)
-    model = save(tmp_path / "other.pth", "quest")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        compare_attention(path, model, "start")
-    for use in ("resume", "test"):
-        with pytest.raises(ConfigError, match="trained with attention 'standard' and the model has 'quest'"):
-            compare_attention(path, model, use)
-    torch.save({"state_dict": dict(model.state_dict())}, path)  # copied: it says nothing of itself, and may be quest's
-    compare_attention(path, model, "test")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"model": {"type": "Segmentor", "backbone": {"type": "PT-v3m1", "attention": "quest"}}, "hooks": [{"type": 1}]},
+        {"model": {"backbone": {"type": "PT-v3m1", "attention": {"name": "quest"}, "attention_from": "standard"}}},
+        {"model": {"backbone": {"type": "PT-v3m1", "attention": None}}},
+        {"model": {"backbone": {"type": "Other", "attention": "its own"}}},
+        {"model": {"type": "Segmentor", "image": {"attention": "what an image encoder reads"}}},
+        {"data": {"type": "Dataset", "attention": "its own"}},
+    ],
+)
+def test_other_configs_are_left_to_their_readers(config):
+    check(config, REGISTRY)
 
 
-@pytest.mark.parametrize("attention", ["quest", "standard"])
-def test_a_checkpoint_in_the_format_before_pytorch_1_6_is_read(attention, tmp_path):
-    path = tmp_path / "model_last.pth"
-    model = save(tmp_path / "other.pth", "quest")
-    weights = save(tmp_path / "same.pth", attention).state_dict()
-    torch.save({"state_dict": weights}, path, _use_new_zipfile_serialization=False)
-    if attention == "quest":
-        compare_attention(path, model, "resume")
-        return
-    with pytest.raises(ConfigError, match="trained with attention 'standard'"):
-        compare_attention(path, model, "resume")
+# --- install and uninstall -------------------------------------------------------------------------------------------
 
 
-def test_the_loader_is_wrapped_once_and_compares_before_it_loads(tmp_path):
-    class Loader:
-        """Pointcept's CheckpointLoader copies the weights into a mapping that knows nothing of them."""
-
-        def before_train(self):
-            given = torch.load(self.trainer.cfg.weight, weights_only=False)["state_dict"]
-            self.trainer.model.load_state_dict(OrderedDict(given.items()), strict=False)
-
-    guard_checkpoints(Loader)
-    wrapped = Loader.before_train
-    guard_checkpoints(Loader)
-    assert Loader.before_train is wrapped
-    path = tmp_path / "model_last.pth"
-    save(path, "quest")
-    loader = Loader()
-    loader.trainer = SimpleNamespace(
-        model=save(tmp_path / "other.pth", "standard"), cfg=SimpleNamespace(weight=str(path), resume=False)
-    )
-    with pytest.warns(AttentionMismatchWarning):
-        loader.before_train()
+def test_after_uninstall_a_model_is_stock():
+    adapter = PointceptAdapter()
+    adapter.uninstall()
+    try:
+        assert mechanisms(PointTransformerV3Encoder(**ENCODER)) == []
+        with pytest.raises(TypeError, match="attention"):
+            PointTransformerV3Encoder(**ENCODER, attention="quest")
+        assert "attention" not in inspect.signature(PointTransformerV3Encoder).parameters
+    finally:
+        adapter.install()
+    assert len(mechanisms(PointTransformerV3Encoder(**ENCODER, attention="quest"))) == 4
 
 
-def test_a_model_that_starts_its_backbone_itself_is_guarded_once(tmp_path):
-    class Pretraining:
-        """Pointcept's segmentor with LoRA has the one method, Concerto and Utonia have the other."""
-
-        def __init__(self):
-            self.backbone = save(tmp_path / "other.pth", "standard")
-
-        def backbone_load(self, checkpoint):
-            self.backbone.load_state_dict(OrderedDict(checkpoint["state_dict"].items()), strict=False)
-
-        def load_sonata(self, model, path, if_loadhead=True):
-            model.load_state_dict(OrderedDict(torch.load(path)["state_dict"].items()))
-            return model, if_loadhead
-
-    guard_backbones(Pretraining)
-    wrapped = Pretraining.backbone_load, Pretraining.load_sonata
-    guard_backbones(Pretraining)
-    assert (Pretraining.backbone_load, Pretraining.load_sonata) == wrapped
-    path = tmp_path / "model_last.pth"
-    save(path, "quest")
-    model = Pretraining()
-    with pytest.warns(AttentionMismatchWarning, match="backbone_path was trained with attention 'quest'"):
-        model.backbone_load(torch.load(path))
-    with pytest.warns(AttentionMismatchWarning, match="model_last.pth was trained with attention 'quest'"):
-        assert model.load_sonata(model.backbone, str(path), if_loadhead=False) == (model.backbone, False)
+@pytest.mark.parametrize("options", [{"attention_from": "standard"}, {"allow_partial": True}])
+def test_a_key_without_attention_is_refused(options):
+    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* needs attention"):
+        PointTransformerV3Encoder(**ENCODER, **options)
 
 
-def test_a_test_is_guarded_once_and_compares_what_it_built(tmp_path):
-    class Tester:
-        """Pointcept's copies the weights like its loader."""
+def test_a_misspelt_attention_from_is_refused_before_anything_is_built():
+    with pytest.raises(ConfigError, match="did you mean 'standard'"):
+        PointTransformerV3Encoder(**ENCODER, attention="quest", attention_from="standrad")
 
-        def build_model(self):
-            return save(tmp_path / "other.pth", "standard")
 
-    guard_tests(Tester)
-    wrapped = Tester.build_model
-    guard_tests(Tester)
-    assert Tester.build_model is wrapped
-    save(tmp_path / "model_best.pth", "quest")
-    tester = Tester()
-    tester.cfg = SimpleNamespace(weight=str(tmp_path / "model_best.pth"))
-    with pytest.raises(ConfigError, match="test with model.backbone.attention='quest'"):
-        tester.build_model()
+def test_an_attention_that_is_not_replaced_needs_allow_partial():
+    """A user's own encoder that mixes another attention into a stage."""
+
+    class OtherAttention(nn.Module):
+        pass
+
+    class Encoder(nn.Module):
+        def __init__(self, use_flash_attn=False):
+            super().__init__()
+            self.stages = Stages()
+            self.mixer = OtherAttention()
+
+    adapter = PointceptAdapter()
+    adapter.install()
+    accept(Encoder, adapter)
+    with pytest.raises(quest_core.InjectionError, match="'mixer' .OtherAttention.*allow_partial=True"):
+        Encoder(attention="quest")
+    assert Encoder(attention="quest", allow_partial=True).attention_report.left_alone == ("mixer",)
 
 
 # --- child processes and configurations -------------------------------------------------------------------------------
 
 
 def test_a_spawned_child_knows_the_plugin():
-    """The Config that it is handed brings the plugin along, though the child never imported it."""
-    carry_to_children(Config)
+    """The Config that it is handed imports the plugin, though the child never imported it."""
+    PointceptAdapter.patches.put(Config, "__reduce__", reduce)
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     child = context.Process(target=torch_pointcloud_model, args=(Config(**ENCODER, attention="quest"), answers))

@@ -152,7 +152,7 @@ def test_the_trainers_log_is_read(tmp_path, monkeypatch, status):
     """A trainer that only prints Pointcept's lines: what is read of them, and what a failure says."""
     root = checkout(tmp_path / "root")
     lines = [
-        "quest: attention=quest in 22 modules (SerializedAttention; 1 parameters as before)",
+        "[.. INFO notices.py line 19 7] attention=quest in 22 modules (SerializedAttention; 1 parameters as before)",
         "[..] Train: [1/2][50/100] Data 0.1 (0.1) Batch 0.1 (0.1) Remain 00:00:01 loss: 2.5000 Lr: 0.002",
         "[..] Train result: loss: 2.4000 ",
         "[..] Val result: mIoU/mAcc/allAcc 0.5000/0.6/0.7.",

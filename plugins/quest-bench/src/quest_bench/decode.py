@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -46,8 +47,8 @@ def by_hand(k: Tensor, v: Tensor, start: int, length: int) -> Callable[[Tensor, 
         nonlocal tokens
         keys[:, :, tokens : tokens + 1], values[:, :, tokens : tokens + 1] = k, v
         tokens += 1
-        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        return F.scaled_dot_product_attention(q, keys[:, :, :tokens], values[:, :, :tokens], **grouped)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, keys[:, :, :tokens], values[:, :, :tokens], enable_gqa=grouped)
 
     return step
 
@@ -77,8 +78,9 @@ def measure(
             q = torch.randn(batch, heads, tokens, dim, device=device)
             k, v = torch.randn(2, batch, groups, tokens, dim, device=device)
             cache = quest_core.Cache(max_length=tokens)
-            made.decode(*(x[:, :, :start] for x in (q, k, v)), cache)
-            steps = (by_hand(k[:, :, :start], v[:, :, :start], start, tokens), lambda *new: made.decode(*new, cache))  # noqa: B023
+            made.decode(q[:, :, :start], k[:, :, :start], v[:, :, :start], cache)
+            by_cache = functools.partial(made.decode, cache=cache)
+            steps = (by_hand(k[:, :, :start], v[:, :, :start], start, tokens), by_cache)
             times: tuple[list[float], list[float]] = ([], [])
             for i in range(start, tokens):
                 new = [x[:, :, i : i + 1].contiguous() for x in (q, k, v)]

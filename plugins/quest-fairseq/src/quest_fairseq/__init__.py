@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from .adapter import FairseqAdapter as FairseqAdapter
+from .models import QuestTransformerLanguageModel as QuestTransformerLanguageModel
+from .models import QuestTransformerModel as QuestTransformerModel
 
 FairseqAdapter().install()
-
-from .models import QuestTransformerLanguageModel as QuestTransformerLanguageModel  # noqa: E402
-from .models import QuestTransformerModel as QuestTransformerModel  # noqa: E402

@@ -1,7 +1,4 @@
-"""FairseqAdapter: where fairseq's attention is, and what it asks of a mechanism.
-
-Importing this package registers the models of `quest_fairseq.models`, which is what ``--user-dir`` does.
-"""
+"""FairseqAdapter: where fairseq's attention is, and what it asks of a mechanism."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from typing import ClassVar
 
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
+from quest_core.notices import LOGGER
 
+from . import models, patches
 from .attention import Attention
 from .info import INFO
 from .transformer_xl import RelativeAttention
@@ -34,9 +33,9 @@ class FairseqAdapter(Adapter):
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every attention module in the order of registration, that of the forward pass."""
+        """Yield every attention module in the order of registration, which is that of the forward pass."""
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-        # A subclass with its own forward is somebody else's attention, which this adapter does not know.
+        # Exact types, because a subclass may have a forward of its own.
         known = (MultiheadAttention, Attention, RelativeAttention)
         found = ((p, m) for p, m in model.named_modules() if type(m) in known or type(m).__name__ == RELATIVE)
         for index, (path, module) in enumerate(found):
@@ -51,22 +50,13 @@ class FairseqAdapter(Adapter):
             yield Site(path, module, index, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """The host's own projections around another mechanism."""
+        """Return the host's own projections around another mechanism."""
         if site.capabilities == TRANSFORMER_XL:
             return RelativeAttention.from_host(site.module, config)
         return Attention.from_host(site.module, config, fresh=site.fresh)
 
-    query_projections: ClassVar[dict[str, int]] = {"q_proj": 1, "qkv_net": 3}
-
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """See `Adapter.scale_queries`; Transformer-XL adds two biases to its projected queries."""
-        super().scale_queries(module, factor)
-        if isinstance(module, RelativeAttention):
-            for bias in (module.r_w_bias, module.r_r_bias):  # [H, D]
-                scale_heads(bias, factor)
-
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: options of fairseq that belong to its own attention."""
+        """Also refuse options of fairseq that need its own attention."""
         module, asked = site.module, site.capabilities
         if asked == TRANSFORMER_XL:
             if any(part.chained for part in config.specs()):
@@ -91,15 +81,18 @@ class FairseqAdapter(Adapter):
         return refusal(config, asked)
 
     def install(self) -> None:
-        """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their architectures.
+        """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their presets, and change fairseq.
 
         Raises:
             PluginError: fairseq is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        from . import checkpoints, models, released, transformer_xl
+        models.register()
+        patches.install(self.patches)
+        LOGGER.addHandler(patches.LOG_FILE)
 
-        checkpoints.install()
-        models.install()
-        released.install()
-        transformer_xl.install()
+    def uninstall(self) -> None:
+        """Remove the models and presets, and restore fairseq."""
+        LOGGER.removeHandler(patches.LOG_FILE)
+        super().uninstall()
+        models.unregister()

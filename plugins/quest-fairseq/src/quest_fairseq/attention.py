@@ -1,8 +1,7 @@
 """fairseq's MultiheadAttention with another mechanism inside.
 
-It keeps fairseq's sub-modules under their names, so a checkpoint loads strictly, both ways, while the mechanism has no
-parameters of its own. With fewer key/value heads (gqa, mqa) the key and value projections are smaller, and a checkpoint
-of the full size is pooled on load. fairseq hands tensors over as [T, B, E], tokens first.
+It keeps fairseq's sub-modules under their names. With fewer key/value heads (gqa, mqa) the key and value projections
+are smaller, and a checkpoint of the full size is pooled on load. fairseq passes tensors as [T, B, E], tokens first.
 """
 
 from __future__ import annotations
@@ -12,66 +11,44 @@ from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, kv_heads
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import merge_causal
-from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
+from quest_core.projections import Projected, Separate, shallow_copy
 
 State = dict[str, dict[str, Any]]
-"""fairseq's incremental state: module and name -> what it keeps between two steps of decoding."""
+"""fairseq's incremental state: module and name -> its values between two steps of decoding."""
 
 
-class Attention(MultiheadAttention):
-    """Answers fairseq's call with any mechanism; made by `from_host`, never built anew.
+class Attention(Projected, MultiheadAttention):
+    """Accepts fairseq's call with any mechanism. `from_host` makes it.
 
     Attributes:
         config: the mechanism.
-        kv_heads: key/value heads G.
     """
 
+    projections = Separate("q_proj", "k_proj", "v_proj")
     config: AttentionConfig
-    kv_heads: int
 
     @classmethod
     def from_host(cls, host: MultiheadAttention, config: AttentionConfig, *, fresh: bool) -> Attention:
-        """A module with the attributes and sub-modules of `host`, which stays as it was.
+        """Return a module with the attributes and sub-modules of `host`, which is not changed.
 
         Raises:
-            InputError: `host` is a replacement whose key/value heads were pooled already.
+            InputError: `host` is a replacement whose keys and values were reduced already.
         """
-        groups = kv_heads(config, host.num_heads)
-        pooled = isinstance(host, cls) and is_pooled(host.config, host.num_heads, host.kv_heads, groups)
-        made = cls.__new__(cls)
-        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
-        made.config, made.kv_heads = config, groups
+        made: Attention = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, host.num_heads, host.head_dim)
         made.mechanism = Mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
         weight = host.out_proj.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
-        if groups != host.num_heads and not pooled:
-            for name in ("k_proj", "v_proj"):
-                made._modules[name] = made._smaller(getattr(host, name), keep_heads if fresh else pool_heads)
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made
-
-    def _smaller(self, full: nn.Linear, pool: Pool) -> nn.Linear:
-        made = nn.Linear(full.in_features, self.kv_heads * self.head_dim, full.bias is not None, device="meta")
-        for name, parameter in full.named_parameters():
-            rows = pool(parameter.detach(), self.num_heads, self.kv_heads)
-            setattr(made, name, nn.Parameter(rows, parameter.requires_grad))
-        return made.train(full.training)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
-            for projection in ("k_proj", "v_proj"):
-                for name, own in getattr(self, projection).named_parameters(projection):
-                    given = state_dict.get(prefix + name)
-                    if given is not None and given.shape[0] * self.kv_heads == own.shape[0] * self.num_heads:
-                        state_dict[prefix + name] = pool_heads(given, self.num_heads, self.kv_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
         self,
@@ -86,7 +63,7 @@ class Attention(MultiheadAttention):
         before_softmax: bool = False,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention over embeddings.
+        """Return attention over embeddings.
 
         Args:
             query: [T, B, E]; key and value [S, B, E or the encoder's], which self-attention does not read.
@@ -105,7 +82,7 @@ class Attention(MultiheadAttention):
             InputError: for `before_softmax`.
         """
         if before_softmax:
-            raise InputError(f"before_softmax asks for raw scores, which attention '{self.config}' does not hand out")
+            raise InputError(f"before_softmax asks for raw scores, which attention '{self.config}' does not return")
         dropped = self.training or self.dropout_module.apply_during_inference
         dropout_p = float(self.dropout_module.p) if dropped else 0.0
         q = self._split(self.q_proj(query), self.num_heads)  # [B, H, T, D]
@@ -145,7 +122,7 @@ class Attention(MultiheadAttention):
         state: State | None,
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k and v [B, G, S, D] and their padding [B, S]; an encoder's are projected once and kept."""
+        """Return k and v [B, G, S, D] and their padding [B, S]. Those of an encoder are projected once and kept."""
         kept = self._get_input_buffer(state)
         if static_kv and "prev_key" in kept:
             return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
@@ -173,12 +150,12 @@ class Attention(MultiheadAttention):
         attn_mask: Tensor | None,
         dropout_p: float,
     ) -> Tensor:
-        """One step of decoding by self-attention: [B, H, T, D] from the new tokens and what the cache holds."""
+        """Return one step of decoding by self-attention [B, H, T, D], from the new tokens and the cache."""
         if attn_mask is not None:
             raise InputError("a decoding step is causal by itself and takes no attn_mask")
         kept = self._get_input_buffer(state)
         if kept and "cache" not in kept:
-            raise InputError("the incremental state holds keys that were not put there by this module; start afresh")
+            raise InputError("the incremental state holds keys of another module; start with an empty one")
         cache: Cache = kept["cache"] if kept else Cache()
         mask = None
         if padding is not None or "real" in cache:
@@ -193,7 +170,7 @@ class Attention(MultiheadAttention):
         return out
 
     def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
-        """Keep the samples `new_order` [B'] of what has been decoded, as a beam search chooses them."""
+        """Keep the samples `new_order` [B'], which a beam search has chosen."""
         if self.encoder_decoder_attention:
             return super().reorder_incremental_state(incremental_state, new_order)  # type: ignore[no-any-return]
         kept = self._get_input_buffer(incremental_state)
@@ -204,7 +181,7 @@ class Attention(MultiheadAttention):
     def _visible(
         self, attn_mask: Tensor | None, padding: Tensor | None, *, same_tokens: bool
     ) -> tuple[Tensor | None, bool]:
-        """fairseq's two masks -> one of ours, and whether the mask of the future was all that attn_mask said."""
+        """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
         causal = attn_mask is not None and hides_the_future(attn_mask)
         mask = None if causal or attn_mask is None else attn_mask
         if mask is not None and mask.dtype == torch.bool:
@@ -219,7 +196,7 @@ class Attention(MultiheadAttention):
     def _with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
     ) -> tuple[Tensor, Tensor]:
-        """The output and the weights [B, H, T, S] before dropout, which is what fairseq returns."""
+        """Return the output and the weights [B, H, T, S] before dropout, as fairseq does."""
         out, weights, scores = self.mechanism.forward_with_logits(
             q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
         )
@@ -234,9 +211,9 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, whe
 
 
 def hides_the_future(mask: Tensor) -> bool:
-    """Whether an attn_mask [N, M] hides later keys and nothing else, so that is_causal says the same.
+    """Return whether an attn_mask [N, M] hides later keys and nothing else, so that is_causal replaces it.
 
-    fairseq's decoders build one mask and hand out leading squares of it; each mask is looked at once.
+    fairseq's decoders build one mask and pass leading squares of it, so the answer is kept for each mask.
     """
     whole = mask if mask._base is None else mask._base
     leading = mask.storage_offset() == whole.storage_offset() and mask.stride() == whole.stride()

@@ -1,21 +1,56 @@
-"""The options of quest_transformer_lm.
+"""The options of the models: `attention` and `attention_from`.
 
-fairseq reads the types of a dataclass's fields as objects, so this file is without ``from __future__ import
-annotations`` and writes Optional as fairseq knows it.
+This file is without ``from __future__ import annotations`` because fairseq reads the types of a dataclass's fields as
+objects.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from omegaconf import DictConfig, OmegaConf
 
-ATTENTION = "attention: a name (quest), a text with options ('quest+gqa(kv_heads=4)') or a mapping"
-ATTENTION_FROM = "load a checkpoint that was trained with this attention, although the model has another"
+from quest_core.config import AttentionConfig
+
+HELP = {
+    "attention": "attention: a name (quest), a text with options ('quest+gqa(kv_heads=4)') or a mapping",
+    "attention_from": "the attention that the loaded checkpoint was trained with, if it is another one on purpose",
+}
+"""Option -> its help."""
 
 
 @dataclass
 class QuestTransformerLanguageModelConfig(TransformerLanguageModelConfig):
     """fairseq's options of transformer_lm, and the attention."""
 
-    attention: Any = field(default="quest", metadata={"help": ATTENTION})
-    attention_from: Optional[str] = field(default=None, metadata={"help": ATTENTION_FROM})  # noqa: UP045
+    attention: Any = field(default="quest", metadata={"help": HELP["attention"]})
+    attention_from: Any = field(default=None, metadata={"help": HELP["attention_from"]})
+
+
+def parse(attention: Any) -> AttentionConfig:
+    """Return the value of an option as a configuration. A mapping in a yaml file arrives as a DictConfig.
+
+    Raises:
+        ConfigError: unknown mechanism or option.
+    """
+    return AttentionConfig.parse(OmegaConf.to_container(attention) if isinstance(attention, DictConfig) else attention)
+
+
+def read(options: Any) -> tuple[AttentionConfig, AttentionConfig | None]:
+    """Return `attention` and `attention_from` of a model's options.
+
+    aft-full and aft-local learn as many positions as the model has, unless `max_length` is given.
+
+    Raises:
+        ConfigError: unknown mechanism or option.
+    """
+    lengths = [getattr(options, f"max_{side}_positions", None) or 0 for side in ("source", "target")]
+    positions = max(lengths) or getattr(options, "tokens_per_sample", 1024)
+
+    def sized(attention: Any) -> AttentionConfig:
+        config = parse(attention)
+        learns = any(option.name == "max_length" for part in config.specs() for option in part.options)
+        return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
+
+    trained = getattr(options, "attention_from", None)
+    return sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained)

@@ -1,86 +1,111 @@
-"""quest_transformer_lm and quest_transformer: fairseq's models, presets included, with `attention` as an option.
+"""quest_transformer_lm, quest_transformer and quest_transformer_xl: fairseq's models with `attention` as an option.
 
-A model is built by fairseq, then injected; the random state is that of the stock model, so a seeded run with
-``attention: standard`` repeats the stock one.
+fairseq builds a model, then its attention is replaced. The random state is that of the stock model, so a seeded run
+with ``attention: standard`` repeats the stock one.
 """
 
 from __future__ import annotations
 
+import functools
 from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import field, fields, make_dataclass
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
-    ARCH_MODEL_REGISTRY,
-    MODEL_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq import models as host
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from hydra.core.config_store import ConfigStore
 
 from quest_core import inject
-from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError
 
-from .adapter import FairseqAdapter
-from .checkpoints import Remembers, sized
-from .config import ATTENTION, ATTENTION_FROM, QuestTransformerLanguageModelConfig
+from .config import HELP, QuestTransformerLanguageModelConfig, parse, read
 
 
-class QuestTransformerLanguageModel(Remembers, TransformerLanguageModel):
-    """A decoder without an encoder, for the task language_modeling."""
+class WithAttention:
+    """A fairseq model whose options name its attention."""
 
     @classmethod
-    def build_model(cls, args: Any, task: Any) -> QuestTransformerLanguageModel:
-        """See fairseq's; raises ConfigError or UnsupportedError for an attention that cannot be had."""
-        positions = args.max_target_positions or args.tokens_per_sample
-        config = sized(args.attention, positions)
-        return with_attention(super().build_model(args, task), config, args.attention_from, positions)
+    def build_model(cls, args: Any, task: Any) -> Any:
+        """Build fairseq's model, replace its attention and report it.
+
+        Raises:
+            ConfigError: unknown mechanism or option; raised before fairseq builds anything.
+            UnsupportedError: fairseq cannot honour the mechanism.
+            InjectionError: the layers are sharded already.
+        """
+        attention, attention_from = read(args)
+        model = super().build_model(args, task)  # type: ignore[misc]
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise InjectionError(
+                "--ddp-backend fully_sharded shards every layer while the model is built, before its attention can be "
+                "replaced; use --ddp-backend legacy_ddp or pytorch_ddp"
+            )
+        # By name, because the adapter imports this file.
+        model, report = inject(model, attention, adapter="fairseq", fresh=True, attention_from=attention_from)
+        report.announce()
+        return model
 
 
-class QuestTransformerModel(Remembers, TransformerModel):
-    """Encoder and decoder, for translation; the attention is that of encoder, decoder and between them."""
+class QuestTransformerLanguageModel(WithAttention, TransformerLanguageModel):
+    """A decoder without an encoder, for the task language_modeling."""
+
+
+class QuestTransformerModel(WithAttention, TransformerModel):
+    """Encoder and decoder, for translation. The attention is that of the encoder, the decoder and between them."""
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
         """See fairseq's."""
         super().add_args(parser)
-        parser.add_argument("--attention", default="quest", help=ATTENTION)
-        parser.add_argument("--attention-from", default=None, help=ATTENTION_FROM)
-
-    @classmethod
-    def build_model(cls, args: Any, task: Any) -> QuestTransformerModel:
-        """See fairseq's; raises ConfigError or UnsupportedError for an attention that cannot be had."""
-        lengths = [getattr(args, f"max_{side}_positions", None) or 1024 for side in ("source", "target")]
-        config = sized(args.attention, max(lengths))
-        model = super().build_model(args, task)
-        return with_attention(model, config, args.attention_from, max(lengths))
+        parser.add_argument("--attention", default="quest", help=HELP["attention"])
+        parser.add_argument("--attention-from", default=None, help=HELP["attention_from"])
 
 
-def with_attention(model: Any, config: AttentionConfig, attention_from: str | None, positions: int) -> Any:
-    """`model`, freshly built, with another attention inside; the report is printed and kept."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise InjectionError(
-            "--ddp-backend fully_sharded shards every layer while the model is built, before its attention can be "
-            "replaced; use --ddp-backend legacy_ddp or pytorch_ddp"
-        )
-    if attention_from:
-        AttentionConfig.parse(attention_from)  # now, and not when a checkpoint is read that may come much later
-    model, report = inject(model, config, adapter=FairseqAdapter(), fresh=True)
-    report.announce()
-    model.attention_from, model.positions = attention_from, positions
-    return model
+@functools.cache
+def _transformer_xl() -> tuple[type, type]:
+    """Return the class and the options of quest_transformer_xl. The import registers fairseq's example and its task."""
+    from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig, TransformerXLLanguageModel
+
+    model = type("QuestTransformerXLLanguageModel", (WithAttention, TransformerXLLanguageModel), {})
+    ours = [each for each in fields(QuestTransformerLanguageModelConfig) if each.name in HELP]
+    options = [(each.name, each.type, field(default=each.default, metadata=each.metadata)) for each in ours]
+    return model, make_dataclass("QuestTransformerXLConfig", options, bases=(TransformerXLConfig,))
 
 
-def install() -> None:
+def register() -> None:
     """Register the models and, for each preset of the stock model, one of the same name behind ``quest_``."""
-    if "quest_transformer_lm" in MODEL_REGISTRY:
-        return
-    register_model("quest_transformer_lm", dataclass=QuestTransformerLanguageModelConfig)(QuestTransformerLanguageModel)
-    register_model("quest_transformer")(QuestTransformerModel)
-    for stock in ("transformer_lm", "transformer"):
-        for preset in ARCH_MODEL_INV_REGISTRY[stock]:
-            if f"quest_{preset}" not in ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
-                register_model_architecture(f"quest_{stock}", f"quest_{preset}")(ARCH_CONFIG_REGISTRY[preset])
+    made: dict[str, tuple[type, type | None]] = {
+        "transformer_lm": (QuestTransformerLanguageModel, QuestTransformerLanguageModelConfig),
+        "transformer": (QuestTransformerModel, None),
+        "transformer_xl": _transformer_xl(),
+    }
+    for stock, (model, dataclass) in made.items():
+        host.register_model(f"quest_{stock}", dataclass=dataclass)(model)
+        for preset in host.ARCH_MODEL_INV_REGISTRY[stock]:
+            name, apply = f"quest_{preset}", _checked(host.ARCH_CONFIG_REGISTRY[preset])
+            if name not in host.ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
+                host.register_model_architecture(f"quest_{stock}", name)(apply)
+            host.ARCH_CONFIG_REGISTRY[name] = apply
+
+
+def _checked(preset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a preset that checks the attention first: fairseq applies it while it reads the command line."""
+
+    @functools.wraps(preset)
+    def apply(options: Any) -> None:
+        for given in (getattr(options, name, None) for name in HELP):
+            if given is not None:
+                parse(given)
+        preset(options)
+
+    return apply
+
+
+def unregister() -> None:
+    """Remove what `register` has registered."""
+    registries = [value for name, value in vars(host).items() if name.endswith("_REGISTRY")]
+    for registry in (*registries, ConfigStore.instance().repo["model"]):
+        for name in [name for name in registry if name.startswith("quest_")]:
+            del registry[name]

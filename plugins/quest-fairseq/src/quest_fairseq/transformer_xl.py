@@ -1,45 +1,37 @@
-"""quest_transformer_xl: fairseq's Transformer-XL (examples/truncated_bptt) with another score.
+"""The attention of Transformer-XL (fairseq's examples/truncated_bptt) with another score.
 
 Transformer-XL's logit of query i and key j is (q_i + u)·k_j + (q_i + w)·r_{i−j}: the relative term has a key of its
-own, the projected position r. Here both terms go through the same score, for both are keys: `standard` gives the
-host's logits, `quest` normalises k and r and has no other factor. So ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of
-row i, and neither a token nor a position can draw attention from every query by the length of its key.
+own, the projected position r. Both terms use the same score because k and r are both keys. `standard` gives the host's
+logits. `quest` normalises k and r and has no other factor, so ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of row i:
+neither a token nor a position draws attention from every query by the length of its key.
 """
 
 from __future__ import annotations
 
-from dataclasses import field, make_dataclass
-from typing import Any, Optional
-
 import torch
-from fairseq.models import MODEL_REGISTRY, register_model
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.mechanism import Mechanism
-
-from .checkpoints import Remembers, sized
-from .config import ATTENTION, ATTENTION_FROM
+from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.projections import Packed, Projected, Separate, shallow_copy
 
 
-class RelativeAttention(nn.Module):
-    """Answers the call of RelPartialLearnableMultiHeadAttn (transformers); made by `from_host`, never built anew."""
+class RelativeAttention(Projected):
+    """Accepts the call of RelPartialLearnableMultiHeadAttn (transformers). `from_host` makes it."""
 
+    # The biases u and w are added to the queries.
+    projections = Packed("qkv_net") + Separate(q="r_w_bias") + Separate(q="r_r_bias")
     config: AttentionConfig
 
     @classmethod
     def from_host(cls, host: nn.Module, config: AttentionConfig) -> RelativeAttention:
-        """A module with the attributes, parameters and sub-modules of `host`, which stays as it was."""
-        made = cls.__new__(cls)
-        made.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(host).items()}
-        made.config = config
+        """Return a module with the attributes, parameters and sub-modules of `host`, which is not changed."""
+        made: RelativeAttention = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, made.n_head, made.d_head)
         made.mechanism = Mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
         weight = made.o_net.weight
         made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         return made
-
-    def __getattr__(self, name: str) -> Any:  # what the host's modules hold, they hold without types
-        return super().__getattr__(name)
 
     def forward(
         self,
@@ -50,7 +42,7 @@ class RelativeAttention(nn.Module):
         head_mask: Tensor | None = None,
         output_attentions: bool = False,
     ) -> list[Tensor]:
-        """Attention over new tokens and memory, with the residual and the norm around it.
+        """Return attention over new tokens and memory, with the residual and the norm around it.
 
         Args:
             w: [N, B, E] the new tokens; mems: [M − N, B, E] hidden states of earlier ones.
@@ -74,7 +66,7 @@ class RelativeAttention(nn.Module):
         _, weights, _ = self.mechanism.forward_with_logits(
             q + self.r_w_bias[:, None], k, v, residual=shift(relative), attn_mask=seen
         )
-        # Dropout draws its random numbers in the order of memory, and the host's weights lie like this.
+        # The host's weights have this layout, and dropout draws random numbers in the order of memory.
         weights = self.dropatt(weights.permute(2, 3, 0, 1).contiguous())  # [N, M, B, H]
         weights = weights if head_mask is None else weights * head_mask
         out = torch.einsum("nmbh,bhmd->nbhd", weights, v).flatten(2)
@@ -84,37 +76,14 @@ class RelativeAttention(nn.Module):
 
 
 def shift(logits: Tensor) -> Tensor:
-    """From distances to keys: column c of row i, distance M − 1 − c, moves to key c − (N − 1 − i).
+    """Reorder logits from distances to keys: column c of row i, distance M − 1 − c, moves to key c − (N − 1 − i).
 
-    [B, H, N, M] -> the same shape; what comes from no distance stands in the future, which is masked.
+    Args:
+        logits: [B, H, N, M].
+
+    Returns:
+        [B, H, N, M]. Entries without a distance belong to future keys, which the mask hides.
     """
     b, h, n, m = logits.shape
     padded = nn.functional.pad(logits, (1, 0))  # [B, H, N, 1 + M]
     return padded.reshape(b, h, m + 1, n)[:, :, 1:].reshape(b, h, n, m)
-
-
-def install() -> None:
-    """Register quest_transformer_xl and the task truncated_bptt_lm. Idempotent; fairseq brings both as an example."""
-    if "quest_transformer_xl" in MODEL_REGISTRY:
-        return
-    from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig, TransformerXLLanguageModel
-
-    # fairseq reads types as objects, which the annotations of this file are not.
-    options = [
-        ("attention", Any, field(default="quest", metadata={"help": ATTENTION})),
-        ("attention_from", Optional[str], field(default=None, metadata={"help": ATTENTION_FROM})),  # noqa: UP045
-    ]
-    dataclass = make_dataclass("QuestTransformerXLConfig", options, bases=(TransformerXLConfig,))
-
-    class QuestTransformerXLLanguageModel(Remembers, TransformerXLLanguageModel):  # type: ignore[misc, valid-type]
-        """See fairseq's examples/truncated_bptt."""
-
-        @classmethod
-        def build_model(cls, cfg: Any, task: Any) -> Any:
-            """See fairseq's; raises ConfigError or UnsupportedError for an attention that cannot be had."""
-            from .models import with_attention
-
-            config = sized(cfg.attention, cfg.max_target_positions)
-            return with_attention(super().build_model(cfg, task), config, cfg.attention_from, cfg.max_target_positions)
-
-    register_model("quest_transformer_xl", dataclass=dataclass)(QuestTransformerXLLanguageModel)

@@ -13,13 +13,13 @@ from quest_core.hosts.launching import run
 USAGE = """usage: python -m quest_graphgps main.py --cfg FILE [KEY VALUE ...]
 
 Runs main.py of GraphGPS (or your own GraphGym main) with QUEST's plugin installed, in this process and in every
-Python process it starts. All arguments are main.py's own. For example, in a checkout of GraphGPS:
+Python process that it starts. All arguments are those of main.py. For example, in a checkout of GraphGPS:
 
   python -m quest_graphgps main.py --cfg configs/GPS/zinc-GPS+RWSE.yaml gt.attention quest
   python -m quest_graphgps main.py --cfg configs/GPS/zinc-GPS+RWSE.yaml gt.layer_type GINE+Quest wandb.use False
   python -m quest_graphgps main.py --cfg configs/GPS/zinc-GPS+RWSE.yaml gt.attention quest gt.quest.kv_heads 2
 
-quest list shows every attention there is."""
+quest list shows every attention."""
 
 
 def main() -> int:

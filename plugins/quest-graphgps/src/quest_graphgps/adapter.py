@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,7 +15,6 @@ from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import inject
-from quest_core.hosts.patching import when_imported
 from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
@@ -34,15 +33,15 @@ HOSTS: dict[tuple[str, str], str] = {
 class GraphGPSAdapter(TorchAdapter):
     """The global attention of GPSConv, GPSLayer and GraphormerLayer, and of their subclasses.
 
-    What these hosts build of torch.nn.MultiheadAttention elsewhere (in encoders of positions, in set poolings) belongs
-    to quest_core's own adapter.
+    torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions, set poolings) belongs to quest_core's
+    own adapter.
     """
 
     name: ClassVar[str] = "graphgps"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every global attention that is torch.nn.MultiheadAttention, or was; not Performer's nor BigBird's."""
+        """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
         index = 0
         for path, layer in model.named_modules():
             name = _attention_name(layer)
@@ -60,48 +59,56 @@ class GraphGPSAdapter(TorchAdapter):
         return GraphAttention.from_torch(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: the attention-free families that need an order have one that does not."""
+        """Return why `config` is not possible at `site`, or None; for families that need an order, name aft-simple."""
         why = Adapter.refusal(self, site, config)
         if why is not None and any(part.ordered for part in config.specs()):
             return f"{why}, and the nodes of a graph have none; 'aft-simple' is its relative that needs no order"
         return why
 
     def install(self) -> None:
-        """Let GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported.
+        """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported.
 
         Raises:
             PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        when_imported("torch_geometric.nn.conv.gps_conv", _accept_in_gps_conv)
-        graphgym.install()
+        self.patches.when_imported("torch_geometric.nn.conv.gps_conv", self._change_gps_conv)
+        graphgym.install(self)
+
+    def uninstall(self) -> None:
+        """Undo `install`; the configs of GraphGym then refuse `attention` as an unknown key."""
+        super().uninstall()
+        graphgym.uninstall()
+
+    def _change_gps_conv(self) -> None:
+        from torch_geometric.nn.conv.gps_conv import GPSConv
+
+        self.patches.wrap(GPSConv, "__init__", functools.partial(_accept_attention, self))
 
 
 def _attention_name(layer: nn.Module) -> str | None:
-    """The attribute of a host layer that holds its attention; None for any other module."""
+    """Return the attribute of a host layer that holds its attention; None for any other module."""
     names = (HOSTS.get((kind.__module__, kind.__name__)) for kind in type(layer).__mro__)
     return next(filter(None, names), None)
 
 
-def _accept_in_gps_conv() -> None:
-    """Wrap GPSConv.__init__ in place, once: `attn_kwargs` takes `attention` beside the arguments of the attention."""
-    from torch_geometric.nn.conv.gps_conv import GPSConv
-
-    stock: Any = GPSConv.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
+def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
+    """Make `attn_kwargs` of GPSConv take `attention` and `attention_from` too."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         given = signature.bind(self, *arguments, **options)
         attn_kwargs = dict(given.arguments.get("attn_kwargs") or {})
-        if "attention" not in attn_kwargs:
-            stock(self, *arguments, **options)
-            return
-        attention = attn_kwargs.pop("attention")
-        if attention is None:  # as a search over hyper-parameters names the stock model
-            given.arguments["attn_kwargs"] = attn_kwargs
+        attention, trained = attn_kwargs.pop("attention", None), attn_kwargs.pop("attention_from", None)
+        if attention is None:  # the stock model, in a search over hyper-parameters
+            if trained is not None:
+                raise ConfigError(
+                    f"GPSConv: attn_kwargs has attention_from={trained!r} without attention; name it, for example "
+                    f"attn_kwargs={{'attention': 'standard', 'attention_from': {trained!r}}}"
+                )
+            if "attn_kwargs" in given.arguments:
+                given.arguments["attn_kwargs"] = attn_kwargs
             stock(*given.args, **given.kwargs)
             return
         config = AttentionConfig.parse(attention)
@@ -121,7 +128,6 @@ def _accept_in_gps_conv() -> None:
             )
         given.arguments["attn_kwargs"] = attn_kwargs
         stock(*given.args, **given.kwargs)
-        inject(self, config, adapter=GraphGPSAdapter(), fresh=True)
+        inject(self, config, adapter=adapter, fresh=True, attention_from=trained)
 
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    GPSConv.__init__ = __init__
+    return __init__

@@ -1,8 +1,8 @@
-"""GraphAttention: the multi-head attention of a graph Transformer layer, without computing on padding where that pays.
+"""GraphAttention: the multi-head attention of a graph Transformer layer, packed where padding costs more.
 
 PyTorch Geometric and GraphGPS pad the graphs of a batch to the largest one, so one large graph among small ones costs
-its square for each of them. Where the padded area is well above the real one, the nodes are packed instead and go
-through `quest_core.attention_packed`.
+its square for each of them. If the padded area is well above the real one, the nodes are packed and go through
+`quest_core.attention_packed`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STANDARD = AttentionConfig.parse("standard")
 class GraphAttention(MultiheadAttention):
     """Drop-in for the torch.nn.MultiheadAttention inside a graph Transformer layer.
 
-    With ragged batches the outputs at padded nodes, which the layers drop, are zeros; at real nodes they are the
-    padded result to rounding. With dropout on the weights, packing draws other random numbers than the padded
-    computation, so `standard`, which promises the host's seeded training, packs only where nothing is dropped.
+    If a batch is packed, the outputs at real nodes are the padded result to rounding, and those at padded nodes, which
+    the layers drop, are zeros. With dropout on the weights, packing draws other random numbers than the padded
+    computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
     def forward(
@@ -44,7 +44,7 @@ class GraphAttention(MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `quest_core.MultiheadAttention.forward`: [B, N, E] and key_padding_mask [B, N] (True = no node)."""
+        """Attend as `quest_core.MultiheadAttention.forward`: [B, N, E], key_padding_mask [B, N] (True = no node)."""
         if (
             query is key is value
             and key_padding_mask is not None
@@ -67,10 +67,10 @@ class GraphAttention(MultiheadAttention):
         return plain and not (extended or keeps_stream or torch.compiler.is_compiling() or torch.jit.is_tracing())
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
-        """x [B, N, E] -> [B, N, E], computed at the real nodes alone and zero elsewhere."""
-        sizes = [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
+        """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
         nodes = F.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in nodes.split(sizes, dim=-1))  # [T, heads, D]
+        parts = nodes.split(self.head_sizes.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, D]
         dropout_p = self.dropout if self.training else 0.0
         out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=plan, dropout_p=dropout_p)  # [T, H, D]
         out = self.out_proj(out.flatten(1))
@@ -80,19 +80,19 @@ class GraphAttention(MultiheadAttention):
 
 
 _last: tuple[Tensor, float, PackingPlan | None] | None = None
-"""The padding of the batch that was seen last, the rule it was judged by, and what came of it."""
+"""The padding of the latest batch, the value of RAGGED, and the plan that followed."""
 
 
 def ragged_plan(hidden: Tensor) -> PackingPlan | None:
-    """How to pack the graphs of a batch, or None where padding costs less.
+    """Return how to pack the graphs of a batch, or None if padding costs less.
 
-    All layers of a model see the same padding, in tensors of their own: comparing it with the one before takes a small
-    part of the time that counting nodes does.
+    All layers of a model see the same padding in different tensors. Comparing it with the previous one is faster than
+    counting nodes.
 
     Args:
         hidden: [B, N], True where there is no node.
     """
-    global _last  # replaced as a whole, so that threads at worst count again
+    global _last  # replaced as a whole, so that two threads at worst count twice
     last = _last
     if last and last[1] == RAGGED and last[0].device == hidden.device and torch.equal(last[0], hidden):
         return last[2]
@@ -100,13 +100,13 @@ def ragged_plan(hidden: Tensor) -> PackingPlan | None:
     area = sum(n * n for n in lengths)
     pays = area and len(lengths) * hidden.shape[1] ** 2 >= RAGGED * area
     plan = _plan(tuple(lengths), hidden.device) if pays else None
-    _last = (hidden.clone(), RAGGED, plan)  # a copy, which nobody writes to
+    _last = (hidden.clone(), RAGGED, plan)  # a copy, because the caller may write to its mask
     return plan
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(lengths: Sequence[int], device: torch.device) -> PackingPlan:
-    """One plan for all layers that see a batch; batches of the same lengths share it too."""
+    """Return the plan that all batches of these lengths share."""
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
     return PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)

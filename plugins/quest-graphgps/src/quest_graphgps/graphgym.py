@@ -1,388 +1,289 @@
 """`attention` in the configs of GraphGym and GraphGPS.
 
-Their configs know a key only if it was declared, so the keys are registered: ``gnn.attention`` and, where GraphGPS is
-imported, ``gt.attention``, each with a node of options. The model is built by PyTorch Geometric's GraphGymModule in
-both hosts, whatever the network, and that is where the attention is injected: before the optimizer, at all layers at
-once, under the names of the stock model.
+Their configs accept only declared keys, so `declare` adds `attention` and its companions to ``gnn`` and, in GraphGPS,
+to ``gt``. PyTorch Geometric's GraphGymModule builds the model in both hosts, whatever the network. The attention is
+injected there: before the optimizer, in all layers at once, under the parameter names of the stock model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import difflib
 import functools
-import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from quest_core.catalogue import parts
-from quest_core.checkpoints import differences
+from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, InjectionError, UnsupportedError, one_of
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
 from quest_core.hosts.injection import inject
-from quest_core.hosts.patching import when_imported
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
-"""The node beside `attention` that holds its options: gt.quest.kv_heads."""
+"""The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
+KEYS = ("attention", "attention_from", "allow_partial", OPTIONS)
 LAYER = "Quest"
-"""The name of our attention in gt.layer_type: GINE+Quest."""
-FROM = "attention_from"
-"""The key beside `attention` that lets a run resume a checkpoint which was trained with the attention it names."""
-NO_SITE = ("Performer", "BigBird", "None")
-"""Kinds of attention in gt.layer_type that have no place for another mechanism."""
+"""The name of QUEST in gt.layer_type: GINE+Quest."""
+NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
+"""Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
+
+Wrapper = Callable[..., Any]
 
 
-def install() -> None:
-    """Wrap what is imported already, and the rest when it is. May run twice."""
-    when_imported("yacs.config", _accept_mappings)
-    when_imported("torch_geometric.graphgym.model_builder", _accept_in_graphgym)
-    when_imported("torch_geometric.graphgym.checkpoint", _guard_checkpoints)
-    # GraphGPS makes its node `gt` in a registered function too; ours is registered, and so runs, after that one.
-    when_imported("graphgps.config.gt_config", functools.partial(_register, "gt"))
-    when_imported("graphgps.layer.gps_layer", _accept_in_gps_layer)
-    when_imported("graphgps.finetuning", _accept_in_finetuning)
+def install(adapter: Adapter) -> None:
+    """Change GraphGym and GraphGPS through the patches of `adapter`, each module as soon as it is imported."""
+    patches = adapter.patches
+
+    def change_yacs() -> None:
+        from yacs import config
+
+        patches.wrap(config, "_check_and_coerce_cfg_value_type", _mapping_as_text)
+
+    def change_config() -> None:
+        register_keys()
+        config = import_module("torch_geometric.graphgym.config")  # the package's attribute of that name is another
+        patches.wrap(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
+
+    def change_models() -> None:
+        from torch_geometric.graphgym.model_builder import GraphGymModule
+
+        patches.wrap(GraphGymModule, "__init__", functools.partial(_inject_when_built, adapter))
+
+    def change_finetuning() -> None:
+        from graphgps import finetuning
+
+        patches.wrap(finetuning, "load_pretrained_model_cfg", _keep_own_attention)
+        patches.wrap(finetuning, "init_model_from_pretrained", _load_only_the_checkpoint)
+
+    patches.when_imported("yacs.config", change_yacs)
+    patches.when_imported("torch_geometric.graphgym.config", change_config)
+    patches.when_imported("torch_geometric.graphgym.model_builder", change_models)
+    # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
+    patches.when_imported("graphgps.config.gt_config", register_keys)
+    patches.when_imported("graphgps.finetuning", change_finetuning)
+
+
+def uninstall() -> None:
+    """Remove the keys from GraphGym's registry and config, which `Patches` cannot hold because they are items."""
+    if "torch_geometric.graphgym.config" not in sys.modules:
+        return
+    from torch_geometric.graphgym import register
+    from torch_geometric.graphgym.config import cfg
+
+    register.config_dict.pop(OPTIONS, None)
+    for section in SECTIONS:
+        for key in KEYS if cfg is not None and section in cfg else ():
+            cfg[section].pop(key, None)
 
 
 # --- the keys -------------------------------------------------------------------------------------------------------
 
 
-def declare(cfg: Any, section: str) -> None:
-    """Add `attention` and its options to a section of a config."""
+def declare(cfg: Any) -> None:
+    """Add `attention` and its companions to the sections of a config that lack them."""
     from yacs.config import CfgNode
 
-    node = cfg[section]
-    node.attention = None
-    node[FROM] = None
-    names = dict.fromkeys(option.name for part in parts().values() for option in part.options)
-    node[OPTIONS] = CfgNode(dict.fromkeys(names))
+    names = list(dict.fromkeys(option.name for part in parts().values() for option in part.options))
+    for section in SECTIONS:
+        if section not in cfg or "attention_from" in cfg[section]:
+            continue
+        node = cfg[section]
+        node.attention = node.attention_from = None
+        node.allow_partial = False
+        node[OPTIONS] = CfgNode(dict.fromkeys(names))
+        for name in names:
+            below = f"{section}.attention.{name}"
+            if not cfg.key_is_renamed(below):
+                cfg.register_renamed_key(below, f"{section}.{OPTIONS}.{name}")  # yacs's error names the right key
 
 
-def _register(section: str) -> None:
-    """Have GraphGym declare the keys of a section in every config it makes, and in the one it has made."""
+def register_keys() -> None:
+    """Declare the keys in every config that GraphGym will make, after all other keys, and in the existing one."""
     from torch_geometric.graphgym import register
     from torch_geometric.graphgym.config import cfg
 
-    name = f"quest_{section}"
-    if name not in register.config_dict:
-        register.register_config(name, functools.partial(declare, section=section))
-        if cfg is not None and section in cfg and "attention" not in cfg[section]:
-            declare(cfg, section)
+    register.config_dict.pop(OPTIONS, None)
+    register.register_config(OPTIONS, declare)
+    if cfg is not None:
+        declare(cfg)
 
 
-def _accept_mappings() -> None:
-    """Wrap the two ways into a config, once: yacs keeps no mapping under a key that may hold text as well.
-
-    A mapping, of yaml or of a command line, becomes the text that means the same, and that is what is kept and dumped.
-    """
-    from yacs.config import CfgNode
-
-    stock: Any = CfgNode.merge_from_other_cfg
-    if hasattr(stock, "accepts_attention"):
-        return
-    stock_list: Any = CfgNode.merge_from_list
+def _mapping_as_text(stock: Wrapper) -> Wrapper:
+    """Turn a mapping under our keys into text of the same meaning, because yacs keeps one type under a key."""
+    keys = {f"{section}.{key}" for section in SECTIONS for key in ("attention", "attention_from")}
 
     @functools.wraps(stock)
-    def merge_from_other_cfg(self: Any, cfg_other: Any) -> None:
-        """What merge_from_file calls too."""
-        cfg_other = copy.deepcopy(cfg_other)
-        for section in _sections(self):
-            given = cfg_other.get(section)
-            if not isinstance(given, Mapping):
-                continue
-            if isinstance(given.get(OPTIONS), Mapping):
-                for option in given[OPTIONS]:
-                    _known_option(self, section, option)
-            for key in {"attention", FROM} & set(given):
-                dict.__setitem__(
-                    cfg_other[section], key, _as_text(f"{section}.{key}", given[key])
-                )  # also where it is frozen
-        stock(self, cfg_other)
+    def check_and_coerce(replacement: Any, original: Any, key: str, full_key: str) -> Any:
+        if full_key in keys and isinstance(replacement, Mapping) and not isinstance(original, Mapping):
+            replacement = str(_parse(full_key, dict(replacement)))
+        return stock(replacement, original, key, full_key)
 
-    @functools.wraps(stock_list)
-    def merge_from_list(self: Any, cfg_list: Sequence[Any]) -> None:
-        """What a command line goes through: keys and values in turn."""
-        given, sections = list(cfg_list), _sections(self)
-        for i in range(0, len(given) - 1, 2):
-            names = str(given[i]).split(".")
-            if len(names) < 2 or names[0] not in sections:
-                continue
-            (section, key), below = names[:2], names[2:]
-            if key == OPTIONS and below:
-                _known_option(self, section, below[0])
-            elif key in ("attention", FROM) and below:
-                text = f"{below[0]}: {given[i + 1]}"
-                raise ConfigError(
-                    f"{given[i]}: {section}.{key} is one value; write {section}.{key} '{{name: quest, {text}}}'"
-                    + (f" or {section}.{OPTIONS}.{below[0]} {given[i + 1]}" if key == "attention" else "")
-                )
-            elif key in ("attention", FROM):
-                given[i + 1] = _as_text(given[i], given[i + 1])
-        stock_list(self, given)
-
-    merge_from_other_cfg.accepts_attention = True  # type: ignore[attr-defined]
-    CfgNode.merge_from_other_cfg = merge_from_other_cfg
-    CfgNode.merge_from_list = merge_from_list
+    return check_and_coerce
 
 
-def _sections(cfg: Any) -> list[str]:
-    """The sections of a config in which our keys were declared; none in what is no config of GraphGym."""
-    return [section for section in SECTIONS if isinstance(cfg.get(section), Mapping) and FROM in cfg[section]]
+def requested(cfg: Any) -> dict[str, Any]:
+    """Return the arguments of `inject` that a config asks for; empty if it asks for the stock model.
 
-
-def _as_text(key: str, value: Any) -> Any:
-    """A mapping, given as such or written as JSON or yaml, as the text of the same attention; text stays as it is."""
-    import yaml
-
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with contextlib.suppress(yaml.YAMLError):  # left to the parser, which says what is wrong with it
-            value = yaml.safe_load(value)
-    return str(_parse(key, dict(value), {})) if isinstance(value, Mapping) else value
-
-
-def _known_option(cfg: Any, section: str, option: str) -> None:
-    known = cfg[section][OPTIONS]
-    if option not in known and not known.is_new_allowed():
-        raise ConfigError(f"{section}.{OPTIONS}.{option}: no attention has such an option; {one_of(option, known)}")
-
-
-def requested(cfg: Any) -> AttentionConfig | None:
-    """The attention that a config asks for; None where it asks for none.
+    ``gt.layer_type: GINE+Quest`` is rewritten in place to GINE+Transformer and ``gt.attention: quest``.
 
     Raises:
-        ConfigError: an unknown name or option, or two keys that say different things.
-        UnsupportedError: `attention` beside a gt.layer_type that has no place for it.
+        ConfigError: an unknown name or option, a key without the `attention` that it belongs to, or two `attention`.
+        UnsupportedError: `gt.attention` with a model or gt.layer_type whose attention cannot be replaced.
     """
-    found: dict[str, AttentionConfig] = {}
-    kind = _kind(cfg)
-    if kind is not None and kind != LAYER and _is_attention(kind):
+    local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
+    if kind == LAYER:
+        if _given(cfg.gt.attention):
+            raise ConfigError(
+                f"gt.layer_type is '{local}+{LAYER}' and gt.attention is {cfg.gt.attention!r}; write gt.layer_type: "
+                f"{local}+Transformer"
+            )
+        cfg.gt.attention, cfg.gt.layer_type = "quest", f"{local}+Transformer"
+    elif kind.lower() in parts() or difflib.get_close_matches(kind, [LAYER]):
+        meant = kind.lower() if kind.lower() in parts() else "quest"
         raise ConfigError(
-            f"gt.layer_type is {cfg.gt.layer_type!r}, whose second half is one of GraphGPS's or {LAYER!r}; write "
-            f"gt.layer_type: {cfg.gt.layer_type.split('+')[0]}+Transformer and gt.attention: {kind.lower()}"
+            f"gt.layer_type is '{local}+{kind}', whose second half is one of GraphGPS's or '{LAYER}'; write "
+            f"gt.layer_type: {local}+Transformer and gt.attention: {meant}"
         )
+    asked: dict[str, dict[str, Any]] = {}
     for section in SECTIONS:
         node = cfg.get(section) or {}
-        options = {key: value for key, value in dict(node.get(OPTIONS) or {}).items() if value is not None}
-        if _given(node.get(FROM)):
-            _parse(f"{section}.{FROM}", node[FROM], {})  # a misspelt name is refused before hours of training
+        options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
         if _given(node.get("attention")):
-            found[f"{section}.attention"] = _parse(f"{section}.attention", node["attention"], options)
-        elif section == "gt" and _kind(cfg) == LAYER:
-            found["gt.layer_type"] = _parse("gt.layer_type", "quest", options)
-        elif options:
-            given = ", ".join(f"{section}.{OPTIONS}.{key}" for key in options)
-            raise ConfigError(f"{given} given without {section}.attention, whose options they are; name one")
-    said = found.get("gt.attention")
-    if said is not None and _kind(cfg) == LAYER and "quest" not in said.name.split("+"):
-        raise ConfigError(
-            f"gt.layer_type is {cfg.gt.layer_type!r} but gt.attention is '{said}'; write "
-            f"gt.layer_type: {cfg.gt.layer_type.replace(LAYER, 'Transformer')}, or drop gt.attention"
-        )
-    if len(set(found.values())) > 1:
-        both = " and ".join(f"{key}: {value}" for key, value in found.items())
+            trained = node.get("attention_from")
+            asked[section] = {
+                "attention": _parse(f"{section}.attention", node["attention"], options),
+                "attention_from": _parse(f"{section}.attention_from", trained) if _given(trained) else None,
+                "allow_partial": bool(node.get("allow_partial")),
+            }
+            continue
+        unread = [f"{OPTIONS}.{name}" for name in options]
+        unread += [key for key in ("attention_from", "allow_partial") if _given(node.get(key))]
+        if unread:
+            raise ConfigError(
+                f"{', '.join(f'{section}.{key}' for key in unread)} given without {section}.attention; name the "
+                f"attention, for example {section}.attention: standard"
+            )
+    if len(asked) > 1:
+        both = " and ".join(f"{section}.attention: {found['attention']}" for section, found in asked.items())
         raise ConfigError(f"two keys choose the attention, {both}; keep one")
-    config = next(iter(found.values()), None)
-    if "gt.attention" in found and _kind(cfg) in NO_SITE:
+    without = [name for name in (cfg.model.type, kind) if name in NO_SITE]
+    if "gt" in asked and without:
         raise UnsupportedError(
-            f"gt.attention is {str(config)!r}, which cannot be used with gt.layer_type {cfg.gt.layer_type!r}: "
-            f"{_kind(cfg)} has no attention that it could replace. Write "
-            f"gt.layer_type: {cfg.gt.layer_type.split('+')[0]}+Transformer"
+            f"gt.attention is '{asked['gt']['attention']}', and {without[0]} has no attention that can be replaced; "
+            f"write model.type: GPSModel and gt.layer_type: {local if kind else 'GINE'}+Transformer"
         )
-    return config
+    return next(iter(asked.values()), {})
 
 
 def _given(value: Any) -> bool:
-    return value not in (None, "None")  # an empty text is what an unset variable leaves behind: an error, not stock
+    return value not in (None, "None", False)  # empty text, which an unset variable leaves, is an error
 
 
-def _parse(key: str, value: Any, options: Mapping[str, Any]) -> AttentionConfig:
+def _parse(key: str, value: Any, options: Mapping[str, Any] | None = None) -> AttentionConfig:
+    """Parse text, JSON, yaml or a mapping, together with options from the node `quest`."""
+    import yaml
+
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(yaml.YAMLError):  # AttentionConfig.parse reports it
+            value = yaml.safe_load(value)
     try:
-        plain = AttentionConfig.parse(value)  # text or JSON, perhaps with options of its own
+        plain = AttentionConfig.parse(value)
         config = AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     for name, own in plain.options:
-        if name in options and dict(config.options).get(name) != own:
-            both = f"{key} is '{plain}' and {key.split('.')[0]}.{OPTIONS}.{name} is {options[name]!r}"
-            raise ConfigError(f"two keys choose {name}: {both}; keep one")
+        if options and name in options and dict(config.options)[name] != own:
+            section = key.partition(".")[0]
+            raise ConfigError(
+                f"two keys choose {name}: {key} is '{plain}' and {section}.{OPTIONS}.{name} is {options[name]!r}; "
+                "keep one"
+            )
     return config
 
 
-def _kind(cfg: Any) -> str | None:
-    """The second half of gt.layer_type: Transformer in GINE+Transformer."""
-    layer_type = (cfg.get("gt") or {}).get("layer_type") or ""
-    return layer_type.split("+")[1] if layer_type.count("+") == 1 else None
+def _check_when_merged(adapter: Adapter, stock: Wrapper) -> Wrapper:
+    """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
 
+    @functools.wraps(stock)
+    def assert_cfg(cfg: Any) -> None:
+        stock(cfg)
+        asked = requested(cfg)
+        if asked and cfg.model.type == "GPSModel":
+            gt = cfg.gt
+            attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
+            needs = Capabilities(
+                ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights"
+            )
+            site = Site("", attn, 0, attn.num_heads, attn.head_dim, needs, fresh=True)
+            require(adapter, site, asked["attention"])
+            adapter.replace(site, asked["attention"])
 
-def _is_attention(text: str) -> bool:
-    try:
-        AttentionConfig.parse(text.lower())
-    except ConfigError:
-        return False
-    return True
+    return assert_cfg
 
 
 # --- the models -----------------------------------------------------------------------------------------------------
 
 
-def _accept_in_graphgym() -> None:
-    """Wrap GraphGymModule.__init__ in place, once: it builds the network of the config, then injects."""
-    from torch_geometric.graphgym.model_builder import GraphGymModule
-
-    _register("gnn")
-    stock: Any = GraphGymModule.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
-    stock_load: Any = GraphGymModule.on_load_checkpoint
+def _inject_when_built(adapter: Adapter, stock: Wrapper) -> Wrapper:
+    """GraphGymModule builds the network of the config; all layers of it are then replaced at once."""
 
     @functools.wraps(stock)
     def __init__(self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
-        config = requested(cfg)  # a misspelt name is refused before the model is built
+        asked = requested(cfg)
         stock(self, dim_in, dim_out, cfg)
-        if config is not None:
-            put(self.model, config, f"model.type {cfg.model.type!r}")
-
-    @functools.wraps(stock_load)
-    def on_load_checkpoint(self: Any, checkpoint: Any) -> None:
-        """Lightning calls this before it loads anything: to go on with training, to test, or to load alone."""
-        if self._trainer is not None and self._trainer.state.fn == "fit":
-            refuse_other_attention(self, checkpoint["state_dict"], str(self._trainer.ckpt_path), self.cfg)
-        stock_load(self, checkpoint)
-
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    GraphGymModule.__init__ = __init__
-    GraphGymModule.on_load_checkpoint = on_load_checkpoint
-
-
-def put(model: nn.Module, config: AttentionConfig, where: str) -> None:
-    """Inject into a model that has just been built, and say so where the host says things."""
-    from .adapter import GraphGPSAdapter
-
-    try:
-        _, report = inject(model, config, adapter=GraphGPSAdapter(), fresh=True)
-    except InjectionError as error:
-        raise InjectionError(f"attention '{config}' cannot be used in {where}: {error}") from None
-    if logging.getLogger().isEnabledFor(logging.INFO) and logging.getLogger().handlers:
-        logging.info(f"quest: {report}")  # GraphGym writes this to the terminal and to the run's logging.log
-    else:
+        if not asked:
+            return
+        try:
+            _, report = inject(self.model, **asked, adapter=adapter, fresh=True)
+        except InjectionError as error:
+            raise InjectionError(
+                f"attention '{asked['attention']}' cannot be used in model.type {cfg.model.type!r}: {error} (in a "
+                "config, write gt.allow_partial: True, or gnn.allow_partial: True)"
+            ) from None
         report.announce()
 
-
-def _accept_in_gps_layer() -> None:
-    """Wrap GPSLayer.__init__ in place, once: global_model_type 'Quest' is its Transformer with quest inside."""
-    from graphgps.layer.gps_layer import GPSLayer
-
-    from .adapter import GraphGPSAdapter
-
-    stock: Any = GPSLayer.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
-
-    @functools.wraps(stock)
-    def __init__(
-        self: Any, dim_h: int, local_gnn_type: str, global_model_type: str, *rest: Any, **options: Any
-    ) -> None:
-        ours = global_model_type == LAYER
-        stock(self, dim_h, local_gnn_type, "Transformer" if ours else global_model_type, *rest, **options)
-        if ours:  # also in a network that GraphGymModule did not build; there the config's options follow
-            inject(self, "quest", adapter=GraphGPSAdapter(), fresh=True)
-
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    GPSLayer.__init__ = __init__
+    return __init__
 
 
-def _accept_in_finetuning() -> None:
-    """Wrap load_pretrained_model_cfg, once: it copies the whole node `gt` of the pretrained model over the user's."""
-    from graphgps import finetuning
-
-    stock: Any = finetuning.load_pretrained_model_cfg
-    if hasattr(stock, "accepts_attention"):
-        return
+def _keep_own_attention(stock: Wrapper) -> Wrapper:
+    """load_pretrained_model_cfg copies the pretrained run's whole nodes over the user's, who may have named another."""
 
     @functools.wraps(stock)
     def load_pretrained_model_cfg(cfg: Any) -> Any:
-        asked = requested(cfg)
-        resumed = cfg.gt[FROM]  # of this run, not of the pretraining
+        keys = KEYS if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
+        own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
         cfg = stock(cfg)
-        cfg.gt[FROM] = resumed
-        trained = requested(cfg)
-        if asked is not None and asked != trained:
-            logging.warning(
-                f"quest: fine-tuning with attention '{asked}' a model that was pretrained with "
-                f"'{trained or AttentionConfig.parse('standard')}'"
-            )
-            if _kind(cfg) == LAYER:
-                cfg.gt.layer_type = cfg.gt.layer_type.replace(LAYER, "Transformer")
-            cfg.gt.attention, cfg.gnn.attention = str(asked), None
-            for node in (cfg.gt[OPTIONS], cfg.gnn[OPTIONS]):
-                node.update(dict.fromkeys(node))
+        for section, values in own.items():
+            cfg[section].update(values)
         return cfg
 
-    load_pretrained_model_cfg.accepts_attention = True  # type: ignore[attr-defined]
-    finetuning.load_pretrained_model_cfg = load_pretrained_model_cfg
+    return load_pretrained_model_cfg
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
+def _load_only_the_checkpoint(stock: Wrapper) -> Wrapper:
+    """init_model_from_pretrained copies the checkpoint over the model's state dict, which names the model's attention.
 
-
-def _guard_checkpoints() -> None:
-    """Wrap load_ckpt, once: with an optimizer, training goes on from the checkpoint, and must have its attention."""
-    from torch_geometric.graphgym import checkpoint
-
-    stock: Any = checkpoint.load_ckpt
-    if hasattr(stock, "compares_attention"):
-        return
+    A checkpoint of standard attention names none and would pass as one of the model's, without a warning.
+    """
 
     @functools.wraps(stock)
-    def load_ckpt(model: nn.Module, optimizer: Any = None, scheduler: Any = None, epoch: int = -1) -> int:
-        if optimizer is None:  # to evaluate: another attention is warned of
-            return int(stock(model, optimizer, scheduler, epoch))
-        path = checkpoint.get_ckpt_path(checkpoint.get_ckpt_epoch(epoch))
+    def init_model_from_pretrained(model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        own = model.state_dict
 
-        def compare(module: nn.Module, state_dict: Any, *rest: Any) -> None:
-            refuse_other_attention(module, state_dict, path, checkpoint.cfg)
+        def state_dict() -> dict[str, Any]:
+            return {name: value for name, value in own().items() if not name.endswith(ENTRY)}
 
-        # The hook comes before the first weight is loaded: what is refused has changed nothing.
-        with model.register_load_state_dict_pre_hook(compare):
-            return int(stock(model, optimizer, scheduler, epoch))
+        model.state_dict = state_dict  # type: ignore[assignment]
+        try:
+            return stock(model, *arguments, **options)
+        finally:
+            del model.state_dict
 
-    load_ckpt.compares_attention = True  # type: ignore[attr-defined]
-    # GraphGym's package has the function under a name of its own, and so has a trainer that was imported before us.
-    for module in list(sys.modules.values()):
-        if vars(module).get("load_ckpt") is stock:
-            module.load_ckpt = load_ckpt  # type: ignore[attr-defined]
-
-
-def refuse_other_attention(model: nn.Module, state_dict: Any, path: str, cfg: Any) -> None:
-    """Let no training go on from a checkpoint of another attention, unless `attention_from` names that one.
-
-    Args:
-        model: what the checkpoint is about to be loaded into.
-        state_dict: the model's part of the checkpoint, whose metadata name the attention of every layer; a stock
-            layer, which says nothing, was trained with `standard`.
-        path: the checkpoint, for the error.
-        cfg: the config of the run.
-
-    Raises:
-        ConfigError: the attentions differ, naming both and the keys.
-    """
-    differ = differences(model, state_dict)
-    if differ is None:
-        logging.warning(f"quest: {path} does not say with which attention it was trained; the model is not compared")
-        return
-    asked = {f"{name}.{FROM}": cfg[name][FROM] for name in SECTIONS if name in cfg and _given(cfg[name].get(FROM))}
-    said = [_parse(key, value, {}) for key, value in asked.items()]
-    refused = [layer for layer in differ if not any(config.means(layer.trained) for config in said)]
-    if refused:
-        _, own, text = refused[0]
-        section = "gt" if "gt" in cfg and not _given(cfg.gnn.get("attention")) else "gnn"
-        raise ConfigError(
-            f"{path} was trained with attention '{text}', and the model has '{own}'"
-            + "".join(f"; {key} is {str(value)!r}" for key, value in asked.items())
-            + f". To go on as trained, say {section}.attention: {text}. To go on with another attention all the same, "
-            f"say so with {section}.{FROM}: {text}. To begin anew, choose another out_dir"
-        )
+    return init_model_from_pretrained

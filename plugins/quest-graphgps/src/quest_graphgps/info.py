@@ -1,4 +1,4 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin as data. Only the standard library is imported, because listing plugins executes this file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FROM_DATA = "the best epoch is chosen on the validation split"
 
 
 def _options(graphs: str, sizes: int, batch: int, lr: float, epochs: int, warmup: int) -> list[dict[str, Any]]:
-    """The options that every suite has; defaults are the paper's."""
+    """Return the options that every suite has, with the paper's defaults."""
     return [
         {"name": "graphs", "kind": "int", "default": sizes, "doc": graphs, "minimum": 0},
         {"name": "epochs", "kind": "int", "default": epochs, "doc": "epochs of training", "minimum": 1},
@@ -99,8 +99,8 @@ INFO: dict[str, Any] = {
         },
         {
             "suite": "graph/molecules",
-            "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP): no measurement "
-            "and no benchmark of the literature, but molecules that need no download; GPS with ZINC's settings",
+            "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP), not comparable "
+            "with published results; needs no download; GPS with ZINC's settings",
             "tasks": ["crippen-logp"],
             "metric": "mae",
             "higher_is_better": False,

@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 
 from mmengine.logging import MMLogger
 from mmengine.runner import FlexibleRunner, Runner
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core import notices
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal, scale_heads
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
-from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
 
 from .info import INFO
@@ -87,17 +86,6 @@ class MmsegAdapter(Adapter):
         module = made.from_host(site.module, config, fresh=site.fresh)
         assert isinstance(module, nn.Module)
         return module
-
-    query_projections: ClassVar[dict[str, int]] = {"qkv": 3}
-
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """See `Adapter.scale_queries`; BEiT's queries have a bias of their own, and mmcv's attention is PyTorch's."""
-        if not isinstance(module, PackedAttention):
-            TorchAdapter().scale_queries(module.attn, factor)  # type: ignore[arg-type]
-            return
-        super().scale_queries(module, factor)
-        if getattr(module, "bias", None) == "qv_bias":
-            scale_heads(module.q_bias, factor)  # type: ignore[arg-type]
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
-from quest_core.mechanism import Mechanism, kv_heads
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
-from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
+from quest_core.projections import Packed, Projected, Projections, Separate, shallow_copy
 
 HIDES = -100.0
 """What Swin adds to the logits of keys that a query may not see."""
@@ -49,10 +49,7 @@ class Replacement:
     @classmethod
     def from_host(cls, host: nn.Module, config: AttentionConfig, *, fresh: bool) -> Replacement:
         """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
-        made = cls.__new__(cls)
-        made.__dict__ = {
-            key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
-        }
+        made: Replacement = shallow_copy(host, cls)
         made._build(host, config, fresh=fresh)
         made.config = config
         return made
@@ -143,61 +140,22 @@ class EfficientMultiheadAttention(Replacement, HostEfficientMultiheadAttention):
         return (x if identity is None else identity) + self.dropout_layer(self.proj_drop(out))
 
 
-class PackedAttention(Replacement, nn.Module):
+class PackedAttention(Replacement, Projected):
     """Base for BEiT, MAE and Swin: one `qkv` projection and a learned bias by relative position."""
 
-    pooled: ClassVar[tuple[str, ...]] = ("qkv.weight", "qkv.bias", "v_bias")
-    """Parameters with rows of key and value heads; the first two hold query, key and value one after the other."""
-
+    projections: ClassVar[Projections] = Packed("qkv")
     qkv: nn.Linear
     mechanism: Mechanism
     num_heads: int
-    kv_heads: int
     embed_dims: int
 
-    if TYPE_CHECKING:  # the host's attributes have no types
-
-        def __getattr__(self, name: str) -> Any: ...
-
     def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
-        groups = kv_heads(config, host.num_heads)
-        kept = getattr(host, "kv_heads", host.num_heads)
-        pooled = is_pooled(getattr(host, "config", None), host.num_heads, kept, groups)
-        self.kv_heads = groups
         head_dim = host.embed_dims // host.num_heads
+        self.head_sizes = head_sizes(config, host.num_heads, head_dim)
         made = Mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
         self.mechanism = made.to(device=host.qkv.weight.device, dtype=host.qkv.weight.dtype)
         self.mechanism.train(host.training)
-        if groups != host.num_heads and not pooled:
-            self._shrink(keep_heads if fresh else pool_heads)
-
-    @torch.no_grad()
-    def _shrink(self, pool: Pool) -> None:
-        old = self.qkv
-        weight = self._reduce("qkv.weight", old.weight, pool)
-        self.qkv = nn.Linear(old.in_features, len(weight), old.bias is not None, old.weight.device, old.weight.dtype)
-        self.qkv.weight = nn.Parameter(weight, old.weight.requires_grad)
-        if old.bias is not None:
-            self.qkv.bias = nn.Parameter(self._reduce("qkv.bias", old.bias, pool), old.bias.requires_grad)
-        if "v_bias" in self._parameters:
-            bias = self._parameters["v_bias"]
-            assert bias is not None
-            self.v_bias = nn.Parameter(self._reduce("v_bias", bias, pool), bias.requires_grad)
-
-    def _reduce(self, name: str, full: Tensor, pool: Pool) -> Tensor:
-        if name == "v_bias":
-            return pool(full, self.num_heads, self.kv_heads)
-        q, k, v = full.chunk(3)
-        return torch.cat([q, *(pool(x, self.num_heads, self.kv_heads) for x in (k, v))])
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
-            for name in self.pooled:
-                given = state_dict.get(prefix + name)
-                rows = self.embed_dims * (1 if name == "v_bias" else 3)
-                if given is not None and len(given) == rows:
-                    state_dict[prefix + name] = self._reduce(name, given, pool_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.projections.shrink(self, self.head_sizes, fresh=fresh)
 
     def _attend(self, x: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
         """x [B, N, E], bias of the projection, additive mask [1 or B, H, N, N] -> [B, N, E]."""
@@ -220,7 +178,9 @@ class PackedAttention(Replacement, nn.Module):
 
 
 class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
-    """For BEiT's attention."""
+    """For BEiT's attention, whose queries and values may have biases outside of `qkv`."""
+
+    projections = Packed("qkv") + Separate(q="q_bias", v="v_bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + height · width, E] -> the same."""

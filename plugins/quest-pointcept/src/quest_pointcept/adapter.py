@@ -1,26 +1,24 @@
-"""PointceptAdapter: where serialized attention is, and how `attention=` reaches it."""
+"""PointceptAdapter: finds serialized attention, replaces it, and lets the hosts accept `attention=`."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.mechanism import kv_heads
-from quest_core.projections import keep_heads, pool_heads
+from quest_core.notices import LOGGER, forward_to
 
+from . import hosts
 from .info import INFO
 from .layers import PointAttention, SerializedAttention, TensorAttention
-
-TORCH_POINTCLOUD = "torch_pointcloud.layers.serialized_attention"
-WITH_TENSORS = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
 
 class PointceptAdapter(Adapter):
@@ -28,11 +26,12 @@ class PointceptAdapter(Adapter):
 
     name: ClassVar[str] = "pointcept"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    _forward: ClassVar[logging.Handler | None] = None  # to Pointcept's log
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every serialized attention in `model`, in the order of registration, that of the forward pass.
+        """Yield every serialized attention in `model`, in the order of registration, which is that of the forward pass.
 
-        Blocks of one stage are a stack: their points are the same, and their numbers of heads.
+        The blocks of a stage are a stack, because they have the same points and the same number of heads.
         """
         index = 0
         for path, module in model.named_modules():
@@ -46,13 +45,13 @@ class PointceptAdapter(Adapter):
             index += 1
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """The host's own sub-modules around another mechanism; see quest_pointcept.layers."""
+        """Return the host's own sub-modules around another mechanism; see quest_pointcept.layers."""
         made = _replacement(site.module)
         assert made is not None
-        return made(site.module, config, keep_heads if site.fresh else pool_heads)
+        return made(site.module, config, site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Beside what capabilities say: positions that act on scores, the shape of a patch, and `qkv` as it is."""
+        """Return why the host cannot honour `config`: positions that act on scores, patch size, shape of `qkv`."""
         host: Any = site.module
         family = config.family
         if family and getattr(host, "rpe", None) is not None:
@@ -70,30 +69,31 @@ class PointceptAdapter(Adapter):
             return f"its qkv is {_describe(host.qkv)} and cannot be cut for fewer keys; choose the attention first"
         return refusal(config, site.capabilities)
 
-    @torch.no_grad()
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        assert isinstance(module, SerializedAttention)
-        for parameter in (module.qkv.weight, module.qkv.bias):
-            if parameter is not None:
-                heads = parameter[: module.widths[0]].unflatten(0, (module.num_heads, -1)).movedim(0, -1)  # [D, .., H]
-                heads.copy_(heads * factor.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
-
     def install(self) -> None:
-        """Let the models of Pointcept and torch-pointcloud, whichever can be imported, accept `attention=`."""
-        from .hosts import install
+        """Let the models of Pointcept and torch-pointcloud, whichever can be imported, accept `attention=`.
 
-        install(self)
+        Raises:
+            PluginError: no host is installed, or the installed one cannot be used.
+        """
+        if hosts.install(self) and PointceptAdapter._forward is None:
+            PointceptAdapter._forward = forward_to(hosts.log)
+
+    def uninstall(self) -> None:
+        super().uninstall()
+        if PointceptAdapter._forward is not None:
+            LOGGER.removeHandler(PointceptAdapter._forward)
+            PointceptAdapter._forward = None
 
 
 def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttention] | None:
-    """What replaces a module, or None where it is no serialized attention.
+    """Return the class that replaces a module, or None if it is not a serialized attention.
 
-    Pointcept's file is copied into many repositories under many names, so its class is known by what it is.
+    Pointcept's file is copied into many repositories under many names, so its class is recognised by its attributes.
     """
     if isinstance(module, PointAttention | TensorAttention):
         return type(module)
     kind = type(module)
-    if kind.__module__ == TORCH_POINTCLOUD and kind.__name__ in WITH_TENSORS:
+    if kind.__module__ == hosts.TORCH_POINTCLOUD_ATTENTION and kind.__name__ in hosts.TORCH_POINTCLOUD_CLASSES:
         return TensorAttention
     known = ("qkv", "proj", "num_heads", "channels", "scale", "order_index", "enable_flash", "attn_drop", "proj_drop")
     if kind.__name__ != "SerializedAttention" or not all(hasattr(module, name) for name in known):
@@ -102,10 +102,10 @@ def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttenti
 
 
 def _fits(host: Any, config: AttentionConfig) -> bool:
-    """Whether `qkv` has the rows that `config` needs, or is a whole nn.Linear that can be cut to them."""
+    """Return whether `qkv` has the rows that `config` needs, or is a plain nn.Linear that can be cut to them."""
     try:
         groups = kv_heads(config, host.num_heads)
-    except ConfigError:  # a number of heads that is missing or does not divide is told when the mechanism is built
+    except ConfigError:  # kv_heads is missing or does not divide; building the mechanism raises it
         return True
     narrow = any(part.key_features is not None for part in config.specs())
     if host.qkv.weight.shape[0] == 3 * host.channels:

@@ -1,264 +1,276 @@
-"""How the configuration systems of the hosts learn `attention`.
+"""How Pointcept and torch-pointcloud learn `attention`. The README lists every change to them with its reason.
 
-Model classes are wrapped in place: their constructor builds the stock model, then injects. Pointcept's registry, its
-configs, the models that hold a backbone and torch-pointcloud's `create_model` all pass through the constructor.
+The constructor of a model builds the stock model and then injects. Pointcept's registry, its configs, the models that
+hold a backbone and torch-pointcloud's `create_model` all call the constructor.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import importlib
 import importlib.util
 import inspect
-import warnings
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from torch import nn
 
-from quest_core.checkpoints import built_attentions, trained_attentions
+from quest_core.checkpoints import ENTRY, read
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError, PluginError
+from quest_core.errors import CheckpointError, ConfigError, PluginError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import inject
-from quest_core.mechanism import AttentionMismatchWarning
 
-POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
-"""Names in Pointcept's registry."""
+from .layers import SerializedAttention
 
+POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")  # names in Pointcept's registry
 TORCH_POINTCLOUD_MODELS = {
-    "torch_pointcloud.models.point_transformer_v3": (
-        "PointTransformerV3Encoder",
-        "PointTransformerV3Decoder",
-        "PointTransformerV3Classification",
-        "PointTransformerV3Segmentation",
-    ),
-    "torch_pointcloud.models.sonata": ("SonataSegmentation",),
-    "torch_pointcloud.models.concerto": ("ConcertoSegmentation",),
-    "torch_pointcloud.models.utonia": ("UtoniaSegmentation",),
+    "point_transformer_v3": ("Encoder", "Decoder", "Classification", "Segmentation"),  # after PointTransformerV3
+    "sonata": ("SonataSegmentation",),
+    "concerto": ("ConcertoSegmentation",),
+    "utonia": ("UtoniaSegmentation",),
 }
+TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
+TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
-FLASH = ("enable_flash", "use_flash_attn")
-"""What the hosts call the option that asks for flash-attn."""
+FLASH = ("enable_flash", "use_flash_attn")  # the hosts' names of the option that asks for flash-attn
+UNFUSED = (
+    "enable_rpe",
+    "upcast_attention",
+    "upcast_softmax",
+    "upcast_attn",
+)  # options that they refuse together with it
+KEYS = ("attention", "attention_from", "allow_partial")
 
-UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")
-"""Options that the hosts refuse beside it."""
 
+def install(adapter: Adapter) -> bool:
+    """Patch every host that can be imported.
 
-def install(adapter: Adapter) -> None:
-    """Wrap the models of every host that can be imported.
+    Returns:
+        Whether Pointcept is one of them.
 
     Raises:
-        PluginError: there is none, or the one there cannot be used.
+        PluginError: no host is installed, or the installed one cannot be used.
     """
-    pointcept = importlib.util.find_spec("pointcept") is not None
-    torch_pointcloud = importlib.util.find_spec("torch_pointcloud") is not None
+    pointcept, torch_pointcloud = (importlib.util.find_spec(name) for name in ("pointcept", "torch_pointcloud"))
     require_host(adapter.name)
     if pointcept:
         _install_pointcept(adapter)
     if torch_pointcloud:
-        for module, names in TORCH_POINTCLOUD_MODELS.items():
-            for name in names:
-                accept(getattr(importlib.import_module(module), name), adapter)
+        _install_torch_pointcloud(adapter)
+    return pointcept is not None
 
 
 def _install_pointcept(adapter: Adapter) -> None:
     try:
-        from pointcept.engines.hooks.misc import CheckpointLoader
-        from pointcept.engines.test import TesterBase
         from pointcept.models.builder import MODELS
         from pointcept.utils.config import Config
 
         importlib.import_module("pointcept.models")  # fills the registry
     except ImportError as error:
-        found = importlib.util.find_spec("pointcept")
-        where = Path(found.origin).parent if found and found.origin else "the checkout"
         raise PluginError(
-            f"Pointcept at {where} cannot be imported: {error}; install what its README asks for, or take it off "
-            "PYTHONPATH"
+            f"Pointcept cannot be imported: {error}; install the requirements of its README, or remove its checkout "
+            "from PYTHONPATH"
         ) from error
-    for name in POINTCEPT_MODELS:
-        model = MODELS.get(name)
-        if model is not None:  # an older checkout has fewer
-            accept(model, adapter)
-    carry_to_children(Config)
-    guard_checkpoints(CheckpointLoader)
-    guard_tests(TesterBase)
-    for model in MODELS.module_dict.values():
-        guard_backbones(model)
+    for model in filter(None, map(MODELS.get, POINTCEPT_MODELS)):  # an older checkout has fewer
+        accept(model, adapter)
+        attention = importlib.import_module(model.__module__).SerializedAttention
+        adapter.patches.wrap(attention, "_load_from_state_dict", guarded)
+    for name in ("__init__", "merge_from_dict"):
+        adapter.patches.wrap(Config, name, functools.partial(checked, MODELS))
+    adapter.patches.put(Config, "__reduce__", reduce)
+
+
+def _install_torch_pointcloud(adapter: Adapter) -> None:
+    for module, names in TORCH_POINTCLOUD_MODELS.items():
+        models = importlib.import_module(f"torch_pointcloud.models.{module}")
+        for name in names:
+            accept(getattr(models, name, None) or getattr(models, f"PointTransformerV3{name}"), adapter)
+    layers = importlib.import_module(TORCH_POINTCLOUD_ATTENTION)
+    stock = tuple(getattr(layers, name) for name in TORCH_POINTCLOUD_CLASSES)
+    for kind in stock:
+        adapter.patches.wrap(kind, "_load_from_state_dict", guarded)
+    for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
+        wrapper = functools.partial(fitting, stock)
+        adapter.patches.wrap(importlib.import_module(module), "load_state_dict", wrapper)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
 def accept(model: type[Any], adapter: Adapter) -> None:
-    """Let the constructor of a model class take `attention`, in place, once."""
-    stock: Any = model.__init__
-    if hasattr(stock, "accepts_attention"):
-        return
-    signature = inspect.signature(stock)
+    """Let the constructor of a model class take `attention`, `attention_from` and `allow_partial`."""
+    signature = inspect.signature(model.__init__)
     (flash,) = [name for name in FLASH if name in signature.parameters]
 
-    @functools.wraps(stock)
-    def __init__(self: Any, *arguments: Any, attention: AttentionSpec | None = None, **options: Any) -> None:
-        if attention is None:
-            stock(self, *arguments, **options)
-            return
-        config = AttentionConfig.parse(attention)  # a misspelt name is refused before the model is built
-        given = signature.bind(self, *arguments, **options)
-        given.apply_defaults()
-        packed = bool(given.arguments[flash])
-        if packed:
-            for name in UNFUSED:
-                if given.arguments.get(name) or (name == "enable_rpe" and given.arguments.get("attn_kind") == "rpe"):
-                    shown = f"{name}=True" if given.arguments.get(name) else "attn_kind='rpe'"
-                    raise ConfigError(f"{model.__name__}: {shown} needs {flash}=False, for it has no fused kernel")
-            given.arguments[flash] = False  # flash-attn need not be there: the attention is replaced
-        stock(*given.args, **given.kwargs)
-        if packed:
-            for site in adapter.sites(self):
-                setattr(site.module, flash, True)
-        _, report = inject(self, config, adapter=adapter, fresh=True)
-        report.announce()
+    def make(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def __init__(
+            self: Any,
+            *arguments: Any,
+            attention: AttentionSpec | None = None,
+            attention_from: AttentionSpec | None = None,
+            allow_partial: bool = False,
+            **options: Any,
+        ) -> None:
+            config = parse(model.__name__, attention, attention_from, allow_partial)
+            if config is None:
+                stock(self, *arguments, **options)
+                return
+            given = signature.bind(self, *arguments, **options)
+            given.apply_defaults()
+            packed = bool(given.arguments[flash])
+            if packed:
+                asked = [f"{name}=True" for name in UNFUSED if given.arguments.get(name)]
+                asked += ["attn_kind='rpe'"] if given.arguments.get("attn_kind") == "rpe" else []
+                if asked:
+                    raise ConfigError(
+                        f"{model.__name__}: {asked[0]} needs {flash}=False, because it has no fused kernel"
+                    )
+                given.arguments[flash] = False  # flash-attn is not required, because the attention is replaced
+            stock(*given.args, **given.kwargs)
+            if packed:
+                for site in adapter.sites(self):
+                    setattr(site.module, flash, True)
+            _, report = inject(
+                self, config, adapter=adapter, fresh=True, attention_from=attention_from, allow_partial=allow_partial
+            )
+            report.announce()
 
-    keyword = inspect.Parameter("attention", inspect.Parameter.KEYWORD_ONLY, default=None)
-    known = list(signature.parameters.values())
-    end = len(known) - (1 if known and known[-1].kind is inspect.Parameter.VAR_KEYWORD else 0)
-    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*known[:end], keyword, *known[end:]]
-    )
-    __init__.accepts_attention = True  # type: ignore[attr-defined]
-    model.__init__ = __init__
+        own = inspect.signature(__init__, follow_wrapped=False).parameters
+        both = [*signature.parameters.values(), *(own[key] for key in KEYS)]
+        __init__.__signature__ = signature.replace(parameters=sorted(both, key=lambda p: p.kind))  # type: ignore[attr-defined]
+        return __init__
+
+    adapter.patches.wrap(model, "__init__", make)
 
 
-# --- child processes ------------------------------------------------------------------------------------------------
+def parse(
+    where: str, attention: AttentionSpec | None, attention_from: AttentionSpec | None, allow_partial: bool
+) -> AttentionConfig | None:
+    """Return the attention that a model is built with; None means the host's own.
 
-
-def carry_to_children(config: type[Any]) -> None:
-    """Let a process that unpickles a `config` know this plugin.
-
-    Pointcept's launcher hands the Config to one process for each GPU. They never read the file, so `custom_imports`
-    does not run there. What rebuilds the Config is a function of this package, and finding it imports the package.
+    Raises:
+        ConfigError: a mechanism or option is unknown, or another key is given without `attention`.
     """
-    copyreg.pickle(config, _reduce)  # type: ignore[arg-type]
-
-
-def _reduce(config: Any) -> tuple[Any, ...]:
-    return _rebuild, (type(config),), config.__getstate__()
-
-
-def _rebuild(kind: type[Any]) -> Any:
-    made: Any = object.__new__(kind)
-    return made
+    if attention_from is not None:
+        AttentionConfig.parse(attention_from)
+    if attention is None and (attention_from is not None or allow_partial):
+        key = "allow_partial" if attention_from is None else "attention_from"
+        raise ConfigError(f"{where}: {key} needs attention; add attention='quest' or remove {key}")
+    return None if attention is None else AttentionConfig.parse(attention)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def guard_checkpoints(loader: type[Any]) -> None:
-    """Let Pointcept's CheckpointLoader notice a checkpoint of another attention, in place, once.
-
-    It copies weights into a mapping of its own, which loses what a state dict says about itself, and it loads them
-    without insisting on every key.
-    """
-    stock = loader.before_train
-    if hasattr(stock, "compares_attention"):
-        return
+def guarded(stock: Any) -> Any:
+    """Wrap the loading of a host's own attention, which then refuses weights of another attention."""
 
     @functools.wraps(stock)
-    def before_train(self: Any) -> None:
-        cfg = self.trainer.cfg
-        if cfg.weight and Path(cfg.weight).is_file():
-            compare_attention(Path(cfg.weight), self.trainer.model, "resume" if cfg.resume else "start")
-        stock(self)
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
+        if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
+            trained = read(state_dict[key])
+            errors.append(
+                f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's own; "
+                f"build the model with attention='{trained}', or with attention='standard' and "
+                f"attention_from='{trained}' if you mean to go on from these weights with standard attention"
+            )
+        stock(self, state_dict, prefix, *arguments)
 
-    before_train.compares_attention = True  # type: ignore[attr-defined]
-    loader.before_train = before_train
+    return _load_from_state_dict
 
 
-def guard_tests(tester: type[Any]) -> None:
-    """Let Pointcept's tools/test.py refuse a checkpoint of another attention, in place, once.
+def fitting(hosts: tuple[type[nn.Module], ...], stock: Any) -> Any:
+    """Wrap torch-pointcloud's `load_state_dict`, which drops every key and shape that the model does not have.
 
-    It copies weights as CheckpointLoader does. Those of standard fit quest, and the scores would be nobody's.
+    Each attention first reads its own weights: it compares the attention, and pools key/value heads if it has fewer.
+
+    Args:
+        hosts: the classes of the host's own attention.
+        stock: the host's function.
     """
-    stock = tester.build_model
-    if hasattr(stock, "compares_attention"):
-        return
 
     @functools.wraps(stock)
-    def build_model(self: Any) -> nn.Module:
-        model: nn.Module = stock(self)
-        compare_attention(Path(self.cfg.weight), model, "test")
-        return model
+    def load_state_dict(
+        model: nn.Module, state_dict: Mapping[str, Any], source: str, *arguments: Any, **options: Any
+    ) -> None:
+        weights, missing, errors = dict(state_dict), list[str](), list[str]()  # `missing` is shared: one warning
+        for path, module in model.named_modules():
+            parts = [(path, module)] if isinstance(module, hosts) else []
+            if isinstance(module, SerializedAttention):
+                parts = list(module.named_modules(prefix=path))
+            for name, part in parts:
+                part._load_from_state_dict(weights, f"{name}." if name else "", {}, False, missing, [], errors)
+        if errors:
+            raise CheckpointError(f"{source}: {errors[0]}")
+        stock(model, weights, source, *arguments, **options)
 
-    build_model.compares_attention = True  # type: ignore[attr-defined]
-    tester.build_model = build_model
+    return load_state_dict
 
 
-def guard_backbones(model: type[Any]) -> None:
-    """Let a model of Pointcept that starts its own backbone from a checkpoint notice another attention, in place, once.
+# --- Pointcept's Config and log -------------------------------------------------------------------------------------
 
-    The segmentor with LoRA does it in `backbone_load`, pretrainings that go on from Sonata in `load_sonata`.
+
+def checked(models: Any, stock: Any) -> Any:
+    """Wrap a method that fills a Config, which then refuses a wrong `attention` before a run's files are written."""
+
+    @functools.wraps(stock)
+    def fill(self: Any, *arguments: Any, **options: Any) -> None:
+        stock(self, *arguments, **options)
+        check(self._cfg_dict, models)
+
+    return fill
+
+
+def check(config: Mapping[str, Any], models: Any) -> None:
+    """Raise ConfigError if `config` asks for an attention that is misspelt, or in a place that no model reads.
+
+    Args:
+        config: a whole configuration; the model is under "model".
+        models: Pointcept's registry of models.
     """
-    own, other = vars(model).get("backbone_load"), vars(model).get("load_sonata")
-    if own is not None and not hasattr(own, "compares_attention"):
-
-        @functools.wraps(own)
-        def backbone_load(self: Any, checkpoint: dict[str, Any]) -> None:
-            _compare("backbone_path", checkpoint, self.backbone, "start")
-            own(self, checkpoint)
-
-        backbone_load.compares_attention = True  # type: ignore[attr-defined]
-        model.backbone_load = backbone_load
-    if other is not None and not hasattr(other, "compares_attention"):
-
-        @functools.wraps(other)
-        def load_sonata(self: Any, model: nn.Module, path: str, *arguments: Any, **options: Any) -> Any:
-            compare_attention(Path(path), model, "start")
-            return other(self, model, path, *arguments, **options)
-
-        load_sonata.compares_attention = True  # type: ignore[attr-defined]
-        model.load_sonata = load_sonata
+    for path, section in _sections(config, ""):
+        kind = section.get("type")
+        if kind in POINTCEPT_MODELS:
+            parse(path, *(section.get(key) for key in KEYS))  # type: ignore[arg-type]
+            continue
+        model = models.get(kind) if isinstance(kind, str) else kind
+        if model is None and (kind is not None or path.startswith("model.")):
+            continue  # another registry's, or options that a model passes on
+        for key in ("attention", "attention_from"):
+            if section.get(key) is not None and (model is None or key not in inspect.signature(model).parameters):
+                raise ConfigError(
+                    f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {kind or 'Pointcept'}; write "
+                    f"it into the backbone of type {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
+                )
 
 
-def compare_attention(path: Path, model: nn.Module, use: Literal["start", "resume", "test"]) -> None:
-    """Refuse a checkpoint whose attention is not that of the model; one that is only a start brings a warning.
+def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping inside `value` with its dotted path."""
+    if isinstance(value, Mapping):
+        yield path, value
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
+    for name, inner in items:
+        yield from _sections(inner, f"{path}.{name}" if path else str(name))
 
-    Raises:
-        ConfigError: when resuming or testing, naming both.
+
+def reduce(config: Any) -> tuple[Any, ...]:
+    """Pickle a Config so that the process that reads it imports this plugin.
+
+    Pointcept's launcher hands the Config to one process for each GPU. They never read the file, so `custom_imports`
+    does not run there. The Config is rebuilt by a function of this package.
     """
-    # Mapped, not read, where the format allows it: only what it says about itself is of interest.
-    checkpoint = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
-    _compare(str(path), checkpoint, model, use)
+    return _rebuild, (type(config),), config.__getstate__()
 
 
-def _compare(
-    name: str, checkpoint: Mapping[str, Any], model: nn.Module, use: Literal["start", "resume", "test"]
-) -> None:
-    weights = checkpoint.get("state_dict", checkpoint)
-    says = trained_attentions(weights)
-    trained, built = set((says or {}).values()), list(built_attentions(model).values())
-    if not trained and built and (use == "resume" or (use == "test" and says is not None)):
-        trained = {"standard"}  # a stock model says nothing about its attention; copied weights say nothing at all
-    if not trained or (built and all(config.means(text) for config in built for text in trained)):
-        return
-    if not built and trained == {"standard"}:
-        return
-    text, now = " and ".join(sorted(trained)), str(built[0]) if built else "standard"
-    if use == "start":
-        warnings.warn(
-            f"{name} was trained with attention '{text}' and is loaded into '{now}'",
-            AttentionMismatchWarning,
-            stacklevel=4,
-        )
-        return
-    otherwise = ", or load it as a start with resume=False" if use == "resume" else ""
-    raise ConfigError(
-        f"{name} was trained with attention '{text}' and the model has '{now}'; {use} with "
-        f"model.backbone.attention='{text}'{otherwise}"
-    )
+def _rebuild(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def log() -> logging.Logger:
+    """Return Pointcept's logger, which does not propagate to the root logger."""
+    return logging.getLogger("pointcept")

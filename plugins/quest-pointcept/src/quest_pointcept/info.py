@@ -1,4 +1,4 @@
-"""What the plugin is and offers, as data. Standard library only: listing plugins executes this file alone."""
+"""The plugin's description as data. Uses only the standard library, because listing plugins executes only this file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INFO: dict[str, Any] = {
     "name": "pointcept",
     "host": "Pointcept",
     "module": "torch_pointcloud",
-    # Pointcept is no package: it is used from a checkout, which is a host wherever it can be imported from.
+    # Pointcept is not a package. Its checkout is a host if it can be imported.
     "checkout": "pointcept",
     "api": (1, 0),
     "summary": "Point Transformer V3 in Pointcept and in torch-pointcloud",
@@ -27,20 +27,8 @@ INFO: dict[str, Any] = {
             "unit": "%",
             "higher_is_better": True,
             "options": [
-                {
-                    "name": "epochs",
-                    "kind": "int",
-                    "default": 12,
-                    "doc": "passes over the training scenes",
-                    "minimum": 1,
-                },
-                {
-                    "name": "lr",
-                    "kind": "float",
-                    "default": 0.004,
-                    "doc": "greatest learning rate of AdamW under a one-cycle schedule",
-                    "minimum": 0,
-                },
+                {"name": "epochs", "kind": "int", "default": 12, "doc": "passes over the scenes", "minimum": 1},
+                {"name": "lr", "kind": "float", "default": 0.004, "doc": "peak learning rate of AdamW", "minimum": 0},
                 {"name": "batch_size", "kind": "int", "default": 4, "doc": "scenes a training step", "minimum": 1},
                 {"name": "train_scenes", "kind": "int", "default": 48, "doc": "scenes to train on", "minimum": 1},
                 {"name": "val_scenes", "kind": "int", "default": 24, "doc": "scenes to evaluate on", "minimum": 1},
@@ -49,7 +37,7 @@ INFO: dict[str, Any] = {
                     "name": "grid_size",
                     "kind": "float",
                     "default": 0.4,
-                    "doc": "edge of a voxel in metres; one point of each voxel is kept",
+                    "doc": "edge of a voxel in metres",
                     "minimum": 0.01,
                 },
             ],
@@ -73,7 +61,7 @@ INFO: dict[str, Any] = {
                     "default": "nuscenes/semseg-pt-v3m1-0-base.py",
                     "doc": "one of Pointcept's configurations",
                 },
-                {"name": "epochs", "kind": "int", "default": 50, "doc": "passes over the training split", "minimum": 1},
+                {"name": "epochs", "kind": "int", "default": 50, "doc": "passes over the split", "minimum": 1},
                 {
                     "name": "batch_size",
                     "kind": "int",
@@ -81,8 +69,8 @@ INFO: dict[str, Any] = {
                     "doc": "scans a step, over all GPUs",
                     "minimum": 1,
                 },
-                {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs of this machine to train on", "minimum": 1},
-                {"name": "workers", "kind": "int", "default": 16, "doc": "processes that load scans", "minimum": 1},
+                {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
+                {"name": "workers", "kind": "int", "default": 16, "doc": "loader processes", "minimum": 1},
             ],
         },
     ],

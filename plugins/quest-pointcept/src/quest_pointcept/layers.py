@@ -1,8 +1,8 @@
 """Serialized attention with any mechanism: one implementation behind the calls of Pointcept and of torch-pointcloud.
 
-A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`), so a host's state
-dict loads strictly, both ways, while the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa)
-or narrower keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
+A replacement holds the host's own sub-modules under the host's names (`qkv`, `proj`, `rpe`, `rope`). A host's state
+dict loads strictly if the mechanism has no parameters of its own. With fewer key/value heads (gqa, mqa) or narrower
+keys (aft-conv) `qkv` has fewer rows, and a host's checkpoint is pooled on load.
 
 Where the host would call flash-attn, patches keep their own lengths and `quest_core.attention_packed` attends to them:
 on a GPU from Ampere on by PyTorch's variable-length flash kernel, elsewhere in batches of patches of similar length.
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, key_features, kv_heads
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.elliptical import Elliptical
-from quest_core.projections import Pool, pool_heads
+from quest_core.projections import Packed, Projected
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
 from .layout import Patches, counts_of, patches_of
 
 
-class SerializedAttention(nn.Module):
+class SerializedAttention(Projected):
     """What both hosts share: from the features of points [N, C] to attended features [N, C].
 
     Args:
@@ -38,13 +38,15 @@ class SerializedAttention(nn.Module):
         patch_size: K, the most points of a patch.
         packed: patches keep their own lengths, as in the host's flash path.
         flash_dtype: the type in which the host calls flash-attn; None where it multiplies matrices.
-        pool: how weights of several key/value heads become those of one.
+        fresh: whether the weights have only been initialised; see `quest_core.projections`.
 
     Attributes:
         attn_drop: the dropout on the weights; `proj_drop` the one on the output.
         rpe: the host's relative position bias, or None; `rope` its rotary positions, or None.
         mechanism: what attends.
     """
+
+    projections = Packed("qkv")
 
     def __init__(
         self,
@@ -54,15 +56,14 @@ class SerializedAttention(nn.Module):
         patch_size: int,
         packed: bool,
         flash_dtype: torch.dtype | None,
-        pool: Pool,
+        fresh: bool,
     ) -> None:
         super().__init__()
         self.config = config
         self.channels: int = host.channels
         self.num_heads: int = host.num_heads
         self.head_dim = self.channels // self.num_heads
-        self.kv_heads = kv_heads(config, self.num_heads)
-        self.key_dim = key_features(config, self.head_dim)
+        self.head_sizes = head_sizes(config, self.num_heads, self.head_dim)
         self.scale: float = host.scale
         self.patch_size, self.packed, self.flash_dtype = patch_size, packed, flash_dtype
         self.upcast = any(getattr(host, name, False) for name in ("upcast", "upcast_attention", "upcast_attn"))
@@ -73,8 +74,7 @@ class SerializedAttention(nn.Module):
         self.rpe: nn.Module | None = getattr(host, "rpe", None)
         self.rope: nn.Module | None = getattr(host, "rope", None)
         weight = host.qkv.weight
-        if weight.shape[0] != self.rows:
-            self.qkv = self._smaller(host.qkv, pool)
+        self.projections.shrink(self, self.head_sizes, fresh=fresh)
         self.mechanism = Mechanism(
             config, num_heads=self.num_heads, head_dim=self.head_dim, standard_scale=self.scale
         ).to(device=weight.device, dtype=weight.dtype)
@@ -82,16 +82,6 @@ class SerializedAttention(nn.Module):
         self.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
         self.chained = any(part.chained for part in config.specs())
         self.train(host.training)
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Rows of `qkv`: queries of H heads, keys and values of G."""
-        return self.num_heads * self.head_dim, self.kv_heads * self.key_dim, self.kv_heads * self.head_dim
-
-    @property
-    def rows(self) -> int:
-        """All rows of `qkv`."""
-        return sum(self.widths)
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"
@@ -124,9 +114,9 @@ class SerializedAttention(nn.Module):
         take = patches.slots if order is None else order[patches.slots]  # [S]: the point in each slot
         give = patches.rows if inverse is None else patches.rows[inverse]  # [N]: the slot of each point
         qkv = self.qkv(x)[take]  # [S, rows]
-        q, k, v = qkv.split(self.widths, dim=1)
+        q, k, v = qkv.split(self.head_sizes.widths, dim=1)
         q = q.unflatten(1, (self.num_heads, self.head_dim))  # [S, H, D]
-        k = k.unflatten(1, (self.kv_heads, self.key_dim))  # [S, G, D]
+        k = k.unflatten(1, (self.kv_heads, self.head_sizes.key_dim))  # [S, G, D]
         v = v.unflatten(1, (self.kv_heads, self.head_dim))  # [S, G, D]
         if self.rope is not None:
             assert coord is not None
@@ -176,33 +166,6 @@ class SerializedAttention(nn.Module):
             from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, size)).transpose(1, 2),
         )
 
-    # --- weights ---------------------------------------------------------------------------------------------------
-
-    def _smaller(self, qkv: nn.Linear, pool: Pool) -> nn.Linear:
-        weight = self._reduce(qkv.weight.detach(), pool)
-        made = nn.Linear(qkv.in_features, self.rows, qkv.bias is not None, device=weight.device, dtype=weight.dtype)
-        made.weight = nn.Parameter(weight, qkv.weight.requires_grad)
-        if qkv.bias is not None:
-            made.bias = nn.Parameter(self._reduce(qkv.bias.detach(), pool), qkv.bias.requires_grad)
-        return made
-
-    def _reduce(self, rows: Tensor, pool: Pool) -> Tensor:
-        """The rows of a host's `qkv`, [3·C, ...], as those of this one's."""
-        q, k, v = rows.chunk(3)
-        k, v = pool(k, self.num_heads, self.kv_heads), pool(v, self.num_heads, self.kv_heads)
-        if self.key_dim != self.head_dim:
-            k = pool(k, self.kv_heads * self.head_dim, self.kv_heads * self.key_dim)
-        return torch.cat([q, k, v])
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # What loads the weights of a host must be what an injection into the loaded host would be.
-        if self.rows != 3 * self.channels:
-            for name in ("qkv.weight", "qkv.bias"):
-                given = state_dict.get(prefix + name)
-                if given is not None and given.shape[0] == 3 * self.channels:
-                    state_dict[prefix + name] = self._reduce(given, pool_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
 
 def _dropout(given: nn.Module | float) -> nn.Dropout:
     """Hosts keep a dropout as a module or as its probability."""
@@ -217,7 +180,7 @@ class PointAttention(SerializedAttention):
         shift_coords, jitter_coords, rescale_coords: how rotary positions are augmented while training (PT-v3m3).
     """
 
-    def __init__(self, host: Any, config: AttentionConfig, pool: Pool) -> None:
+    def __init__(self, host: Any, config: AttentionConfig, fresh: bool) -> None:
         flash = bool(host.enable_flash)
         # A learned position means something only while a patch has its size; without flash the host's patches
         # shrink to the smallest cloud of the batch.
@@ -228,7 +191,7 @@ class PointAttention(SerializedAttention):
             patch_size=getattr(host, "patch_size_max", host.patch_size),
             packed=flash or fixed,
             flash_dtype=torch.bfloat16 if flash else None,
-            pool=pool,
+            fresh=fresh,
         )
         self.enable_flash, self.enable_rpe = flash, self.rpe is not None
         self.order_index: int = host.order_index
@@ -277,7 +240,7 @@ class PointAttention(SerializedAttention):
 class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
 
-    def __init__(self, host: Any, config: AttentionConfig, pool: Pool) -> None:
+    def __init__(self, host: Any, config: AttentionConfig, fresh: bool) -> None:
         flash = bool(host.use_flash_attn)
         half = torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
         super().__init__(
@@ -286,7 +249,7 @@ class TensorAttention(SerializedAttention):
             patch_size=host.patch_size,
             packed=flash,
             flash_dtype=half if flash else None,
-            pool=pool,
+            fresh=fresh,
         )
         self.use_flash_attn = flash
 

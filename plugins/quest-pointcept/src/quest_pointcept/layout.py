@@ -22,14 +22,14 @@ from quest_core.tools.packing import PackingPlan
 
 @dataclass(frozen=True)
 class Patches:
-    """A layout, for points that already lie in the order of a curve.
+    """A layout of points that are in the order of a curve.
 
     Attributes:
         slots: [S], the position on the curve that each slot of the patches holds, cloud after cloud.
         rows: [N], the slot that each position on the curve takes its output from.
-        size: slots of a patch where all patches have the same number, else None.
-        plan: where the patches begin, for those of different sizes.
-        real: [P, K], False = padding; None where nothing is padded.
+        size: slots of a patch if all patches have the same number, else None.
+        plan: the starts of the patches, which may have different sizes.
+        real: [P, K], False = padding; None without padding.
     """
 
     slots: Tensor
@@ -40,7 +40,7 @@ class Patches:
 
     @functools.cached_property
     def padded(self) -> Patches:
-        """The same patches filled up to the longest, with `real`: for what looks at one dense batch."""
+        """The same patches filled up to the longest, with `real`, for a mechanism that needs one dense batch."""
         lengths = torch.tensor([n for n, _ in self.plan.lengths])[:, None]  # [P, 1]
         position = torch.arange(int(lengths.max()))
         real = position < lengths  # [P, K]
@@ -61,7 +61,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
         patch_size: K.
 
     Raises:
-        InputError: a cloud without points, or K below 1.
+        InputError: a cloud has no points, or K is below 1.
     """
     if patch_size < 1 or min(counts, default=0) < 1:
         raise InputError(f"patch_size is {patch_size} and the clouds have {list(counts)} points; all are at least 1")
@@ -85,9 +85,9 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
 
 
 def counts_of(point: Any) -> list[int]:
-    """Points of each cloud of a Pointcept `Point`, without the clouds that have none.
+    """Return the points of each cloud of a Pointcept `Point`, without empty clouds.
 
-    They are copied from the device once for each set of points.
+    The counts are copied from the device once for each set of points.
     """
     key = "quest_counts"
     if key not in point:
@@ -99,13 +99,13 @@ def counts_of(point: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Counts:
-    """A list that a Point keeps as it is; lists and mappings inside a Point are rebuilt whenever one is copied."""
+    """A list that a Point keeps; a Point rebuilds plain lists and mappings in it when it is copied."""
 
     values: list[int]
 
 
 def patches_of(point: Any, patch_size: int) -> Patches:
-    """The layout of a Pointcept `Point`, made once for each set of points and patch size.
+    """Return the layout of a Pointcept `Point`, made once for each set of points and patch size.
 
     Pointcept keeps one layout with the points, whatever the patch size: a decoder whose patches differ from those of
     its encoder then gets the encoder's padding. Here every size has its own.

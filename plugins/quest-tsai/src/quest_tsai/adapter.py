@@ -51,7 +51,6 @@ class TsaiAdapter(Adapter):
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
-    query_projections: ClassVar[dict[str, int]] = {"W_Q": 1, "to_q": 1, "query": 1}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""

@@ -12,15 +12,15 @@ them, so that a seeded run draws the same masks). Otherwise the mechanism's fuse
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, kv_heads
-from quest_core.projections import Pool, is_pooled, keep_heads, pool_heads
+from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.projections import Packed, Projected, Separate, shallow_copy
 
 
 def plain(x: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ class Core(nn.Module):
         gives_weights: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.gives_scores, self.gives_weights = num_heads, gives_scores, gives_weights
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.gives_scores, self.gives_weights = gives_scores, gives_weights
         self.attn_dropout: Any = dropout
         self.learns_scale = scale is not None and scale.requires_grad
         if scale is not None:
@@ -144,23 +145,14 @@ def _one_mask(hidden: Tensor | None, added: Tensor | None) -> Tensor | None:
     return added.masked_fill(hidden, -math.inf)
 
 
-class Replacement(nn.Module):
-    """Base of all replacements: the host's sub-modules, smaller key/value projections, pooling on load."""
+class Replacement(Projected):
+    """Base of all replacements: the host's sub-modules, with smaller key/value projections where heads are fewer."""
 
-    pooled: ClassVar[tuple[str, ...]]
-    """Names of the Linear modules whose rows are key or value heads."""
-    packed: ClassVar[int] = 1
-    """How many projections one of those modules holds, one after the other."""
     core: ClassVar[str]
     """Name of the Core: the host's name for its own core, if it has one."""
 
     config: AttentionConfig
     num_heads: int
-    kv_heads: int
-
-    if TYPE_CHECKING:  # the host's sub-modules are untyped
-
-        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def from_host(
@@ -169,51 +161,26 @@ class Replacement(nn.Module):
         """Return a module with the host's attributes and sub-modules; `host` itself is not changed.
 
         Raises:
-            InputError: `host` is a replacement whose key/value heads were pooled already.
+            InputError: `host` is a replacement whose keys and values were reduced already.
         """
-        groups = kv_heads(config, num_heads)
-        pooled = isinstance(host, Replacement) and is_pooled(host.config, host.num_heads, host.kv_heads, groups)
-        made = cls.__new__(cls)
-        made.__dict__ = {
-            key: value.copy() if isinstance(value, dict | set) else value for key, value in host.__dict__.items()
-        }
-        made.config, made.num_heads, made.kv_heads = config, num_heads, groups
+        head_dim = core.head_dim
+        # What has been replaced before says how wide a value is; its W_V may have fewer heads than the host's.
+        value_dim = host.head_sizes.value_dim if isinstance(host, Replacement) else getattr(host, "d_v", head_dim)
+        made: Replacement = shallow_copy(host, cls)
+        made.config, made.num_heads = config, num_heads
+        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim)
         made._modules[cls.core] = core
-        anchor: Any = made.get_submodule(cls.pooled[0]).weight
+        anchor: Any = made.get_submodule(cls.projections.entries[0][0]).weight
         core.mechanism.to(device=anchor.device, dtype=anchor.dtype)
         core.train(host.training)
-        if made.kv_heads != num_heads and not pooled:
-            for name in cls.pooled:
-                made._modules[name] = made._smaller(made.get_submodule(name), keep_heads if fresh else pool_heads)
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made
-
-    def _smaller(self, linear: Any, pool: Pool) -> nn.Linear:
-        weight = self._reduce(linear.weight.detach(), pool)
-        bias = linear.bias is not None
-        made = nn.Linear(linear.in_features, weight.shape[0], bias, device=weight.device, dtype=weight.dtype)
-        made.weight = nn.Parameter(weight, linear.weight.requires_grad)
-        if bias:
-            made.bias = nn.Parameter(self._reduce(linear.bias.detach(), pool), linear.bias.requires_grad)
-        return made.train(linear.training)
-
-    def _reduce(self, rows: Tensor, pool: Pool) -> Tensor:
-        return torch.cat([pool(part, self.num_heads, self.kv_heads) for part in rows.chunk(self.packed)])
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if self.kv_heads != self.num_heads:
-            for name in self.pooled:
-                for leaf, own in self.get_submodule(name).named_parameters():
-                    key = f"{prefix}{name}.{leaf}"
-                    given = state_dict.get(key)
-                    if given is not None and given.shape[0] * self.kv_heads == own.shape[0] * self.num_heads:
-                        state_dict[key] = self._reduce(given, pool_heads)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class MultiheadAttention(Replacement):
     """Replace tsai's MultiheadAttention (TSTPlus, TSiTPlus, PatchTST)."""
 
-    pooled: ClassVar[tuple[str, ...]] = ("W_K", "W_V")
+    projections = Separate("W_Q", "W_K", "W_V")
     core: ClassVar[str] = "sdp_attn"
     output: ClassVar[str] = "to_out"
 
@@ -280,8 +247,7 @@ class PlainAttention(MultiheadAttention):
 class PerceiverAttention(Replacement):
     """Replace the cross- and self-attention of TSPerceiver."""
 
-    pooled: ClassVar[tuple[str, ...]] = ("to_kv",)
-    packed: ClassVar[int] = 2
+    projections = Separate(q="to_q") + Packed("to_kv", roles="kv")
     core: ClassVar[str] = "attn"
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: None = None) -> Any:
@@ -314,7 +280,7 @@ class ConvTranAttention(Replacement):
     """Replace the three attentions of ConvTran, which add nothing, a bias after the softmax (`relative_bias_table`), or
     relative vectors before it (`Er`)."""
 
-    pooled: ClassVar[tuple[str, ...]] = ("key", "value")
+    projections = Separate("query", "key", "value")
     core: ClassVar[str] = "sdp_attn"
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ def declare(cfg: Any) -> None:
             "batch_norm": True,
         }
     )
-    graphgym.declare(cfg, "gt")
     common = {"enable": False, "model": "none", "dim_pe": 16, "layers": 3, "n_heads": 4, "raw_norm_type": "none"}
     eigen = {"laplacian_norm": "none", "eigvec_norm": "L2", "max_freqs": 10}
     cfg.posenc_LapPE = CfgNode({**common, "eigen": CfgNode(eigen)})
@@ -328,7 +327,7 @@ class GPSModel(nn.Module):
         super().__init__()
         gt = cfg.gt
         local, _, kind = gt.layer_type.partition("+")
-        if local not in ("GINE", "CustomGatedGCN") or kind not in ("Transformer", graphgym.LAYER):
+        if local not in ("GINE", "CustomGatedGCN") or kind != "Transformer":
             raise ConfigError(
                 f"gt.layer_type is {gt.layer_type!r}; this model takes GINE or CustomGatedGCN, then +Transformer or "
                 "+Quest. For other layers use GraphGPS: python -m quest_graphgps main.py --cfg ..."
@@ -512,4 +511,5 @@ def load(format: str, name: str, dataset_dir: str) -> Graphs | None:
 
 
 register.register_config("gps", declare)
+graphgym.register_keys()
 set_cfg(cfg)

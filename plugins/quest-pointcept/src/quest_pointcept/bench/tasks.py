@@ -241,8 +241,9 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
         assert process.stdout is not None
         for line in process.stdout:
             tail = [*tail[-40:], line]
-            report = line.strip().removeprefix("quest: ") if line.startswith("quest: attention=") else report
-            if match := re.search(r"Train: \[(\d+)/(\d+)\]\[(\d+)/(\d+)\].* loss: ([\d.]+)", line):
+            if match := re.search(r"\] (attention=.+ in \d+ module.*)", line):
+                report = match[1]
+            elif match := re.search(r"Train: \[(\d+)/(\d+)\]\[(\d+)/(\d+)\].* loss: ([\d.]+)", line):
                 epoch, epochs, step, steps = (int(number) for number in match.groups()[:4])
                 if step % 50 == 0:
                     progress((epoch - 1 + step / steps) / epochs, f"epoch {epoch} loss {match[5]}")

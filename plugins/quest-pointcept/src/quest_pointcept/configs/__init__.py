@@ -1,6 +1,6 @@
 """Configurations of Pointcept with another attention: its own file as `_base_`, and three lines.
 
-They name their base as a neighbour, so they belong into a checkout's configs/ folder; `install_configs` copies them.
+Their base is a file in the same folder, so `install_configs` copies them into a checkout's configs/ folder.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 def install_configs(root: Path) -> list[Path]:
-    """Copy every configuration beside its base in a checkout of Pointcept; returns where they lie.
+    """Copy every configuration into the folder of its base in a checkout of Pointcept; return the new paths.
 
     Raises:
-        ConfigError: `root` is no checkout, or lacks a base.
+        ConfigError: `root` is not a checkout, or lacks a base.
     """
     made: list[Path] = []
     for path in sorted(HERE.glob("*/*.py")):

@@ -1,0 +1,159 @@
+"""Every checkpoint into every model by every door of torch-pointcloud; docs/checkpoints.md holds the table."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from outcomes import ATTENTION, compare_with_page, found
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch_pointcloud import create_model
+from torch_pointcloud.utils import state_dict
+
+import quest_core
+import quest_pointcept
+from quest_core.checkpoints import ENTRY
+
+NAME = "ptv3-base.scannet20.pointcept"
+SMALL = {
+    "in_channels": 4,
+    "num_classes": 3,
+    "strides": (2,),
+    "encoder_depths": (2, 2),
+    "encoder_channels": (16, 32),
+    "encoder_num_heads": (2, 4),
+    "encoder_patch_size": (8, 8),
+    "decoder_depths": (1,),
+    "decoder_channels": (16,),
+    "decoder_num_heads": (2,),
+    "decoder_patch_size": (8,),
+    "use_flash_attn": False,
+}
+
+
+def build(attention, **options):
+    return create_model(NAME, **SMALL, **({} if attention is None else {"attention": attention}), **options)
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def create(path, attention):
+    return build(attention, checkpoint_path=path)
+
+
+def warm_start(path, attention):
+    model = build(attention)
+    state_dict.load_state_dict(model, state_dict.read_state_dict(path), source=path.name, strict=False)
+    return model
+
+
+def plain(path, attention):
+    model = build(attention)
+    model.load_state_dict(weights(path))
+    return model
+
+
+def not_strict(path, attention):
+    model = build(attention)
+    model.load_state_dict(weights(path), strict=False)
+    return model
+
+
+def moving_average(path, attention):
+    average = AveragedModel(build(attention), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    average.load_state_dict({"n_averaged": torch.tensor(1), **{f"module.{k}": v for k, v in weights(path).items()}})
+    average.update_parameters(copy.deepcopy(average.module))
+    return average.module
+
+
+def averaged(path, attention):
+    one = weights(path)
+    mean = {key: (value + value) / 2 if value.is_floating_point() else value for key, value in one.items()}
+    model = build(attention)
+    model.load_state_dict(mean)
+    return model
+
+
+DOORS = {
+    "`create_model(checkpoint_path=)`": create,
+    "`utils.state_dict.load_state_dict(strict=False)`": warm_start,
+    "`model.load_state_dict`": plain,
+    "`model.load_state_dict(strict=False)`": not_strict,
+    "moving average (`AveragedModel`)": moving_average,
+    "average of checkpoints": averaged,
+}
+
+
+def test_the_table(tmp_path):
+    outcomes = found(build, DOORS, tmp_path)
+    assert len(outcomes) == len(DOORS) * len(ATTENTION) ** 2
+    compare_with_page(outcomes, "checkpoints-torch-pointcloud")
+    for (door, checkpoint, model), outcome in outcomes.items():
+        assert (outcome == "loads") == ({checkpoint, model} <= {"stock", "standard"} or checkpoint == model), door
+
+
+def save(folder, attention):
+    torch.manual_seed(0)
+    model = build(attention)
+    torch.save({"state_dict": model.state_dict()}, folder / "model.pth")
+    return model, folder / "model.pth"
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=1)"])
+def test_attention_from_is_silent_in_create_model(attention, tmp_path):
+    """stock -> quest and gqa: the weights arrive, pooled if the model has fewer key heads."""
+    stock, path = save(tmp_path, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = build(attention, checkpoint_path=path, attention_from="standard")
+    converted = quest_core.inject(stock, attention, adapter=quest_pointcept.PointceptAdapter())[0]
+    torch.testing.assert_close(model.state_dict(), converted.state_dict())
+
+
+def test_learned_scales_are_missing_or_ignored_by_name(tmp_path):
+    """torch-pointcloud reports parameters that only one side has."""
+    _, path = save(tmp_path, None)
+    with pytest.raises(RuntimeError, match=r"missing model keys: .*mechanism"):
+        build("qknorm-hs", checkpoint_path=path, attention_from="standard")
+    _, path = save(tmp_path, "qknorm-hs")
+    build("qknorm-hs", checkpoint_path=path)
+    with pytest.warns(UserWarning, match="absent from the model: .*mechanism"):
+        build("quest", checkpoint_path=path, attention_from="qknorm-hs")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_key_heads_of_another_number_are_refused(strict, tmp_path):
+    """torch-pointcloud would keep the initialisation without a word."""
+    _, path = save(tmp_path, "quest+gqa(kv_heads=1)")
+    model = build("sigmoid", attention_from="quest+gqa(kv_heads=1)")
+    with pytest.raises(quest_core.CheckpointError, match="model.pth: size mismatch for encoder.*qkv.weight"):
+        state_dict.load_state_dict(model, state_dict.read_state_dict(path), source="model.pth", strict=strict)
+
+
+def test_a_safetensors_file_keeps_the_attention(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file(build("quest").state_dict(), path)
+    build("quest", checkpoint_path=path)
+    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
+        build("sigmoid", checkpoint_path=path)
+
+
+def test_the_key_survives_a_mapping_of_keys(tmp_path):
+    """transform_state_dict keeps what no pattern names; a pattern can rename the key like any other."""
+    trained = {f"module.backbone.{key}": value for key, value in build("quest").state_dict().items()}
+    names = {f"module.backbone.{key}": key for key in build("quest").state_dict()}
+    mapped = state_dict.transform_state_dict(trained, names)
+    state_dict.load_state_dict(build("quest"), mapped, source="model.pth")
+    for attention in (None, "standard", "sigmoid"):
+        with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
+            state_dict.load_state_dict(build(attention), mapped, source="model.pth")
+    partly = {old: new for old, new in names.items() if not new.endswith(ENTRY)}
+    kept = state_dict.transform_state_dict(trained, partly)
+    with pytest.warns(UserWarning, match=f"Ignoring checkpoint keys.*module.backbone.*{ENTRY}"):
+        state_dict.load_state_dict(build(None), kept, source="model.pth")
