@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError, UnsupportedError
+from .kernels.pytorch import wider
 
 Pool: TypeAlias = Callable[[Tensor, int, int], Tensor]
 """(projection of H heads, H, G) -> projection of G heads: `pool_heads` or `keep_heads`."""
