@@ -16,6 +16,7 @@ import quest_core
 from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.mechanisms import aft_conv, aft_ops
 from quest_core.mechanisms import reference_aft as reference
+from quest_core.testing import versions
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
 SEQUENCE = ["aft-simple", *ORDERED]
@@ -479,6 +480,8 @@ def test_decoding_leaves_out_hidden_tokens(spec: str) -> None:
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS, "aft-conv(window=3, gumbel=true)"])
 def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
     tokens = 8 if "dims=3" in spec else 9
+    if "gumbel" in spec:
+        versions.needs_torch("2.5", "torch.compile of one_hot")
     made = build(spec, 2, 4).float()
     q, k, v = (x.detach().float().requires_grad_() for x in tensors(spec, 2, 2, tokens, tokens, 4))
     is_causal = not spec.startswith("aft-conv")
@@ -507,6 +510,7 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     torch.library.opcheck(aft_conv.aft_conv, (x[..., 0].contiguous(), x, w, [2, 3], 1))
 
 
+@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_compiled_lengths_may_vary() -> None:
     made = build("aft-local", 2, 4).float()
     torch._dynamo.reset()

@@ -56,6 +56,8 @@ class Call(torch.nn.Module):
 
 
 def compiled(call: Call, spec: str, dynamic: bool) -> None:
+    if dynamic and call.is_causal:
+        versions.needs_torch("2.5", "the maximum of two dynamic sizes")
     torch._dynamo.reset()
     graphs = []
     run = torch.compile(
@@ -167,10 +169,11 @@ def is_operator(spec: str, is_causal: bool) -> bool:
 def test_a_transform_is_right_or_refused_by_name(spec: str, is_causal: bool, cell: str, tmp_path: Path) -> None:
     run, named = CELLS[cell]
     call = Call(spec, is_causal)
+    if is_operator(spec, is_causal):
+        versions.needs_torch("2.4", "torch.library.custom_op")
     if not (named and is_operator(spec, is_causal)):
         run(call, spec, tmp_path)
         return
-    versions.needs_torch("2.4", "torch.library.custom_op")
     if cell == "onnx":
         pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match="does not support") as caught:

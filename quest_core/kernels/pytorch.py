@@ -21,6 +21,7 @@ from ..errors import UnsupportedError
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)
 HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
+HAS_DTENSOR = VERSION >= (2, 5)  # torch.distributed.tensor
 OPERATORS = (2, 4)  # torch.library.custom_op
 HAS_OPERATORS = VERSION >= OPERATORS
 MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
+from ..kernels.pytorch import HAS_DTENSOR
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def local(parameter: Tensor) -> Tensor:
 
     Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
     """
-    if type(parameter) in (Tensor, nn.Parameter):
+    if type(parameter) in (Tensor, nn.Parameter) or not HAS_DTENSOR:
         return parameter
     from torch.distributed.tensor import DTensor, Partial, Replicate
 

@@ -21,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import autocast_dtype, is_compiling, is_exporting, is_tracing, no_autocast, transform, wider
+from ..kernels.pytorch import (
+    VERSION,
+    autocast_dtype,
+    is_compiling,
+    is_exporting,
+    is_tracing,
+    no_autocast,
+    transform,
+    wider,
+)
 from ..kernels.unit import unit
 from .base import Dims, Family, local
 from .part import Part
@@ -211,12 +220,12 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
         [B, H, N, E].
     """
     n, m = q.shape[2], k.shape[2]
-    tokens = max(n, m) if is_tracing() else torch.sym_max(n, m)
+    tokens = max(n, m) if is_tracing() or VERSION < (2, 4) else torch.sym_max(n, m)  # which Dynamo of 2.1 lacks
     # One graph for all lengths has chunks of one size, and two or more: one would be a case of its own.
     graph = is_compiling() or is_exporting()
     size = CHUNK if graph else min(CHUNK, max(tokens, 1))
     chunks = (tokens + (2 * size if graph else size) - 1) // size
-    q, k, v = (_last_rows(x, chunks * size).unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, chunks, C, D or E]
+    q, k, v = [_last_rows(x, chunks * size).unflatten(2, (-1, size)) for x in (q, k, v)]  # [B, H, chunks, C, D or E]
     sums = (k.transpose(-1, -2) @ v).cumsum(2)  # [B, H, chunks, D, E]
     first = torch.arange(chunks, device=q.device)[:, None, None] == 0
     earlier = sums.roll(1, 2).masked_fill(first, 0)

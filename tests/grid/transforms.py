@@ -93,8 +93,20 @@ def weights_returned(made: Made) -> str | None:
 # Compilers.
 
 
+def _needs_compiler(made: Made) -> None:
+    """Skip an attention that is a custom operator: Dynamo of PyTorch 2.1 stops at its refusal."""
+    if made.config.family in ("aft-full", "aft-local") or (made.config.family == "aft-simple" and made.cell.is_causal):
+        versions.needs_torch("2.4", "torch.library.custom_op")
+
+
+def _needs_square(made: Made) -> None:
+    if made.cell.subject.name == "aft-conv 2d":
+        versions.needs_torch("2.5", "round() of a symbolic number")
+
+
 def compile_static(made: Made, backend: str = "aot_eager") -> str | None:
     """torch.compile for one length at a time."""
+    _needs_compiler(made)
     torch._dynamo.reset()
     compiled = torch.compile(made.module, backend=backend, dynamic=False, fullgraph=True)
     tensors = made.tensors()
@@ -105,6 +117,12 @@ def compile_static(made: Made, backend: str = "aot_eager") -> str | None:
 
 def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
     """torch.compile(dynamic=True): one graph for all lengths."""
+    _needs_compiler(made)
+    if made.config.family is None and made.config["score"] in ("standard", "elliptical"):
+        versions.needs_torch("2.5", "the root of a dynamic size")
+    if made.config.family in ("linear", "cosine") and made.cell.is_causal:
+        versions.needs_torch("2.5", "the maximum of two dynamic sizes")
+    _needs_square(made)
     torch._dynamo.reset()
     counting = CompileCounterWithBackend(backend)
     compiled = torch.compile(made.module, backend=counting, dynamic=True, fullgraph=True)
@@ -252,6 +270,9 @@ def fx(made: Made) -> str | None:
 
 def fx_symbolic(made: Made) -> str | None:
     """make_fx with symbolic sizes, of output and gradients, replayed at other lengths."""
+    _needs_square(made)
+    if made.config.family == "aft-conv":
+        versions.needs_torch("2.5", "make_fx of indices that are computed from symbolic sizes")
     return _recorded(made, "symbolic", made.lengths())
 
 
