@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quest_core
-from quest_core.tools.parallel import AttentionRecord
 
-from .models import BATCH, TRAINED, E, N, build, check_same, data, half, sgd, tensors, train
-from .ranks import RankFailure, Ranks
+from .models import TRAINED, E, build, check_same, data, half, sgd, tensors, train
+from .ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -162,15 +161,12 @@ def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor
     optimizer = sgd(model)
     train(model, half(rank), steps=range(2), optimizer=optimizer)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "attention": AttentionRecord(model)}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
     resumed = shard(build(attention, seed=1))
     optimizer = sgd(resumed)
     weights, state = get_state_dict(resumed, optimizer)
-    found = {"model": weights, "optimizer": state, "attention": AttentionRecord(resumed)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-        dcp.load(found, checkpoint_id=folder)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=state)
     train(resumed, half(rank), steps=range(2, 4), optimizer=optimizer)
     return tensors(resumed)
@@ -183,37 +179,34 @@ def test_a_distributed_checkpoint_resumes_exactly(ranks: Ranks, attention: str, 
         check_same(got, wanted)
 
 
-def mismatches(load: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def refusal(load: Callable[[], Any]) -> str:
+    with pytest.raises(quest_core.CheckpointError) as error:
         load()
-    return [str(w.message) for w in caught if issubclass(w.category, quest_core.AttentionMismatchWarning)]
+    return str(error.value)
 
 
-def checkpoint_of_another(rank: int, folder: str) -> dict[str, list[str]]:
-    """What is said when a quest model's checkpoint is loaded into a standard one, by each way of saving."""
-    model, other = shard(build("quest")), shard(build("standard"))
+def checkpoint_of_another(rank: int, folder: str) -> dict[str, str]:
+    """The errors when a quest model's checkpoint is loaded into another one, by each way of saving."""
+    model, other, sigmoid = shard(build("quest")), shard(build("standard")), shard(build("sigmoid"))
     said = {}
 
-    dcp.save({"model": get_model_state_dict(model), "attention": AttentionRecord(model)}, checkpoint_id=folder)
-    found = {"model": get_model_state_dict(other), "attention": AttentionRecord(other)}
-    said["distributed checkpoint"] = mismatches(lambda: dcp.load(found, checkpoint_id=folder))
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    found = {"model": get_model_state_dict(sigmoid)}
+    dcp.load(found, checkpoint_id=folder)
+    said["distributed checkpoint"] = refusal(lambda: set_model_state_dict(sigmoid, found["model"]))
 
     path = Path(folder, f"{rank}.pt")
     torch.save(model.state_dict(), path)
-    said["torch.save of shards"] = mismatches(lambda: other.load_state_dict(torch.load(path, weights_only=True)))
+    said["torch.save of shards"] = refusal(lambda: other.load_state_dict(torch.load(path, weights_only=True)))
 
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    record = AttentionRecord(model).state_dict()
-    set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))
-    said["full state dict"] = mismatches(lambda: AttentionRecord(other).load_state_dict(record))
-    assert all(torch.equal(x, tensors(model)[name]) for name, x in tensors(other).items())
+    whole = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(model, options=whole)
+    said["full state dict"] = refusal(lambda: set_model_state_dict(other, full, options=whole))
 
     ddp = DistributedDataParallel(build("quest"))
-    said["DistributedDataParallel"] = mismatches(lambda: build("standard").load_state_dict(ddp.module.state_dict()))
-    record = AttentionRecord(ddp).state_dict()
-    said["record of DistributedDataParallel"] = mismatches(
-        lambda: AttentionRecord(torch.compile(build("standard"))).load_state_dict(record)
+    said["DistributedDataParallel"] = refusal(lambda: build("standard").load_state_dict(ddp.module.state_dict()))
+    said["state dict of DistributedDataParallel"] = refusal(
+        lambda: set_model_state_dict(DistributedDataParallel(build("sigmoid")), get_model_state_dict(ddp))
     )
     return said
 
@@ -221,41 +214,5 @@ def checkpoint_of_another(rank: int, folder: str) -> dict[str, list[str]]:
 def test_a_checkpoint_of_another_mechanism_is_named(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(checkpoint_of_another, str(tmp_path)):
         assert len(said) == 5
-        for way, texts in said.items():
-            assert len(texts) == 3, way  # one a layer
-            assert "trained with attention 'quest' and is being loaded into 'standard'" in texts[0], way
-
-
-def full_into_plain(rank: int) -> bool:
-    model = shard(build("quest"))
-    train(model, half(rank), steps=range(1))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if rank == 0:
-        plain = build("quest", seed=1)
-        plain.load_state_dict(full, strict=True)
-        check_same(tensors(plain), full)
-    return True
-
-
-def test_a_sharded_model_loads_strictly_into_a_plain_one(ranks: Ranks) -> None:
-    assert ranks.run(full_into_plain) == [True, True]
-
-
-# --- the processes ----------------------------------------------------------------------------------------------------
-
-
-def fail(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("one rank failed")
-    torch.distributed.barrier()
-
-
-def test_a_failing_rank_fails_the_test(ranks: Ranks) -> None:
-    """These tests can fail: one rank's error is reported, although the other waits for it."""
-    with pytest.raises(RankFailure, match="one rank failed"):
-        ranks.run(fail)
-    assert [x.shape for x in ranks.run(sizes)] == [(BATCH, N, E)] * 2
-
-
-def sizes(rank: int) -> Tensor:
-    return data(0)[0]
+        for way, text in said.items():
+            assert "trained with attention 'quest'" in text, way
