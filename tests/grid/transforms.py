@@ -148,8 +148,9 @@ def compile_inductor_dynamic(made: Made) -> str | None:
 
 
 def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    n = torch.export.Dim("n", min=2, max=70)
-    m = torch.export.Dim("m", min=2, max=70) if made.cell.cross else n
+    most = 80 if str(made.config.family).startswith("aft") else 512  # max_length of those that learn positions
+    n = torch.export.Dim("n", min=2, max=most)
+    m = torch.export.Dim("m", min=2, max=most) if made.cell.cross else n
     shapes: dict[str, Any] = {"q": {2: n}, "k": {2: m}, "v": {2: m}}
     if len(tensors) > 3:
         mask = tensors[3]
@@ -293,7 +294,7 @@ def _recorded(made: Made, mode: str, lengths: Sequence[int]) -> str | None:
         every = [x.detach().requires_grad_() if x.is_floating_point() else x for x in every]
         return [*every[: len(own)], *(x.clone() for x in buffers.values()), *every[len(own) :]]
 
-    graph = make_fx(both, tracing_mode=mode)(*leaves(made.tensors()))
+    graph = make_fx(both, tracing_mode=mode)(*leaves(made.tensors(lengths[0])))
     for tokens in lengths:
         given = zero_key(made.tensors(tokens, seed=1))
         got = made.seeded(graph)(*leaves(given))
