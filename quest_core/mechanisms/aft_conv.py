@@ -330,7 +330,8 @@ class AttentionFreeConv(Family):
             noise = -torch.empty_like(flat).exponential_().clamp_min(torch.finfo(flat.dtype).tiny).log()
             chosen = ((flat + noise) / TAU).softmax(1)
         else:
-            chosen = functional.one_hot(flat.argmax(1), flat.shape[1]).to(flat.dtype)
+            position = torch.arange(flat.shape[1], device=flat.device)  # one_hot reads its input
+            chosen = (position == flat.argmax(1, keepdim=True)).to(flat.dtype)
         return (flat * chosen).view(w.shape)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
