@@ -134,5 +134,6 @@ def test_what_would_attend_to_a_part_is_refused_by_name(ranks: Ranks) -> None:
     for said in ranks.run(refusals):
         assert len(said) == len(REFUSED) + 1
         for attention, text in zip(REFUSED, said, strict=False):
-            assert f"attention '{attention}' looks at all tokens" in text
+            assert f"attention '{attention}': '" in text
+            assert "looks at all tokens outside of scaled_dot_product_attention" in text
         assert "no rank has all logits" in said[-1]

@@ -148,7 +148,9 @@ def compile_inductor_dynamic(made: Made) -> str | None:
 
 
 def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    most = 80 if str(made.config.family).startswith("aft") else 512  # max_length of those that learn positions
+    most = (
+        70 if str(made.config.family).startswith("aft") else 512
+    )  # below the max_length of those that learn positions
     n = torch.export.Dim("n", min=2, max=most)
     m = torch.export.Dim("m", min=2, max=most) if made.cell.cross else n
     shapes: dict[str, Any] = {"q": {2: n}, "k": {2: m}, "v": {2: m}}
