@@ -107,8 +107,8 @@ def test_select(fake: Path) -> None:
 
 
 def test_a_data_folder_may_hold_tasks_of_its_own(fake: Path) -> None:
-    info = fake.parent / "site" / "fakebench" / "info.py"
-    info.write_text(info.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
     found = catalogue()
     assert select(found, "fake/suite/three", str(fake))[1] == ["three"]
     with pytest.raises(ConfigError, match="no task 'three'; .*others are read from --data DIR"):
@@ -123,6 +123,14 @@ def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
     info.write_text("raise ImportError('no luck')")
     with pytest.raises(ConfigError, match=r"'fake' is broken: .*no luck.*fix"):
         select(catalogue(), "fake/suite")
+
+
+def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
+    (fake.parent / "site" / "fakebench" / "suites.py").write_text("raise ImportError('no luck')")
+    found = catalogue()
+    assert found.suites.keys() == {"toy/spurious"}
+    with pytest.raises(ConfigError, match=r"'fake' is broken: its suites cannot be read: .*no luck.*fix"):
+        select(found, "fake/suite")
 
 
 def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
