@@ -15,7 +15,6 @@ from ..packages import Entry, entries
 from .child import LIMIT_S
 from .doctor import doctor
 from .mechanisms import explain, show
-from .suites import check_mechanism, check_plugin
 from .template import new_plugin
 
 EPILOG = """examples:
@@ -116,11 +115,17 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    if arguments.attention is not None:
+        return explain(arguments.attention)
+    try:
+        from ..testing import run as suites
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise PluginError("the conformance suites run in pytest; fix: pip install 'quest-core[test]'") from error
     if arguments.mechanism is not None:
-        return check_mechanism(arguments.mechanism)
-    if arguments.plugin is not None:
-        return check_plugin(arguments.plugin)
-    return explain(arguments.attention)
+        return suites.check_mechanism(arguments.mechanism)
+    return suites.check_plugin(arguments.plugin)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

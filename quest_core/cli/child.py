@@ -5,6 +5,7 @@ The parent sends one job a line as JSON, and the child answers each with one lin
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,9 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from torch import nn
+
 from ..catalogue import examine
 from ..errors import PluginError
-from ..hosts.discovery import discover, load_adapter
+from ..hosts.discovery import discover, load_adapter, try_sites
 from ..packages import contained, entries
 from .rendering import rows
 
@@ -65,23 +68,27 @@ def ask(jobs: Sequence[Job], limit: float = LIMIT_S) -> Iterator[Answer]:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # Ctrl-C reaches this process, which ends the child
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the child and what that has started
             )
+            lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+            reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
+            reader.start()
             try:
-                yield from _answers(child, rest, limit, errors)
+                yield from _answers(child, rest, limit, lines, errors)
             finally:
-                child.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+                reader.join()
 
 
-def _answers(child: subprocess.Popen[str], rest: list[Job], limit: float, errors: TextIO) -> Iterator[Answer]:
+def _answers(
+    child: subprocess.Popen[str], rest: list[Job], limit: float, lines: queue.SimpleQueue[str], errors: TextIO
+) -> Iterator[Answer]:
     """Answers of one child; each job is taken from `rest` once it is answered."""
     assert child.stdin is not None
-    assert child.stdout is not None
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_pump, args=(child.stdout, lines), daemon=True).start()
-    child.stdin.write("".join(json.dumps(vars(job)) + "\n" for job in rest))
-    child.stdin.close()
+    with child.stdin:
+        child.stdin.write("".join(json.dumps(vars(job)) + "\n" for job in rest))
     seconds, at = START_S, ""
     while rest:
         try:
@@ -97,7 +104,7 @@ def _answers(child: subprocess.Popen[str], rest: list[Job], limit: float, errors
                     del rest[0]
                     yield Answer(**message)
                 continue
-            problem = f"it ends the process ({_end(child.wait(), errors)})"
+            problem = f"it ends the process ({_end(child, errors)})"
         if not at:
             raise PluginError(f"{sys.executable} cannot import quest_core: {problem}")
         del rest[0]
@@ -105,16 +112,22 @@ def _answers(child: subprocess.Popen[str], rest: list[Job], limit: float, errors
         return
 
 
-def _pump(stream: TextIO, lines: queue.SimpleQueue[str]) -> None:
-    for line in stream:
-        lines.put(line)
+def _read(child: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    assert child.stdout is not None
+    with child.stdout as stream:
+        for line in stream:
+            lines.put(line)
     lines.put("")
 
 
-def _end(status: int, errors: TextIO) -> str:
+def _end(child: subprocess.Popen[str], errors: TextIO) -> str:
+    try:
+        status = child.wait(5)
+        text = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        text = "it closes standard output"
     errors.seek(0)
     said = errors.read().strip().splitlines()
-    text = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return f"{text}: {said[-1]}" if said else text
 
 
@@ -172,7 +185,7 @@ def _plugin(job: Job, doing: Callable[[str], None]) -> Answer:
         return Answer("; ".join(problems), "host")
     doing("adapter")
     try:
-        load_adapter(record)
+        try_sites(load_adapter(record), nn.Identity())
     except PluginError as error:
         return Answer(str(error.__cause__ or error), "adapter")
     return Answer()

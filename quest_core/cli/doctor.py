@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from collections.abc import Collection
@@ -11,9 +12,9 @@ import torch
 
 from .. import __version__
 from ..hosts.discovery import API_VERSION, Record, discover, duplicate
-from ..packages import entries, remedy
+from ..packages import Entry, entries, remedy
 from .child import Answer, Job, ask
-from .mechanisms import added
+from .mechanisms import jobs, judge
 
 TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands"}
 
@@ -29,7 +30,7 @@ def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
     Returns:
         0 if all of it works, else 1.
     """
-    records = [*_plugins(limit), *_mechanisms(limit), *_commands(commands, limit)]
+    records = _examine(commands, limit)
     well = all(record.status == "ok" for record in records)
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["CPU"]
     api = ".".join(map(str, API_VERSION))
@@ -61,19 +62,36 @@ def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
     return 0 if well else 1
 
 
-def _plugins(limit: float) -> list[Record]:
-    records = discover()
-    asked = [record for record in records if record.status == "ok" and "module" in record.info]
-    answers = dict(zip((r.name for r in asked), ask([_job("plugin", r) for r in asked], limit), strict=True))
-    found = [_judge(record, answers[record.name]) if record.name in answers else record for record in records]
+def _examine(commands: Collection[str], limit: float) -> list[Record]:
+    """A record of everything that other packages add, imported in one child process as long as that lives."""
+    plugins, mechanisms, scripts = discover(), entries("quest.attention"), entries("quest.commands")
+    asked = [record for record in plugins if record.status == "ok" and "module" in record.info]
+    work = [Job("plugin", record.name, record.distribution) for record in asked]
+    work += jobs(mechanisms)
+    work += [Job("command", entry.name, entry.distribution) for entry in scripts]
+    answers = ask(work, limit)
+    judged = {record.name: _judge(record, next(answers)) for record in asked}
+    records = [judged.get(record.name, record) for record in plugins]
     described = {(entry.name, entry.distribution) for entry in entries("quest.adapter_info")}
     for entry in entries("quest.adapters"):
         if (entry.name, entry.distribution) not in described:
-            problem = (
-                "it has an adapter but nothing under the entry-point group quest.adapter_info, so it is never used"
-            )
-            found.append(Record(entry.name, entry.distribution, entry.version, "broken", problem, entry.fix))
-    return found
+            problem = "its adapter is never used, because it has nothing under the entry-point group quest.adapter_info"
+            records.append(_record(entry, "plugin", problem))
+    records += [
+        _record(entry, "mechanisms", answer.problem)
+        for entry, answer in judge(mechanisms, itertools.islice(answers, len(mechanisms)))
+    ]
+    owners = dict.fromkeys(commands, "quest-core")
+    for entry, answer in zip(scripts, answers, strict=True):
+        owner = owners.setdefault(entry.name, entry.owner)
+        same = owner == entry.owner
+        records.append(_record(entry, "command", answer.problem) if same else duplicate(entry, owner, "command"))
+    return records
+
+
+def _record(entry: Entry, kind: str, problem: str) -> Record:
+    status, fix = ("broken", entry.fix) if problem else ("ok", "")
+    return Record(entry.name, entry.distribution, entry.version, status, problem, fix, kind=kind)
 
 
 def _judge(record: Record, answer: Answer) -> Record:
@@ -95,39 +113,3 @@ def _judge(record: Record, answer: Answer) -> Record:
         detail=f"its adapter cannot be imported: {answer.problem}",
         fix=remedy(record.distribution),
     )
-
-
-def _mechanisms(limit: float) -> list[Record]:
-    return [
-        Record(
-            entry.name,
-            entry.distribution,
-            entry.version,
-            "broken" if answer.problem else "ok",
-            answer.problem,
-            entry.fix if answer.problem else "",
-            kind="mechanisms",
-        )
-        for entry, answer in added(limit)
-    ]
-
-
-def _commands(own: Collection[str], limit: float) -> list[Record]:
-    owners = dict.fromkeys(own, "quest-core")
-    found: dict[int, Record] = {}
-    asked = []
-    for i, entry in enumerate(entries("quest.commands")):
-        if entry.name in owners:
-            found[i] = duplicate(entry, owners[entry.name], "command")
-        else:
-            owners[entry.name] = entry.owner
-            asked.append((i, entry))
-    answers = ask([Job("command", entry.name, entry.distribution) for _, entry in asked], limit)
-    for (i, entry), answer in zip(asked, answers, strict=True):
-        status, fix = ("broken", entry.fix) if answer.problem else ("ok", "")
-        found[i] = Record(entry.name, entry.distribution, entry.version, status, answer.problem, fix, kind="command")
-    return [found[i] for i in sorted(found)]
-
-
-def _job(kind: str, record: Record) -> Job:
-    return Job(kind, record.name, record.distribution)

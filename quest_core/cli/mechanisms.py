@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from ..catalogue import parts, taken
 from ..config import AttentionConfig
@@ -37,13 +38,22 @@ def show() -> int:
     return 0
 
 
-def added(limit: float | None = None) -> list[tuple[Entry, Answer]]:
+def added() -> list[tuple[Entry, Answer]]:
     """Return what other distributions add, imported in a child process."""
     found = entries("quest.attention")
-    jobs = [Job("mechanisms", entry.name, entry.distribution) for entry in found]
+    return judge(found, ask(jobs(found)))
+
+
+def jobs(found: Iterable[Entry]) -> list[Job]:
+    """Return the jobs that import the mechanisms of entry points."""
+    return [Job("mechanisms", entry.name, entry.distribution) for entry in found]
+
+
+def judge(found: Iterable[Entry], answers: Iterable[Answer]) -> list[tuple[Entry, Answer]]:
+    """Return the answers for entry points; those that take a name of another distribution have a problem."""
     owners = {part.name: "quest-core" for part in PARTS}
     judged = []
-    for entry, answer in zip(found, ask(jobs, limit) if limit else ask(jobs), strict=True):
+    for entry, answer in zip(found, answers, strict=True):
         problem = answer.problem or taken(answer.parts, owners)
         if not problem:
             owners.update(dict.fromkeys(answer.parts, entry.owner))

@@ -111,7 +111,7 @@ def _examine(entry: Entry) -> Record:
             info,
         )
     host = info.get("host", entry.name)
-    supported = " or ".join(f"{r.name}{r.specifier}" for r in wanted)
+    supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
     installed = [(r, v) for r, v in ((r, _installed(r.name)) for r in wanted) if v is not None]
     fitting = [(r.name, v) for r, v in installed if _accepts(r, v)]
     if here.get("checkout") and not fitting:
@@ -287,7 +287,7 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
             try:
                 made = load_adapter(record)
                 if model is not None:
-                    _try_sites(made, model)
+                    try_sites(made, model)
             except PluginError as error:
                 if str(error) not in _SAID:
                     _SAID.add(str(error))
@@ -297,7 +297,8 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
     return found
 
 
-def _try_sites(made: Adapter, model: nn.Module) -> None:
+def try_sites(made: Adapter, model: nn.Module) -> None:
+    """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
     from .adapter import Site
 
     with contained(f"{type(made).__name__}.sites"):

@@ -1,4 +1,4 @@
-"""`quest check --mechanism` and `quest check --plugin`: the conformance suites, with a readable table."""
+"""The conformance suites with a readable table: what `quest check --mechanism` and `quest check --plugin` run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import urllib.parse
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from ..errors import PluginError, one_of
 from ..hosts.discovery import discover
-
-if TYPE_CHECKING:
-    import pytest
+from .conformance import AdapterConformance
 
 
 def check_mechanism(text: str) -> int:
@@ -35,9 +34,6 @@ def check_plugin(name: str) -> int:
     Raises:
         PluginError: there is no such plugin or folder, or it holds no such class.
     """
-    _need_pytest()
-    import pytest
-
     folder = Path(name) if Path(name).exists() else _tests(name)
     table = _Table()
     started = time.perf_counter()
@@ -49,13 +45,6 @@ def check_plugin(name: str) -> int:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not table.problems:
         raise PluginError(f"'{folder}' has no test class that inherits quest_core.testing.AdapterConformance")
     return 0 if status == pytest.ExitCode.OK and not table.problems else 1
-
-
-def _need_pytest() -> None:
-    try:
-        import pytest  # noqa: F401
-    except ImportError:
-        raise PluginError("the conformance suites run in pytest; fix: pip install 'quest-core[test]'") from None
 
 
 def _tests(name: str) -> Path:
@@ -85,8 +74,6 @@ class _Table:
         self.problems: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        from ..testing import AdapterConformance
-
         items[:] = [item for item in items if issubclass(getattr(item, "cls", None) or object, AdapterConformance)]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
