@@ -74,6 +74,11 @@ class Catalogue(Mapping[str, Part]):
         text = f"'{name}' is not a mechanism; {one_of(name, self)}"
         return "; ".join([text, *(f"not usable: mechanisms {package}" for package in broken)])
 
+    def close(self) -> None:
+        """Import no other package from now on."""
+        if self._all is None:
+            self._all = dict(self._own)
+
     def _load(self) -> dict[str, Part]:
         with ONE_AT_A_TIME:
             if self._all is None:  # a package that asks for names while it is imported finds those before it

@@ -213,7 +213,7 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(install: Install, capsys:
     lines = capsys.readouterr().out
     assert "mini         quest-mini 1.2: ok" in lines
     assert 'fix: pip install "quest-lost[host]"' in lines
-    assert "torn         quest-torn 1.2: broken - its adapter cannot be imported: ModuleNotFoundError" in lines
+    assert "torn         quest-torn 1.2: broken - its adapter cannot be used: ModuleNotFoundError" in lines
 
 
 def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:

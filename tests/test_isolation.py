@@ -171,9 +171,9 @@ CASES = [
         "TypeError: Can't instantiate",
         adapter=ADAPTER.replace("def sites", "def places").format(name="x"),
     ),
-    plugin("sites_raise", "ZeroDivisionError", adapter=ADAPTER.replace("return []", "return 1 / 0").format(name="x")),
-    plugin("sites_exit", r"sys.exit\(\)", adapter=ADAPTER.replace("return []", "raise SystemExit").format(name="x")),
-    plugin("sites_junk", "gives int, not Site", adapter=ADAPTER.replace("return []", "return [7]").format(name="x")),
+    plugin("sites_raise", "ZeroDivisionError", adapter=ADAPTER.format(name="x").replace("return []", "return 1 / 0")),
+    plugin("sites_exit", r"sys.exit\(\)", adapter=ADAPTER.format(name="x").replace("return []", "raise SystemExit")),
+    plugin("sites_junk", "gives int, not Site", adapter=ADAPTER.format(name="x").replace("return []", "return [7]")),
     Case(
         "adapter_alone", {"adapter": ADAPTER.format(name="x")}, {"quest.adapters": "adapter:HostAdapter"}, "never used"
     ),
@@ -322,7 +322,7 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
     assert "hello" not in text
 
     monkeypatch.setenv("NAP", "600")
-    status, text = run("doctor", "--json", "--timeout", "3")
+    status, text = run("doctor", "--json", "--timeout", "1.5")
     assert status == 1
     told = json.loads(text)
     assert told["ok"] is False
@@ -340,7 +340,7 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
             or not record["fix"]
         ):
             wrong.append((case.name, case.says, record))
-    assert wrong == []
+    assert wrong == [], json.dumps(wrong, indent=1)
 
 
 HANG = """

@@ -1,7 +1,4 @@
-"""Import other packages in a child process, which may hang, crash or end without harm to this one.
-
-The parent sends one job a line as JSON, and the child answers each with one line.
-"""
+"""Import other packages in child processes, which may hang, crash or end without harm to this one."""
 
 from __future__ import annotations
 
@@ -9,19 +6,18 @@ import contextlib
 import importlib
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 from torch import nn
 
-from ..catalogue import examine
+from ..catalogue import examine, parts
 from ..errors import PluginError
 from ..hosts.discovery import discover, load_adapter, try_sites
 from ..packages import contained, entries
@@ -29,7 +25,6 @@ from .rendering import rows
 
 LIMIT_S = 60.0
 """Seconds that one import may take."""
-START_S = 300.0  # for the child's own start, which imports PyTorch
 CODE = "import sys; sys.path[:] = sys.argv[1:]; from quest_core.cli.child import serve; serve()"
 
 
@@ -58,93 +53,89 @@ class Answer:
 
 
 def ask(jobs: Sequence[Job], limit: float = LIMIT_S) -> Iterator[Answer]:
-    """Do jobs in a child process, and in a new one after a job that ended or outlasted it; yields answers in order."""
-    rest = list(jobs)
-    while rest:
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            child = subprocess.Popen(
-                [sys.executable, "-c", CODE, *sys.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches this process, which ends the child and what that has started
-            )
-            lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-            reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
-            reader.start()
-            try:
-                yield from _answers(child, rest, limit, lines, errors)
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-                reader.join()
+    """Do each job in a process of its own; yields the answers in order.
 
-
-def _answers(
-    child: subprocess.Popen[str], rest: list[Job], limit: float, lines: queue.SimpleQueue[str], errors: TextIO
-) -> Iterator[Answer]:
-    """Answers of one child; each job is taken from `rest` once it is answered."""
-    assert child.stdin is not None
-    with child.stdin:
-        child.stdin.write("".join(json.dumps(vars(job)) + "\n" for job in rest))
-    seconds, at = START_S, ""
-    while rest:
-        try:
-            line = lines.get(timeout=seconds)
-        except queue.Empty:
-            problem = f"it does not end within {seconds:g} s"
-        else:
-            if line:
-                message = json.loads(line)
-                if "doing" in message:
-                    seconds, at = limit, message["doing"]
-                else:
-                    del rest[0]
-                    yield Answer(**message)
-                continue
-            problem = f"it ends the process ({_end(child, errors)})"
-        if not at:
-            raise PluginError(f"{sys.executable} cannot import quest_core: {problem}")
-        del rest[0]
-        yield Answer(problem, at)
+    The processes are forks of one child that has imported quest_core and nothing of other packages.
+    """
+    if not jobs:
         return
-
-
-def _read(child: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CODE, *sys.path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches this process, which ends the child
+    )
+    assert child.stdin is not None
     assert child.stdout is not None
-    with child.stdout as stream:
-        for line in stream:
-            lines.put(line)
-    lines.put("")
-
-
-def _end(child: subprocess.Popen[str], errors: TextIO) -> str:
     try:
-        status = child.wait(5)
-        text = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    except subprocess.TimeoutExpired:
-        text = "it closes standard output"
-    errors.seek(0)
-    said = errors.read().strip().splitlines()
-    return f"{text}: {said[-1]}" if said else text
+        with child.stdin:
+            json.dump([limit, [vars(job) for job in jobs]], child.stdin)
+        with child.stdout:
+            for _ in jobs:
+                line = child.stdout.readline()
+                if not line:
+                    raise PluginError(f"{sys.executable} cannot import quest_core in a child process")
+                yield Answer(**json.loads(line))
+    finally:
+        child.kill()
+        child.wait()
 
 
 # --- in the child -------------------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Do the jobs that standard input names."""
-    jobs = [Job(**json.loads(line)) for line in sys.stdin]
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of packages, from Python or C, go to standard error
+    """Do the jobs that standard input names, and write the answers to standard output."""
+    limit, jobs = json.load(sys.stdin)
+    for job in jobs:
+        print(json.dumps(vars(_fork(Job(**job), limit))), flush=True)
 
+
+def _fork(job: Job, limit: float) -> Answer:
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as errors, os.fdopen(reading) as lines:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()  # what the job starts ends with it
+            for stream in (1, 2):
+                os.dup2(errors.fileno(), stream)
+            _do(job, os.fdopen(writing, "w"))
+        os.close(writing)
+        problem, at = "", ""
+        try:
+            while not problem:
+                if not select.select([lines], [], [], limit)[0]:
+                    problem = f"it does not end within {limit:g} s"
+                elif line := lines.readline():
+                    message = json.loads(line)
+                    if "doing" not in message:
+                        return Answer(**message)
+                    at = message["doing"]
+                else:
+                    problem = f"it ends the process ({_end(pid, errors)})"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # waited for already
+                os.waitpid(pid, 0)
+        return Answer(problem, at)
+
+
+def _end(pid: int, errors: IO[bytes]) -> str:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").strip().splitlines()
+    return f"{text}: {said[-1]}" if said else text
+
+
+def _do(job: Job, channel: TextIO) -> NoReturn:
     def send(**message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
-    for job in jobs:
-        send(**vars(JOBS[job.kind](job, lambda what: send(doing=what))))
+    send(**vars(JOBS[job.kind](job, lambda what: send(doing=what))))
     os._exit(0)  # threads and exit handlers of packages do not run
 
 
@@ -152,6 +143,7 @@ def _mechanisms(job: Job, doing: Callable[[str], None]) -> Answer:
     for entry in entries("quest.attention"):
         if (entry.name, entry.distribution) == (job.name, job.distribution):
             doing(entry.value)
+            parts().close()  # a fault of another package would be taken for one of this
             package = examine(entry, {})
             return Answer(package.problem, entry.value, {part.name: rows(part) for part in package.parts})
     return Answer("its entry point has gone")
@@ -185,9 +177,13 @@ def _plugin(job: Job, doing: Callable[[str], None]) -> Answer:
         return Answer("; ".join(problems), "host")
     doing("adapter")
     try:
-        try_sites(load_adapter(record), nn.Identity())
+        made = load_adapter(record)
     except PluginError as error:
         return Answer(str(error.__cause__ or error), "adapter")
+    try:
+        try_sites(made, nn.Identity())
+    except PluginError as error:
+        return Answer(f"it cannot look for sites in a model: {error}", "adapter")
     return Answer()
 
 

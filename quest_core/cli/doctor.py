@@ -110,6 +110,6 @@ def _judge(record: Record, answer: Answer) -> Record:
     return replace(
         record,
         status="broken",
-        detail=f"its adapter cannot be imported: {answer.problem}",
+        detail=f"its adapter cannot be used: {answer.problem}",
         fix=remedy(record.distribution),
     )
