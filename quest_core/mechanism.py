@@ -87,6 +87,7 @@ class Mechanism(nn.Module):
 
     Attributes:
         config: what was asked for.
+        dims: what its parts were built for; None for a function.
         reads: what a result depends on beside its query and its keys; names of `mechanisms.part.READS`.
         chained, fused, unit_keys: as its parts declare them.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
@@ -127,7 +128,7 @@ class Mechanism(nn.Module):
                     f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                     f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
                 )
-        spelled = None if dims is None or config.name == "standard" else checkpoints.spell(config)
+        spelled = None if dims is None or config.means("standard") else checkpoints.spell(config)
         self.register_buffer(checkpoints.ENTRY, spelled)
         self.attention_from: AttentionConfig | None = None
         self._second_derivative = second_derivative(str(config))
@@ -142,6 +143,7 @@ class Mechanism(nn.Module):
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
         self._key_features = specs[0].key_features
+        self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
         self.chained = any(part.chained for part in specs)
         self.fused = any(part.fused for part in specs)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators, wider
+from . import reference_aft
 from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
@@ -313,6 +314,7 @@ PARTS = (
         AttentionFreeFull,
         (_LENGTH, _RANK, QUERY),
         learnable=True,
+        reference=reference_aft.family,
         causal=True,
         cross=True,
         cached=True,
@@ -327,6 +329,7 @@ PARTS = (
         AttentionFreeLocal,
         (_LENGTH, _RANK, QUERY, _WINDOW),
         learnable=True,
+        reference=reference_aft.family,
         causal=True,
         cached=True,
         reads=("tokens", "order"),
@@ -339,6 +342,7 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
+        reference=reference_aft.family,
         causal=True,
         cross=True,
         cached=True,

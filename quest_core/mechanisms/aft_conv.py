@@ -29,6 +29,7 @@ from ..kernels.pytorch import (
     operator,
     transform,
 )
+from . import reference_aft
 from .aft import QUERY, gate, hide, nothing, widen
 from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
 from .base import Dims, Family, local
@@ -432,6 +433,7 @@ PARTS = (
         ),
         learnable=True,
         reshapes=True,
+        reference=reference_aft.conv_family,
         causal_reason="its convolution looks both ways along every axis of the grid",
         reads=("tokens", "order", "length"),
         key_features=1,

@@ -341,6 +341,7 @@ PARTS = (
         reshapes=True,
         cross=True,
         reads=("tokens", "queries", "group"),
+        stops_gradient=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         complexity="O(N·M·D) time, O(N·M) memory",
     ),

@@ -32,6 +32,7 @@ from ..kernels.pytorch import (
     wider,
 )
 from ..kernels.unit import unit
+from . import reference_linear
 from .base import Dims, Family, local
 from .part import Part
 
@@ -252,6 +253,7 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
+        reference=reference_linear.linear,
         causal=True,
         cross=True,
         cached=True,
@@ -265,6 +267,7 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
+        reference=reference_linear.cosine,
         causal=True,
         cross=True,
         cached=True,

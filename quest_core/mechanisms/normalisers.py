@@ -29,6 +29,7 @@ from ..kernels.pytorch import (
     transform,
     wider,
 )
+from . import reference
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
 from .part import Option, Part
 
@@ -619,6 +620,7 @@ PARTS = (
         "exp(l) / Σ exp(l)",
         "Vaswani et al., 2017",
         Softmax,
+        reference=reference.softmax,
         causal=True,
         cross=True,
         cached=True,
@@ -633,6 +635,7 @@ PARTS = (
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
         (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
+        reference=reference.sigmoid,
         causal=True,
         cross=True,
         cached=True,
@@ -650,6 +653,7 @@ PARTS = (
             Option("iterations", int, 3, "half-steps, rows first; 1 is softmax, an odd number ends on rows", 1),
             Option("eps", float, 1.0, "temperature ε that the logits are divided by", 1e-6),
         ),
+        reference=reference.sinkhorn,
         causal_reason="a lower-triangular doubly stochastic matrix is the identity",
         cross=True,
         dropout=True,

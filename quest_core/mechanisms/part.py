@@ -115,6 +115,7 @@ class Part:
             them unless declared; () is a score that prepares each token of each head for itself.
         learnable: has parameters.
         stateful: has buffers that change while training.
+        stops_gradient: stops a gradient on purpose, so that gradients differ from finite differences.
         chained: reads what the previous attention layer left behind.
         reshapes: changes the shape of the host's projections.
         key_features: family: features of a key head where they differ from the query's.
@@ -138,6 +139,7 @@ class Part:
     reads: tuple[str, ...] = tuple(READS)
     learnable: bool = False
     stateful: bool = False
+    stops_gradient: bool = False
     chained: bool = False
     reshapes: bool = False
     key_features: int | None = None
