@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -86,6 +87,9 @@ class Mechanism(nn.Module):
 
     Attributes:
         config: what was asked for.
+        dims: what its parts were built for; None for a function.
+        reads: what a result depends on beside its query and its keys; names of `mechanisms.part.READS`.
+        chained, fused, unit_keys: as its parts declare them.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
         attention_is_not_standard: the configuration, spelled for state dicts; None for `standard`.
@@ -124,7 +128,7 @@ class Mechanism(nn.Module):
                     f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                     f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
                 )
-        spelled = None if dims is None or config.name == "standard" else checkpoints.spell(config)
+        spelled = None if dims is None or config.means("standard") else checkpoints.spell(config)
         self.register_buffer(checkpoints.ENTRY, spelled)
         self.attention_from: AttentionConfig | None = None
         self._second_derivative = second_derivative(str(config))
@@ -139,13 +143,18 @@ class Mechanism(nn.Module):
             self.normaliser = _build(config, "normaliser", dims)
             self.grouping = _build(config, "grouping", dims)
         self._key_features = specs[0].key_features
-        self._chained = any(part.chained for part in specs)
-        self._counts_queries = any(part.counts_queries for part in specs)
-        self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
+        self.dims = dims
+        self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
+        self.chained = any(part.chained for part in specs)
+        self.fused = any(part.fused for part in specs)
+        self.unit_keys = any(part.unit_keys for part in specs)
+        self._no_causal = [
+            f"'{part.name}' cannot be causal: {part.why_not_causal}" for part in specs if not part.causal
+        ]
         self._learns = any(part.learnable for part in specs)
         self._no_cache = [part.name for part in specs if not part.cached]
-        self._no_dropout = [part.name for part in specs if not part.dropout]
-        self._mixing = [part.name for part in specs if part.mixes_tokens]
+        self._no_dropout = [part.name for part in specs if not part.drops]
+        self._mixing = [part.name for part in specs if "tokens" in part.reads]
 
     def forward(
         self,
@@ -335,7 +344,7 @@ class Mechanism(nn.Module):
             q: [B, H, N, D].
             k: [B, G, M, D], in equal consecutive groups.
         """
-        if self.family is not None or self._chained:
+        if self.family is not None or self.chained:
             raise UnsupportedError(f"attention '{self.config}' has no logits of queries and keys alone")
         grouped = q.shape[1] != k.shape[1]
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]), grouped)
@@ -352,7 +361,7 @@ class Mechanism(nn.Module):
             [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
         """
         keys = real[:, None, None, :]
-        if not (same_tokens and self._counts_queries):
+        if not (same_tokens and "queries" in self.reads):
             return keys
         if real.dtype == torch.bool:
             return keys & real[:, None, :, None]

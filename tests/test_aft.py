@@ -65,16 +65,6 @@ def tensors(spec: str, batch: int, heads: int, n: int, m: int, dim: int, seed: i
     )
 
 
-def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
-    seen = torch.ones(1, n, m, dtype=torch.bool)
-    if is_causal:
-        for i in range(n):
-            seen[0, i, max(i + m - n + 1, 0) :] = False
-    if mask is None:
-        return seen
-    return seen & (mask if mask.dtype == torch.bool else mask > -math.inf)[:, 0]
-
-
 def truth(
     made: quest_core.Mechanism,
     q: Tensor,
@@ -86,28 +76,14 @@ def truth(
     grid: tuple[int, ...] = (),
 ) -> Tensor:
     """The reference's output [B, H, N, D]; mask [B or 1, 1, 1, M]."""
-    n, m = q.shape[2], k.shape[2]
-    seen = visible(n, m, mask, is_causal)
-    if mask is not None and mask.dtype != torch.bool:
-        k = k + mask[:, 0, 0, :].clamp_min(-1e9)[:, None, :, None]
     family: Any = made.family
+    tensors = dict(family.named_parameters()) | {"query": family.query}
+    hidden = None if mask is None else mask[:, 0, 0]
     if made.config.family == "aft-conv":
-        w = reference.reparameterised(family.weight, family.gain, family.shift)
-        if family.gumbel:
-            w = reference.one_position(w)
-        return reference.conv(q, k, v, w, grid, family.prefix, seen, family.query)
-    w = None
-    if made.config.family != "aft-simple":
-        first = m - n if is_causal else 0
-        rows = torch.arange(n).add(first).clamp_min(0)
-        if family.table is None:
-            w = reference.factored(family.query_positions[rows], family.key_positions[:m])
-        else:
-            w = family.table[rows][:, :m].double()
-        if family.window:
-            w = reference.local(w, family.window, first)
-    flat = (x.transpose(1, 2).flatten(2) for x in (q, k, v))  # [B, T, d]
-    return reference.aft(*flat, w, seen, family.query).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+        shape = {"grid": "x".join(map(str, grid)), "prefix": family.prefix, "gumbel": family.gumbel}
+        return reference.conv_family(q, k, v, key_mask=hidden, **tensors, **shape)
+    window = getattr(family, "window", 0)
+    return reference.family(q, k, v, key_mask=hidden, is_causal=is_causal, window=window, **tensors)
 
 
 def key_mask(kind: str, batch: int, m: int, seed: int) -> Tensor | None:
@@ -371,7 +347,7 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch
         full = family.table if family.table is not None else family.query_positions @ family.key_positions.T
         w = full[:36, :36]
         w = (reference.local(w, family.window) if family.window else w)[:, :, None]
-    hidden = ~visible(36, 36, None, is_causal)[..., None]
+    hidden = ~reference.visible(36, 36, None, is_causal)[..., None]
     weights = (k[:, :, None] + w).masked_fill(hidden, -math.inf).softmax(3)  # [B, H, T, T', D]
     plain = q.sigmoid() * (weights * v[:, :, None]).sum(3)
     got = made(q, k, v, is_causal=is_causal)

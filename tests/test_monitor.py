@@ -287,7 +287,7 @@ def test_a_normaliser_from_elsewhere_is_asked_for_its_weights() -> None:
             return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
 
     m, (q, k, v) = mechanism("quest"), inputs()
-    m.normaliser = Squares()
+    m.normaliser, m.fused = Squares(), False  # as its Part would say
     wanted = expected(m, q, k, v, is_causal=True)
     with Monitor(m) as monitor:
         m(q, k, v, is_causal=True)

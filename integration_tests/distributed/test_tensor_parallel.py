@@ -252,8 +252,10 @@ def refused(module: nn.Module) -> str:
 def test_what_cannot_be_divided_is_refused_by_name(ranks: Ranks) -> None:
     for replaced, dgqa, odd, pgqa, packed, again in ranks.run(refusals):
         assert "v_proj must be a torch.nn.Linear, and here is OtherLinear" in replaced
-        assert dgqa.startswith("UnsupportedError: attention 'quest+dgqa(kv_heads=2)': 'dgqa' compares")
+        assert dgqa.startswith(
+            "UnsupportedError: attention 'quest+dgqa(kv_heads=2)': 'dgqa' reads other key/value heads"
+        )
         assert "num_heads is 3, which 2 ranks do not divide" in odd
-        assert "'pgqa' draws its noise from the weights of all heads" in pgqa
+        assert "'pgqa' reads other query heads of the same key/value head" in pgqa
         assert "here is MultiheadAttention" in packed
         assert "divided already" in again

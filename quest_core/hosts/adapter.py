@@ -152,11 +152,11 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Why a mechanism cannot give what a site asks, or None when it can."""
     for part in config.specs():
         for needs, gives, why in (
-            (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),
+            (asked.causal, part.causal, f"it cannot be causal ({part.why_not_causal})"),
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),
             (asked.weights, part.weights, "the host reads attention weights and it has none"),
-            (asked.dropout, part.dropout, "it has no weights for the attention dropout, which would have to be 0"),
+            (asked.dropout, part.drops, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             (part.ordered, asked.ordered, "it needs ordered tokens"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),

@@ -1,6 +1,22 @@
-"""The maths, one family a file, beside `reference`: the slow float64 truth of every mechanism."""
+"""The formulas, one family a file, beside `reference`: the slow float64 truth of every mechanism.
 
+What an author of a mechanism needs is here too; see docs/writing-a-mechanism.md.
+"""
+
+from ..cache import Cache as Cache
+from ..kernels.unit import unit as unit
 from . import aft, aft_conv, elliptical, groupings, linear, normalisers, scores
+from .base import Dims as Dims
+from .base import Family as Family
+from .base import Grouping as Grouping
+from .base import Normaliser as Normaliser
+from .base import Score as Score
+from .base import local as local
+from .base import visible_keys as visible_keys
+from .part import POINTWISE as POINTWISE
+from .part import READS as READS
+from .part import Option as Option
+from .part import Part as Part
 
 PARTS = (
     *scores.PARTS,

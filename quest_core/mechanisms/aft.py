@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators, wider
+from . import reference_aft
 from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
@@ -313,10 +314,11 @@ PARTS = (
         AttentionFreeFull,
         (_LENGTH, _RANK, QUERY),
         learnable=True,
-        ordered=True,
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reference=reference_aft.family,
+        causal=True,
+        cross=True,
+        cached=True,
+        reads=("tokens", "order"),
         complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
     ),
     Part(
@@ -327,11 +329,10 @@ PARTS = (
         AttentionFreeLocal,
         (_LENGTH, _RANK, QUERY, _WINDOW),
         learnable=True,
-        cross=False,
-        ordered=True,
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reference=reference_aft.family,
+        causal=True,
+        cached=True,
+        reads=("tokens", "order"),
         complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding",
     ),
     Part(
@@ -341,9 +342,11 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reference=reference_aft.family,
+        causal=True,
+        cross=True,
+        cached=True,
+        reads=("tokens",),
         complexity="O(T·d) time and memory, O(d) state while decoding",
     ),
 )

@@ -29,6 +29,7 @@ from ..kernels.pytorch import (
     operator,
     transform,
 )
+from . import reference_aft
 from .aft import QUERY, gate, hide, nothing, widen
 from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
 from .base import Dims, Family, local
@@ -432,14 +433,9 @@ PARTS = (
         ),
         learnable=True,
         reshapes=True,
-        causal=False,
+        reference=reference_aft.conv_family,
         causal_reason="its convolution looks both ways along every axis of the grid",
-        cross=False,
-        ordered=True,
-        cached=False,
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reads=("tokens", "order", "length"),
         key_features=1,
         complexity="O(T·s^dims·d) time on large grids, O(T·d) memory",
     ),

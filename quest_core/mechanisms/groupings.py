@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.pytorch import is_exporting_to_onnx, is_recomputing, transform, wider
 from .base import Dims, Grouping, visible_keys
-from .part import Option, Part
+from .part import POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
@@ -288,7 +288,7 @@ class Perturbed(Grouped):
 
 
 PARTS = (
-    Part("mha", "grouping", "one k/v head a query head", "Vaswani et al., 2017", MultiHead),
+    Part("mha", "grouping", "one k/v head a query head", "Vaswani et al., 2017", MultiHead, **POINTWISE),
     Part(
         "gqa",
         "grouping",
@@ -297,6 +297,7 @@ PARTS = (
         Grouped,
         (KV_HEADS,),
         reshapes=True,
+        **POINTWISE,
     ),
     Part(
         "kdgqa",
@@ -306,10 +307,9 @@ PARTS = (
         KeyDriven,
         (KV_HEADS, MIN_QUERIES),
         reshapes=True,
-        causal=False,
-        mixes_tokens=True,
+        cross=True,
+        reads=("tokens", "heads", "samples"),
         causal_reason="its head sizes depend on all keys, those of the future too",
-        cached=False,
     ),
     Part(
         "dgqa",
@@ -326,6 +326,10 @@ PARTS = (
         ),
         reshapes=True,
         stateful=True,
+        causal=True,
+        cross=True,
+        cached=True,
+        reads=("heads", "samples"),
     ),
     Part(
         "pgqa",
@@ -335,12 +339,13 @@ PARTS = (
         Perturbed,
         (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
         reshapes=True,
-        counts_queries=True,
-        causal=False,
-        mixes_tokens=True,
+        cross=True,
+        reads=("tokens", "queries", "group"),
+        stops_gradient=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
-        cached=False,
         complexity="O(N·M·D) time, O(N·M) memory",
     ),
-    Part("mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", MultiQuery, reshapes=True),
+    Part(
+        "mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", MultiQuery, reshapes=True, **POINTWISE
+    ),
 )

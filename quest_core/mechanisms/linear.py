@@ -32,6 +32,7 @@ from ..kernels.pytorch import (
     wider,
 )
 from ..kernels.unit import unit
+from . import reference_linear
 from .base import Dims, Family, local
 from .part import Part
 
@@ -252,9 +253,11 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reference=reference_linear.linear,
+        causal=True,
+        cross=True,
+        cached=True,
+        reads=("tokens",),
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
     ),
     Part(
@@ -264,9 +267,11 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
-        mixes_tokens=True,
-        dropout=False,
-        weights=False,
+        reference=reference_linear.cosine,
+        causal=True,
+        cross=True,
+        cached=True,
+        reads=("tokens",),
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
     ),
 )

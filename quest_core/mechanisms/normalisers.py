@@ -29,6 +29,7 @@ from ..kernels.pytorch import (
     transform,
     wider,
 )
+from . import reference
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
 from .part import Option, Part
 
@@ -613,7 +614,20 @@ _sinkhorn_blocks.register_autograd(_sinkhorn_grad, setup_context=_sinkhorn_setup
 _IN_BLOCKS = "O(N·M·D) time, O(N + M) memory in blocks of queries"
 
 PARTS = (
-    Part("softmax", "normaliser", "exp(l) / Σ exp(l)", "Vaswani et al., 2017", Softmax),
+    Part(
+        "softmax",
+        "normaliser",
+        "exp(l) / Σ exp(l)",
+        "Vaswani et al., 2017",
+        Softmax,
+        reference=reference.softmax,
+        causal=True,
+        cross=True,
+        cached=True,
+        dropout=True,
+        fused=True,
+        reads=(),
+    ),
     Part(
         "sigmoid",
         "normaliser",
@@ -621,7 +635,12 @@ PARTS = (
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
         (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
-        mixes_tokens=True,
+        reference=reference.sigmoid,
+        causal=True,
+        cross=True,
+        cached=True,
+        dropout=True,
+        reads=("tokens",),
         complexity=_IN_BLOCKS,
     ),
     Part(
@@ -634,11 +653,11 @@ PARTS = (
             Option("iterations", int, 3, "half-steps, rows first; 1 is softmax, an odd number ends on rows", 1),
             Option("eps", float, 1.0, "temperature ε that the logits are divided by", 1e-6),
         ),
-        counts_queries=True,
-        causal=False,
-        mixes_tokens=True,
+        reference=reference.sinkhorn,
         causal_reason="a lower-triangular doubly stochastic matrix is the identity",
-        cached=False,
+        cross=True,
+        dropout=True,
+        reads=("tokens", "queries"),
         complexity="O(iterations·N·M·D) time, O(N + M) memory in blocks of queries",
     ),
 )

@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_of
+
+NAME = re.compile(r"[A-Za-z][\w.-]*")
+
+AXES = ("score", "normaliser", "grouping", "family")
+
+READS = {
+    "tokens": "several tokens, outside of scaled_dot_product_attention",
+    "queries": "other queries, so padding must be hidden as a query too",
+    "group": "other query heads of the same key/value head",
+    "heads": "other key/value heads",
+    "samples": "other samples of the batch",
+    "order": "the positions of tokens",
+    "length": "the number of tokens, those that a mask hides included",
+}
+"""What the result of a query may depend on beside itself and the keys that it sees."""
+
+_ONLY = {
+    "dropout": ("normaliser",),
+    "fused": ("normaliser",),
+    "unit_keys": ("score",),
+    "chained": ("score",),
+    "key_features": ("family",),
+}
+
+POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "reads": ()}
+"""What a score declares that prepares each token of each head for itself: its logits then meet every promise."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +89,110 @@ class Option:
 
 @dataclass(frozen=True)
 class Part:
-    """One named choice on one axis, declared as data: what `quest list` and the support table show."""
+    """One named choice on one axis, declared as data: all that core knows of it.
+
+    The declarations are promises. What is not declared is refused by name wherever it is asked for, so a Part with the
+    defaults is slow and lonely but right. :func:`quest_core.testing.check_mechanism` tests every promise.
+
+    Attributes:
+        name: what users write: letters, digits, dots, hyphens.
+        axis: a key of AXES.
+        summary: the formula, in a line.
+        source: paper and equation.
+        build: ``build(dims, **options)`` returns a Score, Normaliser, Grouping or Family, as `axis` says; `dims` is
+            None where heads and features are unknown.
+        options: its options.
+        reference: the formula in plain float64, as slow as it likes; see docs/writing-a-mechanism.md for its arguments.
+        complexity: time and memory, as a text.
+        causal: with ``is_causal`` no output depends on a key of the future.
+        causal_reason: why it cannot be causal, for the error message.
+        cross: keys may be another sequence than the queries, of another length.
+        cached: decoding with a Cache, in pieces of any size, equals the causal forward pass on all tokens.
+        dropout: normaliser: its `forward` drops weights as `dropout_p` says.
+        fused: normaliser: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
+        unit_keys: score: the keys that it prepares have norm 1.
+        reads: what a result depends on beside its own query and the keys that this query sees; keys of READS. All of
+            them unless declared; () is a score that prepares each token of each head for itself.
+        learnable: has parameters.
+        stateful: has buffers that change while training.
+        stops_gradient: stops a gradient on purpose, so that gradients differ from finite differences.
+        chained: reads what the previous attention layer left behind.
+        reshapes: changes the shape of the host's projections.
+        key_features: family: features of a key head where they differ from the query's.
+    """
 
     name: str
-    axis: str  # "score", "normaliser", "grouping" or "family"
-    summary: str  # the formula, in a line
-    source: str  # paper and equation
-    build: Callable[..., Any]  # (dims, **options) -> nn.Module
+    axis: str
+    summary: str
+    source: str
+    build: Callable[..., Any]
     options: tuple[Option, ...] = ()
-    learnable: bool = False  # adds parameters
-    stateful: bool = False  # keeps buffers that change while training
-    reshapes: bool = False  # changes the shape of the host's projections
-    causal: bool = True
-    causal_reason: str = ""  # why not, for those that cannot
-    cross: bool = True
-    ordered: bool = False  # needs an order of tokens: refused on sets and graphs
-    cached: bool = True  # incremental decoding
-    dropout: bool = True  # has weights that dropout can act on
-    weights: bool = True  # can return the attention weights
-    chained: bool = False  # reads what the previous attention layer left behind
-    counts_queries: bool = False  # a query's result depends on the other queries, so padding must be told of them too
-    mixes_tokens: bool = False  # reads several tokens outside of scaled_dot_product_attention
-    key_features: int | None = None  # features of a key head where they differ from the query's
+    reference: Callable[..., Any] | None = None
     complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
+    causal: bool = False
+    causal_reason: str = ""
+    cross: bool = False
+    cached: bool = False
+    dropout: bool = False
+    fused: bool = False
+    unit_keys: bool = False
+    reads: tuple[str, ...] = tuple(READS)
+    learnable: bool = False
+    stateful: bool = False
+    stops_gradient: bool = False
+    chained: bool = False
+    reshapes: bool = False
+    key_features: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless every field has its type and the fields fit together."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            wanted = {"str": "a text", "bool": "True or False"}.get(str(item.type))
+            if wanted and type(value).__name__ != item.type:
+                self._refuse(item.name, value, wanted)
+        if not NAME.fullmatch(self.name):
+            self._refuse("name", self.name, "letters, digits, '.', '-' and '_', starting with a letter")
+        if self.axis not in AXES:
+            self._refuse("axis", self.axis, one_of(self.axis, AXES))
+        for key in ("build", "reference"):
+            value = getattr(self, key)
+            if not callable(value) and (key == "build" or value is not None):
+                self._refuse(key, value, "a function")
+        if not isinstance(self.options, tuple) or not all(isinstance(option, Option) for option in self.options):
+            self._refuse("options", self.options, "a tuple of Option, such as (SCALE,)")
+        names = [option.name for option in self.options]
+        if len(set(names)) < len(names):
+            self._refuse("options", names, "options of different names")
+        if not isinstance(self.reads, tuple) or not set(self.reads) <= set(READS):
+            self._refuse("reads", self.reads, f"a tuple of {', '.join(READS)}")
+        if self.key_features is not None and (type(self.key_features) is not int or self.key_features < 1):
+            self._refuse("key_features", self.key_features, "a whole number of at least 1, or None")
+        for key, axes in _ONLY.items():
+            if getattr(self, key) and self.axis not in axes:
+                self._refuse(key, getattr(self, key), f"for the axes {', '.join(axes)} only; this is a {self.axis}")
+        if self.cached and not self.causal:
+            self._refuse("cached", True, "for causal mechanisms only; declare causal=True too, or neither")
+
+    def _refuse(self, key: str, value: Any, wanted: str) -> None:
+        raise ConfigError(f"Part {self.name!r}: {key} is {value!r}; it is {wanted}")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it needs an order of tokens, and so is refused on sets and graphs."""
+        return "order" in self.reads
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout on the weights is possible with it; scores and groupings leave that to the normaliser."""
+        return self.dropout or self.axis in ("score", "grouping")
+
+    @property
+    def weights(self) -> bool:
+        """Whether the weights [B, H, N, M] can be returned with it; a family never forms them."""
+        return self.axis != "family"
+
+    @property
+    def why_not_causal(self) -> str:
+        """Why this part cannot be causal, in words for an error message."""
+        return self.causal_reason or "its Part does not declare causal=True"

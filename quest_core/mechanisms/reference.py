@@ -65,29 +65,30 @@ def sinkhorn(logits: Tensor, seen: Tensor, iterations: int = 3, eps: float = 1.0
 NORMALISERS: Mapping[str, Callable[..., Tensor]] = {"softmax": softmax, "sigmoid": sigmoid, "sinkhorn": sinkhorn}
 
 
-def standard(q: Tensor, k: Tensor) -> Tensor:
-    """q kᵀ / √D."""
-    return q @ k.mT / math.sqrt(q.shape[-1])
+def standard(q: Tensor, k: Tensor, scale: float | None = None, standard_scale: float | None = None) -> Tensor:
+    """q kᵀ / √D, or times `scale`, or times the host's own `standard_scale`."""
+    factor = 1 / math.sqrt(q.shape[-1]) if standard_scale is None else standard_scale
+    return q @ k.mT * (factor if scale is None else scale)
 
 
-def quest(q: Tensor, k: Tensor) -> Tensor:
+def quest(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """q k̄ᵀ (QUEST, section 2.1)."""
-    return q @ unit(k).mT
+    return q @ unit(k).mT * (1 if scale is None else scale)
 
 
-def qnorm(q: Tensor, k: Tensor) -> Tensor:
+def qnorm(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """q̄ kᵀ (QUEST, table 1)."""
-    return unit(q) @ k.mT
+    return unit(q) @ k.mT * (1 if scale is None else scale)
 
 
-def qknorm_hs(q: Tensor, k: Tensor, log_scale: Tensor, cap: float = 100.0) -> Tensor:
+def qknorm_hs(q: Tensor, k: Tensor, log_scale: Tensor, cap: float = 100.0, scale: float | None = None) -> Tensor:
     """C_h · q̄ k̄ᵀ with C = exp(log_scale), at most `cap` (QUEST, table 1; Swin v2)."""
-    return log_scale.exp().clamp(max=cap) * (unit(q) @ unit(k).mT)
+    return log_scale.exp().clamp(max=cap) * (unit(q) @ unit(k).mT) * (1 if scale is None else scale)
 
 
-def qknorm(q: Tensor, k: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
+def qknorm(q: Tensor, k: Tensor, query_scale: Tensor, key_scale: Tensor, scale: float | None = None) -> Tensor:
     """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ (QUEST, table 1; shared by heads: ViT-22B)."""
-    return (query_scale * unit(q)) @ (key_scale * unit(k)).mT
+    return (query_scale * unit(q)) @ (key_scale * unit(k)).mT * (1 if scale is None else scale)
 
 
 SCORES: Mapping[str, Callable[..., Tensor]] = {
@@ -125,9 +126,7 @@ def attention(
     q, k, v = q.double(), k.double(), v.double()
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    logits = SCORES[score](q, k, **{name: p.double() for name, p in (parameters or {}).items()})
-    if scale is not None:
-        logits = logits * scale * (math.sqrt(q.shape[-1]) if score == "standard" else 1)
+    logits = SCORES[score](q, k, **{name: p.double() for name, p in (parameters or {}).items()}, scale=scale)
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + mask.double()
     seen = visible(q.shape[-2], k.shape[-2], mask, is_causal)

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from .reference import visible
+
 
 def weighted_average(k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor) -> Tensor:
     """Σ_t' exp(K_t' + w_tt') V_t' / Σ_t' exp(K_t' + w_tt'): equation 2 without its gate; equation 5 without w.
@@ -122,3 +124,71 @@ def one_position(w: Tensor) -> Tensor:
     for i, one in enumerate(w):
         out[i].view(-1)[one.argmax()] = one.max()
     return out
+
+
+def family(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    query: bool = True,
+    window: int = 0,
+    table: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """aft-simple; with a table or positions aft-full; with a window aft-local. Arguments as in `Family.forward`.
+
+    Args:
+        table: w [T_max, T_max].
+        query_positions: u [T_max, r] and key_positions: v [T_max, r], whose product is w, in place of a table.
+        window: w is 0 at distances from here on; 0 for no limit.
+    """
+    n, m = q.shape[2], k.shape[2]
+    k, seen = _masked(q, k, key_mask, is_causal)
+    first = m - n if is_causal else 0
+    rows = torch.arange(n).add(first).clamp_min(0)
+    w = None if table is None else table[rows][:, :m].double()
+    if query_positions is not None and key_positions is not None:
+        w = factored(query_positions[rows], key_positions[:m])
+    if w is not None and window:
+        w = local(w, window, first)
+    rows_q, rows_k, rows_v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))  # [B, T, d]
+    out: Tensor = aft(rows_q, rows_k, rows_v, w, seen, query).unflatten(2, (q.shape[1], -1))
+    return out.transpose(1, 2)
+
+
+def conv_family(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    weight: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    grid: str | None = None,
+    dims: int = 2,
+    prefix: int = 0,
+    gumbel: bool = False,
+    query: bool = True,
+) -> Tensor:
+    """aft-conv in evaluation. Tensors as in `Family.forward`, the rest as the options and parameters of aft-conv."""
+    k, seen = _masked(q, k, key_mask, False)
+    places = q.shape[2] - prefix
+    sides = ["*"] * dims if grid is None else grid.split("x")
+    known = math.prod(int(side) for side in sides if side != "*")
+    free = round((places / known) ** (1 / max(sides.count("*"), 1)))
+    extents = tuple(free if side == "*" else int(side) for side in sides)
+    w = reparameterised(weight, gain, shift)
+    return conv(q, k, v, one_position(w) if gumbel else w, extents, prefix, seen, query)
+
+
+def _masked(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Keys with an additive mask [B or 1, M] on top, and which query sees which: [B, H, M, Dk], [B or 1, N, M]."""
+    seen = visible(q.shape[2], k.shape[2], None if key_mask is None else key_mask[:, None], is_causal)
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        k = k + key_mask.clamp_min(-1e9)[:, None, :, None]
+    return k, seen.expand(-1, q.shape[2], -1) if seen.dim() == 3 else seen[None]

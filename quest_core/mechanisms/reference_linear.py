@@ -26,16 +26,16 @@ def linear(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, i
 
 
 def cosine(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor, *, key_mask: Tensor | None = None, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, stabiliser: Tensor, *, key_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     """Σ_j cos(q_i, k_j) v_j / n_i^σ(m_h), n_i the keys that i sees (Cottention; Your Attention Matters, eq. 11).
 
-    Arguments as in `linear`, and m: [H, 1, 1].
+    Arguments as in `linear`, and stabiliser: m [H, 1, 1].
     """
     seen = _seen(q, k, key_mask, is_causal)
     weight = torch.where(seen, unit(q.double()) @ unit(k.double()).mT * _factor(key_mask), 0)
     count = seen.sum(-1, keepdim=True).double()
-    power = 1 / (1 + (-m.double()).exp())
+    power = 1 / (1 + (-stabiliser.double()).exp())
     return weight @ v.double() / torch.where(count > 0, count, 1) ** power
 
 

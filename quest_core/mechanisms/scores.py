@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..kernels.unit import unit
+from . import reference
 from .base import Dims, Score, local
-from .part import Option, Part
+from .part import POINTWISE, Option, Part
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
 
@@ -83,9 +84,9 @@ def _qknorm_ds(dims: Dims, *, scale: float | None, init: float | None) -> Score:
 
 
 PARTS = (
-    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,)),
-    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, (SCALE,)),
-    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, (SCALE,)),
+    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), reference.standard, **POINTWISE),
+    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, (SCALE,), reference.quest, unit_keys=True, **POINTWISE),
+    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, (SCALE,), reference.qnorm, **POINTWISE),
     Part(
         "qknorm-hs",
         "score",
@@ -97,7 +98,10 @@ PARTS = (
             Option("init", float, 10.0, "starting value of the scale C_h of every head", minimum=1e-6),
             Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
         ),
+        reference.qknorm_hs,
+        unit_keys=True,
         learnable=True,
+        **POINTWISE,
     ),
     Part(
         "qknorm-ds",
@@ -106,7 +110,9 @@ PARTS = (
         "QUEST, table 1; ViT-22B",
         _qknorm_ds,
         (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        reference.qknorm,
         learnable=True,
+        **POINTWISE,
     ),
     Part(
         "qknorm",
@@ -115,6 +121,8 @@ PARTS = (
         "QUEST, table 1, last row",
         QKNorm,
         (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        reference.qknorm,
         learnable=True,
+        **POINTWISE,
     ),
 )

@@ -137,10 +137,11 @@ _ALLOWED = "calibrate takes 'quest', 'quest+sigmoid' and the like: score quest, 
 def _refuse_uncalibratable(target: AttentionConfig) -> None:
     if target.family or target["score"] != "quest":
         raise ConfigError(f"attention '{target}' cannot be calibrated: its score is not quest; {_ALLOWED}")
-    if target["grouping"] in ("kdgqa", "dgqa"):
+    mixing = [part.name for part in target.specs() if "heads" in part.reads]
+    if mixing:
         raise ConfigError(
-            f"attention '{target}' cannot be calibrated: '{target['grouping']}' gives query heads other key heads than "
-            f"they were trained with; {_ALLOWED}"
+            f"attention '{target}' cannot be calibrated: '{mixing[0]}' gives query heads other key heads than they "
+            f"were trained with; {_ALLOWED}"
         )
     if target.option("scale") == 0:
         raise ConfigError(f"attention '{target}' cannot be calibrated: with scale=0 queries have no effect; {_ALLOWED}")

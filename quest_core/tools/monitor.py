@@ -14,9 +14,6 @@ from ..errors import ConfigError, InjectionError
 from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
 from ..mechanism import Mechanism, Observation
 from ..mechanisms.base import Normaliser, logits
-from ..mechanisms.elliptical import EllipticalQuest
-from ..mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax, _sinkhorn_blocks
-from ..mechanisms.scores import Quest
 
 BLOCK = 2**19
 """Logits held at a time."""
@@ -39,7 +36,7 @@ class Monitor:
     | entropy | mean entropy, in nats, of a query's weights divided by their sum | queries |
     | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalisation | queries |
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalisation | keys |
-    | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 (quest) | queries |
+    | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 | queries |
 
     A pair of a query and a key is visible when no mask hides it and, in causal attention, the key is not of the
     future. Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the
@@ -49,9 +46,9 @@ class Monitor:
     The numbers are exact, also where the model runs on fused kernels that never form the weights: logits are formed
     anew in blocks of bounded size, in float32 or wider, and the entropy is log Σ exp(l) − Σ p·l. That costs about one
     to two forward passes of the attention; `every` thins it out and ``logits=False`` leaves it away
-    (`logit_bound` then still is an upper bound of `max_logit` for quest). Nothing is recorded for autograd, nothing is
+    (`logit_bound` then still is an upper bound of `max_logit`). Nothing is recorded for autograd, nothing is
     read back from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
-    Only normalisers that are not those of quest_core are asked for all their weights at once.
+    Only a normaliser whose rows depend on each other (sinkhorn) is asked for all its weights at once.
 
     A model without a monitor pays one comparison a call. State dicts, copies and pickles of a model do not contain
     its monitor, and torch.export leaves it out. Under torch.compile every observed attention is a graph break, so
@@ -159,11 +156,6 @@ class _Layer:
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
         self.every, self.logits, self.calls = every, logits, 0
         self.mechanism = mechanism
-        self.normaliser: Normaliser | None = None
-        self.bounded = False
-        if mechanism.family is None:
-            self.score, self.normaliser = mechanism.score, mechanism.normaliser
-            self.bounded = isinstance(self.score, Quest | EllipticalQuest)  # their keys have norm 1
         self.maxima: dict[str, Tensor] = {}
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._outside_graphs = torch.compiler.disable(self._count)
@@ -209,17 +201,17 @@ class _Layer:
         queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
         self._add_norms("query_norm", seen.q, queries)
         self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
-        if seen.prepared is None or self.normaliser is None:
+        if seen.prepared is None:
             return
         q, k = (x.to(wider(x.dtype)) for x in seen.prepared)
-        scale = self.score.scale(q.shape[-1])
-        if self.bounded:
+        scale = self.mechanism.score.scale(q.shape[-1])
+        if self.mechanism.unit_keys:
             bound = torch.where(queries, q.norm(dim=-1), -math.inf).amax((0, 2)) * abs(scale)  # [H]
             if mask is not None and mask.dtype != torch.bool:
                 bound = bound + mask.amax()
             self._add_max("logit_bound", bound)
         if self.logits:
-            for z, rows in _blocks(self.normaliser, q, k, mask, seen.is_causal, scale):
+            for z, rows in _blocks(self.mechanism, q, k, mask, seen.is_causal, scale):
                 self._add_max("max_logit", z.amax((0, 2, 3)))
                 entropy, counted = _entropy(rows)
                 self._add_mean("entropy", entropy, counted)
@@ -276,7 +268,7 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def _blocks(
-    normaliser: Normaliser, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    mechanism: Mechanism, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of samples and queries: their logits, and the logarithms of their weights up to a constant a row.
 
@@ -294,7 +286,10 @@ def _blocks(
     for first in range(0, batch, samples):
         q_some, k_some = q[first : first + samples], k[first : first + samples]
         mask_some = mask if mask is None or mask.shape[0] == 1 else mask[first : first + samples]
-        columns = _column_terms(normaliser, q_some, k_some, mask_some, is_causal, scale)
+        whole = None
+        if not mechanism.fused and "queries" in mechanism.reads:
+            z = _hide(logits(q_some, k_some, scale, heads != k.shape[1]), mask_some, is_causal, 0, n, m)
+            whole = _log_weights(mechanism.normaliser, z)  # [b, H, N, M]
         for start in range(0, n, rows):
             stop = min(start + rows, n)
             keys = min(stop + m - n, m) if is_causal else m
@@ -302,7 +297,12 @@ def _blocks(
                 continue
             z = logits(q_some[:, :, start:stop], k_some[:, :, :keys], scale, heads != k.shape[1])
             z = _hide(z, mask_some, is_causal, start, n, m)
-            yield z, _log_weights(normaliser, z, columns, start)
+            if mechanism.fused:
+                yield z, z
+            elif whole is None:
+                yield z, _log_weights(mechanism.normaliser, z)
+            else:
+                yield z, whole[:, :, start:stop, :keys]
 
 
 def _hide(z: Tensor, mask: Tensor | None, is_causal: bool, start: int, n: int, m: int) -> Tensor:
@@ -318,36 +318,10 @@ def _hide(z: Tensor, mask: Tensor | None, is_causal: bool, start: int, n: int, m
     return z
 
 
-def _column_terms(
-    normaliser: Normaliser, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> Tensor | None:
-    """What the log weights need to know beyond their own row: of sinkhorn the log factors of the columns [b, H, 1, M],
-    of a normaliser from elsewhere all log weights [b, H, N, M]."""
-    if isinstance(normaliser, Softmax | Sigmoid) or (isinstance(normaliser, Sinkhorn) and normaliser.iterations == 1):
-        return None
-    if isinstance(normaliser, Sinkhorn):
-        scaled = mask if mask is None or mask.dtype == torch.bool else mask / normaliser.eps
-        v = k[..., :1]  # the output is not looked at
-        factors: Tensor = _sinkhorn_blocks(q, k, v, scaled, scale / normaliser.eps, normaliser.iterations, 0.0, None)[2]
-        return factors[-1]
-    z = _hide(logits(q, k, scale, q.shape[1] != k.shape[1]), mask, is_causal, 0, q.shape[2], k.shape[2])
-    return normaliser.weights(z, z > -math.inf).log()
-
-
-def _log_weights(normaliser: Normaliser, z: Tensor, columns: Tensor | None, start: int) -> Tensor:
-    """Logarithms of weights up to a constant a row: z [b, H, n, m] masked logits of the queries from `start` on."""
-    if isinstance(normaliser, Softmax):
-        return z
-    if isinstance(normaliser, Sigmoid):
-        bias: Tensor | float | None = normaliser.bias
-        if bias is None:
-            bias = -(z > -math.inf).sum(-1, keepdim=True).clamp(min=1).to(z.dtype).log()
-        return nn.functional.logsigmoid(z + bias)
-    if isinstance(normaliser, Sinkhorn):
-        z = z / normaliser.eps
-        return z if columns is None else z + columns
-    assert columns is not None
-    return columns[:, :, start : start + z.shape[2], : z.shape[3]]
+def _log_weights(normaliser: Normaliser, z: Tensor) -> Tensor:
+    """Logarithms of the weights of masked logits z [b, H, n, m], which hold all keys that their rows see."""
+    # In float64, where weights of logits down to −700 are not 0 yet.
+    return normaliser.weights(z.double(), z > -math.inf).log().to(z.dtype)
 
 
 def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:

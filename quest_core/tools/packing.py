@@ -21,9 +21,6 @@ from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype
 from ..mechanism import Mechanism, stateless
-from ..mechanisms.aft_conv import AttentionFreeConv
-from ..mechanisms.base import Grouping, Score
-from ..mechanisms.normalisers import Sigmoid, Softmax
 
 WASTE = 1.25
 """The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
@@ -276,28 +273,25 @@ def _unpad(rows: _Rows | None, x: Tensor) -> Tensor:
 def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
     """How sequences may share batches: "near" in length, exactly "alike" or the "whole" batch at once."""
     crossed = is_causal and plan.cu_seqlens_k is not plan.cu_seqlens_q and any(n != m for n, m in plan.lengths)
-    if mechanism.family is None:
-        # Elliptical scores compare with the previous layer's values; key-driven groupings average over the batch.
-        sees_batch = type(mechanism.grouping).assign is not Grouping.assign
-        if sees_batch or type(mechanism.score).prepare is not Score.prepare:
-            if crossed:
-                raise UnsupportedError(
-                    f"attention '{mechanism.config}' looks at the whole batch at once and cannot be causal where a "
-                    "packed sequence has another number of keys than of queries; call it for one sequence at a time"
-                )
-            return "whole"
-    # Padding moves a causal diagonal when n ≠ m, and the cells of a grid.
-    return "alike" if crossed or isinstance(mechanism.family, AttentionFreeConv) else "near"
+    reads = mechanism.reads
+    if "samples" in reads or mechanism.chained:  # the layer before hands over the values of one batch
+        if crossed or "length" in reads:
+            why = "cannot be causal where a packed sequence has another number of keys than of queries"
+            if "length" in reads:
+                why = "its result depends on the number of tokens, padding included"
+            raise UnsupportedError(
+                f"attention '{mechanism.config}' cannot be packed: it looks at the whole batch at once, and {why}; "
+                "call it for one sequence at a time"
+            )
+        return "whole"
+    # Padding moves a causal diagonal when n ≠ m.
+    return "alike" if crossed or "length" in reads else "near"
 
 
 def _mask(bucket: _Bucket, mechanism: Mechanism) -> Tensor | None:
     """What is real in a bucket: keys, [size, 1, 1, M]; where rows are not independent queries too, [size, 1, N, M]."""
     keys = None if bucket.keys is None else bucket.keys[:, None, None, :]
-    if mechanism.family is not None or (
-        isinstance(mechanism.normaliser, (Softmax, Sigmoid)) and not mechanism.grouping.needs_weights
-    ):
-        return keys
-    if bucket.queries is None:
+    if bucket.queries is None or mechanism.family is not None or "queries" not in mechanism.reads:
         return keys
     queries = bucket.queries[:, None, :, None]
     return queries & keys if keys is not None else queries.expand(-1, -1, -1, bucket.m)
@@ -436,10 +430,8 @@ def _varlen_applies(
     if found is None or not found[1] >= {"scale", "window_size"}:
         return False
     return (
-        type(mechanism.normaliser) is Softmax
-        and type(mechanism.score).prepare is Score.prepare
-        and type(mechanism.grouping).assign is Grouping.assign
-        and not mechanism.grouping.needs_weights
+        mechanism.fused
+        and not mechanism.reads
         and mechanism.observer is None
         and mechanism.score.scale(q.shape[-1]) > 0
         and q.shape[-1] == v.shape[-1]

@@ -16,6 +16,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..layer import Attention
 from ..mechanism import Mechanism
 from ..mechanisms.base import Dims, local
+from ..mechanisms.part import READS
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,18 +68,19 @@ class HeadParallel(ParallelStyle):
         config, own = module.config, module.mechanism
         if own.head_share != (0, 1):
             raise InputError("the heads of this Attention are divided already")
-        if config.family is None and config["grouping"] in ("kdgqa", "dgqa"):
-            raise UnsupportedError(
-                f"attention '{config}': '{config['grouping']}' compares the norms of all key heads, which tensor "
-                "parallelism divides among ranks; choose gqa or mha, or divide the data"
-            )
-        # The one key/value head of several query heads is for every rank to have.
+        # With a single key/value head for several query heads, every rank holds a copy of it.
         shared = config.family is None and module.kv_heads == 1 < module.num_heads
-        if shared and config["grouping"] == "pgqa":
-            raise UnsupportedError(
-                f"attention '{config}': 'pgqa' draws its noise from the weights of all heads of a group, which tensor "
-                f"parallelism divides among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
-            )
+        for part in config.specs():
+            if "heads" in part.reads:
+                raise UnsupportedError(
+                    f"attention '{config}': '{part.name}' reads {READS['heads']}, which tensor parallelism divides "
+                    "among ranks; choose gqa or mha, or divide the data"
+                )
+            if shared and "group" in part.reads:
+                raise UnsupportedError(
+                    f"attention '{config}': '{part.name}' reads {READS['group']}, which tensor parallelism divides "
+                    f"among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
+                )
         for name in ("k_proj", "v_proj") if shared else ():
             if type(module.get_submodule(name)) is not nn.Linear:
                 raise UnsupportedError(

@@ -1,0 +1,248 @@
+"""check_mechanism: every mechanism of quest_core passes it, and mechanisms that are wrong fail it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.hosts.adapter import Capabilities, refusal
+from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score
+from quest_core.testing import MechanismError, check_mechanism
+from quest_core.testing.mechanisms import known
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_mechanism_of_quest_core_passes(part: Part) -> None:
+    check_mechanism(part)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "quest+gqa(kv_heads=2)",
+        "qknorm+sigmoid+mqa",
+        "sigmoid(bias=-1)",
+        "sinkhorn(iterations=1)",
+        "elliptical+kdgqa(kv_heads=2)",
+        "aft-full(rank=null, max_length=32)",
+        {"name": "standard", "scale": 0.5},
+        quest_core.Mechanism("linear"),
+    ],
+    ids=str,
+)
+def test_combinations_pass(attention: Any) -> None:
+    check_mechanism(attention)
+
+
+# --- wrong mechanisms -----------------------------------------------------------------------------------------------
+
+
+class Deviation(Score):
+    """Divides by a statistic over all tokens, those of the future too."""
+
+    def key(self, k: Tensor) -> Tensor:
+        return k / (k.std(2, keepdim=True, correction=0) + 0.1)
+
+
+class Loudest(Score):
+    """As Deviation, of queries."""
+
+    def query(self, q: Tensor) -> Tensor:
+        return q / q.abs().amax(2, keepdim=True)
+
+
+class AcrossHeads(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k - k.mean(1, keepdim=True)
+
+
+class AcrossSamples(Score):
+    def query(self, q: Tensor) -> Tensor:
+        return q - q.mean(0, keepdim=True)
+
+
+class Wide(Score):
+    def query(self, q: Tensor) -> Tensor:
+        return q * torch.ones(1, dtype=torch.float64)
+
+
+class Forgetful(Score):
+    """Keeps what it learns outside of its parameters."""
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        self.factor = torch.rand(())
+
+    def query(self, q: Tensor) -> Tensor:
+        return q * self.factor.to(q.dtype)
+
+
+class Counting(Score):
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def query(self, q: Tensor) -> Tensor:
+        self.calls += 1
+        return q
+
+
+class Untrained(Score):
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def query(self, q: Tensor) -> Tensor:
+        return q * self.factor.detach().to(q.dtype)
+
+
+class Places(Score):
+    def query(self, q: Tensor) -> Tensor:
+        return q * torch.arange(1, q.shape[2] + 1, dtype=q.dtype)[:, None]
+
+
+class Squares(Normaliser):
+    """Forgets to hide, and to give zeros to a query that sees no key."""
+
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        return logits.square() / logits.square().sum(-1, keepdim=True)
+
+
+class Mean(Family):
+    """The mean of the visible values, whatever the query; ignores is_causal."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+        seen = torch.ones_like(v[:, :1, :, :1]) if key_mask is None else self._seen(key_mask, v)
+        return (v * seen).sum(2, keepdim=True) / seen.sum(2, keepdim=True).clamp(min=1) + 0 * (q + k.mean())
+
+    @staticmethod
+    def _seen(key_mask: Tensor, v: Tensor) -> Tensor:
+        seen = key_mask if key_mask.dtype == torch.bool else key_mask > -torch.inf
+        return seen[:, None, :, None].to(v.dtype)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        return self.forward(q, k, v, key_mask=key_mask, is_causal=True)
+
+
+def toy(build: Any, axis: str = "score", **declared: Any) -> Part:
+    return Part("toy", axis, "a toy", "a test", build, **declared)
+
+
+LINEAR = {"causal": True, "cross": True, "cached": True, "reads": ("tokens",)}
+NORMALISER = {**POINTWISE, "dropout": True}
+WRONG: dict[str, tuple[Part, set[str]]] = {
+    "statistics over tokens": (
+        toy(Deviation, **POINTWISE),
+        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "chunked_prefill", "masks"},
+    ),
+    "statistics over tokens, declared": (
+        toy(Deviation, **LINEAR),
+        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "padding_does_not_matter"},
+    ),
+    "statistics over queries": (
+        toy(Loudest, **POINTWISE),
+        {"no_query_sees_the_future", "queries_are_independent", "tokens_are_prepared_one_by_one"},
+    ),
+    "heads": (toy(AcrossHeads, **POINTWISE), {"heads_are_independent", "heads_can_be_divided"}),
+    "samples": (toy(AcrossSamples, **POINTWISE), {"samples_are_independent", "packing"}),
+    "order": (toy(Places, **POINTWISE), {"order_does_not_matter", "tokens_are_prepared_one_by_one"}),
+    "dtype": (toy(Wide, **POINTWISE), {"dtypes"}),
+    "state dict": (toy(Forgetful, **POINTWISE), {"state_dict"}),
+    "buffers": (toy(Counting, **POINTWISE), {"state"}),
+    "parameters": (toy(Untrained, **POINTWISE), {"declarations", "gradients"}),
+    "keys of another norm": (toy(Score, unit_keys=True, **POINTWISE), {"declarations"}),
+    "another axis": (toy(Score, "normaliser"), {"declarations"}),
+    "reference": (toy(Score, reference=lambda q, k: 2 * q @ k.mT, **POINTWISE), {"reference"}),
+    "masks": (
+        toy(lambda dims: Squares(), "normaliser", **NORMALISER),
+        {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
+    ),
+    "softmax": (toy(lambda dims: Squares(), "normaliser", fused=True, **NORMALISER), {"fused_is_softmax"}),
+    "a family": (
+        toy(lambda dims: Mean(), "family", **LINEAR),
+        {"no_query_sees_the_future", "decoding_equals_the_forward_pass"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
+    part, checks = WRONG[name]
+    outcomes = check_mechanism(part, checks=sorted(checks), raises=False)
+    assert [outcome.check for outcome in outcomes if outcome.passed] == []
+    assert all(len(outcome.message) > 20 for outcome in outcomes)
+
+
+def test_failures_say_what_where_and_how_to_declare_it() -> None:
+    checks = ("shapes", "heads_are_independent")
+    with pytest.raises(MechanismError, match="attention 'toy' fails 1 of 2 checks:\n- heads_are") as error:
+        check_mechanism(toy(AcrossHeads, **POINTWISE), checks=checks)
+    assert "in the Part of 'toy' add 'heads'" in str(error.value)
+    with pytest.raises(MechanismError, match="the future leaks. Mend it, or in the Part of 'toy' drop causal"):
+        check_mechanism(toy(Deviation, **POINTWISE), checks=["no_query_sees_the_future"])
+    with pytest.raises(ConfigError, match="check 'shape' does not exist; .*did you mean 'shapes'"):
+        check_mechanism("quest", checks=["shape"])
+
+
+@pytest.mark.parametrize("build", [Deviation, Loudest])
+def test_what_is_not_declared_is_refused_by_name(build: Any) -> None:
+    q = torch.randn(1, 4, 5, 8)
+    with known(toy(build)):
+        assert quest_core.attention(q, q, q, "toy").isfinite().all()
+        with pytest.raises(UnsupportedError, match="'toy' cannot be causal: its Part does not declare causal=True"):
+            quest_core.attention(q, q, q, "toy", is_causal=True)
+        with pytest.raises(UnsupportedError, match="'toy' cannot decode"):
+            quest_core.Mechanism("toy").decode(q, q, q, Cache())
+        packed = q[0].transpose(0, 1)
+        with pytest.raises(UnsupportedError, match="'toy' cannot be packed"):
+            quest_core.attention_packed(packed, packed, packed, "toy", cu_seqlens_q=torch.tensor([0, 2, 5]))
+        why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(ordered=False))
+        assert why == "'toy' is not possible here: it needs ordered tokens"
+
+
+def test_a_mechanism_is_known_only_while_it_is_checked() -> None:
+    part = toy(Score, **POINTWISE)
+    with known(part), known(part):
+        quest_core.AttentionConfig.parse("toy")
+        with pytest.raises(ConfigError, match="mechanism 'toy' exists already"), known(toy(Deviation)):
+            pass
+    with pytest.raises(ConfigError, match="'toy' is not a mechanism"):
+        check_mechanism("toy")
+
+
+def test_the_random_state_is_left_as_it_was() -> None:
+    state = torch.get_rng_state()
+    check_mechanism("standard")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- parts that cannot be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"axis": "scroe"}, "axis is 'scroe'; .*did you mean 'score'"),
+        ({"name": "a b"}, "name is 'a b'; it is letters"),
+        ({"name": 7}, "name is 7; it is a text"),
+        ({"build": None}, "build is None; it is a function"),
+        ({"options": [Option("p", int, 1, "a number")]}, "options is .*; it is a tuple of Option"),
+        ({"options": (Option("p", int, 1, "a"), Option("p", int, 1, "b"))}, "options of different names"),
+        ({"causal": 1}, "causal is 1; it is True or False"),
+        ({"reads": ["tokens"]}, "reads is .*; it is a tuple of tokens, queries"),
+        ({"reads": ("token",)}, "reads is .*; it is a tuple of tokens, queries"),
+        ({"cached": True}, "cached is True; it is for causal mechanisms only"),
+        ({"dropout": True}, "dropout is True; it is for the axes normaliser only; this is a score"),
+        ({"key_features": 1}, "key_features is 1; it is for the axes family only"),
+        ({"reference": 3}, "reference is 3; it is a function"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(declared: dict[str, Any], message: str) -> None:
+    fields = {"name": "toy", "axis": "score", "summary": "a toy", "source": "a test", "build": Score, **declared}
+    with pytest.raises(ConfigError, match=message):
+        Part(**fields)
