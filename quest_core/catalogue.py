@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from . import mechanisms
-from .errors import PluginError, one_of
+from .errors import ConfigError, PluginError, one_of
 from .mechanisms.part import Part
 from .packages import ONE_AT_A_TIME, Entry, contained, entries
-
-AXES = ("score", "normaliser", "grouping", "family")
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,27 @@ class Catalogue(Mapping[str, Part]):
         text = f"'{name}' is not a mechanism; {one_of(name, self)}"
         return "; ".join([text, *(f"not usable: mechanisms {package}" for package in broken)])
 
+    @contextlib.contextmanager
+    def added(self, part: Part) -> Iterator[None]:
+        """Inside the block `part` can be named, as if its package were installed.
+
+        Raises:
+            ConfigError: another mechanism has its name.
+        """
+        other = self.get(part.name)
+        if other is part:
+            yield
+            return
+        if other is not None:
+            raise ConfigError(
+                f"mechanism '{part.name}' exists already, in {self.owner(part.name)}; choose another name"
+            )
+        self._own[part.name], self._owners[part.name] = part, "this process"
+        try:
+            yield
+        finally:
+            del self._own[part.name], self._owners[part.name]
+
     def close(self) -> None:
         """Import no other package from now on."""
         if self._all is None:
@@ -120,9 +140,6 @@ def examine(entry: Entry, owners: Mapping[str, str]) -> Package:
                     return Package(entry, problem=f"item {i} of {entry.value} is {_kind(part)}, not a Part")
             names = tuple(part.name for part in found)
             problem = taken(names, owners)
-            for part in found:
-                if part.axis not in AXES:
-                    problem = problem or f"the axis of '{part.name}' is {part.axis!r}; {one_of(part.axis, AXES)}"
             if not problem:
                 return Package(entry, parts=tuple(found))
     except PluginError as error:

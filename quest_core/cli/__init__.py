@@ -14,7 +14,7 @@ from ..hosts.launching import main as run
 from ..packages import Entry, entries
 from .child import LIMIT_S
 from .doctor import doctor
-from .mechanisms import explain, show
+from .mechanisms import check, explain, show
 from .template import new_plugin
 
 EPILOG = """examples:
@@ -64,8 +64,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
     parser.add_argument("--version", action="version", version=f"quest-core {__version__}")
     choose = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     choose.add_parser("list", help="every mechanism, with its formula, options and source")
-    check = choose.add_parser("check", help="explain an attention, or run the suite of a mechanism or a plugin")
-    what = check.add_mutually_exclusive_group(required=True)
+    test = choose.add_parser("check", help="explain an attention, or run the suite of a mechanism or a plugin")
+    what = test.add_mutually_exclusive_group(required=True)
     what.add_argument("attention", nargs="?", help="a name, name(key=value) or JSON, as in a framework's config")
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
     what.add_argument("--plugin", metavar="NAME", help="run the conformance tests of a plugin, or of a folder of tests")
@@ -117,15 +117,15 @@ def _list(_: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.attention is not None:
         return explain(arguments.attention)
+    if arguments.mechanism is not None:
+        return check(arguments.mechanism)
     try:
-        from ..testing import run as suites
+        from ..testing.run import check_plugin
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise
-        raise PluginError("the conformance suites run in pytest; fix: pip install 'quest-core[test]'") from error
-    if arguments.mechanism is not None:
-        return suites.check_mechanism(arguments.mechanism)
-    return suites.check_plugin(arguments.plugin)
+        raise PluginError("the conformance suite runs in pytest; fix: pip install 'quest-core[test]'") from error
+    return check_plugin(arguments.plugin)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`quest list` and `quest check TEXT`: what mechanisms there are, and what a text means."""
+"""`quest list` and `quest check`: what mechanisms there are, what a text means, and whether a mechanism is right."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ..catalogue import parts, taken
 from ..config import AttentionConfig
 from ..mechanisms import PARTS
 from ..packages import Entry, entries
+from ..testing import check_mechanism
 from .child import Answer, Job, ask
 from .rendering import refusals, rows
 
@@ -76,3 +77,17 @@ def explain(text: str) -> int:
     shapes = [part.name for part in config.specs() if part.learnable]
     print(f"  parameters: {'added by ' + ', '.join(shapes) if shapes else 'none of its own'}")
     return 0
+
+
+def check(text: str) -> int:
+    """Test what a mechanism declares, and print a row a check; returns 0 if it keeps all of it, else 1."""
+    config = AttentionConfig.parse(text)
+    print(f"{config}: what it declares is tested")
+    outcomes = check_mechanism(config, raises=False)
+    for outcome in outcomes:
+        print(f"  {'ok' if outcome.passed else 'FAILED':<8} {outcome.check.replace('_', ' ')}")
+        if not outcome.passed:
+            print(f"           {outcome.message}")
+    failed = sum(not outcome.passed for outcome in outcomes)
+    print(f"{len(outcomes)} checks, {failed} failed" if failed else f"{len(outcomes)} checks, all passed")
+    return 1 if failed else 0

@@ -14,7 +14,7 @@ REFUSALS = (
     ("causal", False, "causal attention"),
     ("cross", False, "cross-attention"),
     ("cached", False, "decoding with a cache"),
-    ("dropout", False, "attention dropout"),
+    ("drops", False, "attention dropout"),
     ("weights", False, "returning the attention weights"),
     ("ordered", True, "sets and graphs, whose tokens have no order"),
     ("reshapes", True, "hosts whose projections cannot change their shape"),
@@ -33,7 +33,7 @@ def rows(part: Part) -> list[str]:
 def refusals(part: Part) -> list[str]:
     """Return what a mechanism refuses, each in a few words."""
     return [
-        words + (f" ({part.causal_reason})" if name == "causal" and part.causal_reason else "")
+        words + (f" ({part.why_not_causal})" if name == "causal" else "")
         for name, value, words in REFUSALS
         if getattr(part, name) == value
     ]

@@ -1,4 +1,4 @@
-"""The conformance suites with a readable table: what `quest check --mechanism` and `quest check --plugin` run."""
+"""The conformance suites of an installed plugin with a readable table: `quest check --plugin`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ import pytest
 from ..errors import PluginError, one_of
 from ..hosts.discovery import discover
 from .conformance import AdapterConformance
-
-
-def check_mechanism(text: str) -> int:
-    """Test what a mechanism declares."""
-    raise PluginError(f"quest_core.testing has no suite for mechanisms; '{text}' is not tested")
 
 
 def check_plugin(name: str) -> int:
