@@ -1,4 +1,4 @@
-"""Plugins: what discovery finds, in every state a plugin can be in, and what asking for one says."""
+"""Discovery: the record of a plugin in every state, and the error for asking for it by name."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from distributions import ADAPTER, COSINE, write_distribution
 import quest_core
 from quest_core import PluginError, catalogue, cli, packages
 from quest_core.hosts import discovery
+from quest_core.testing.mechanisms import Outcome
 
 ROOT = Path(__file__).parents[1]
 NAP = "import os, time; time.sleep(float(os.environ['NAP']))"
@@ -39,7 +40,7 @@ FAULTS = {
     "ends": ("import os; os._exit(3)", "it ends the process .exit status 3"),
     "crashes": ("import os; os.kill(os.getpid(), 11)", "it ends the process .SIGSEGV"),
 }
-"""What a module can do when it is imported, and what `quest doctor` then says; None if that is no fault."""
+"""Fault of a module at import -> (its source, the pattern of the doctor's message or None if it is harmless)."""
 
 LETHAL = ("ends", "crashes")
 INFO = "INFO = {{'name': '{name}', 'host': '{name}', 'module': '{module}', 'api': (1, 0)}}\n"
@@ -52,7 +53,7 @@ class Case:
     Attributes:
         files: module below its package -> source.
         points: group -> attribute's module and name, below its package. The entry point is called `called` or `name`.
-        says: what the doctor says of it; None if nothing is wrong.
+        says: the pattern of the doctor's message; None if it works.
         lethal: it ends the process that imports it.
     """
 
@@ -63,7 +64,7 @@ class Case:
     called: str = ""
     requires: tuple[str, ...] = ()
     lethal: bool = False
-    modules: dict[str, str] = field(default_factory=dict)  # beside its package
+    modules: dict[str, str] = field(default_factory=dict)  # outside of its package
 
     @property
     def package(self) -> str:
@@ -412,3 +413,78 @@ def test_a_package_cannot_keep_standard_output(site: Path) -> None:
     with redirect_stderr(io.StringIO()):
         assert "mechanism_steals-cosine" in quest_core.available()
     assert sys.stdout is before
+
+
+def test_a_machine_without_numpy_is_no_reason_to_warn(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    done = subprocess.run(
+        [sys.executable, "-c", "from quest_core import cli; cli.main(['check', 'quest'])"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("valid: quest\n")
+    assert done.stderr == ""
+
+
+SUITE = """
+import torch
+from torch import nn
+from quest_core.hosts.torch import TorchAdapter
+from quest_core.testing import AdapterConformance
+
+class TestToy(AdapterConformance):
+    adapter = TorchAdapter()
+    sites = 1
+    def make_model(self): return nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    def make_inputs(self): return (torch.randn(2, 3, 8),)
+    def test_luck(self): assert {luck}, "out of luck"
+
+for name in dir(TestToy):
+    if name.startswith("test_") and name not in ("test_luck", "test_standard_equals_the_host"):
+        setattr(TestToy, name, None)
+
+def test_elsewhere(): raise AssertionError("not of the suite")
+"""
+
+
+@pytest.mark.parametrize("luck", [True, False])
+def test_check_plugin_prints_a_table(luck: bool, tmp_path: Path) -> None:
+    (tmp_path / "test_toy.py").write_text(SUITE.format(luck=luck))
+    done = subprocess.run(
+        [sys.executable, "-c", "from quest_core import cli; print(cli.main(['check', '--plugin', '.']))"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "TestToy\n  ok         2/2   standard equals the host\n" in done.stdout, done
+    assert f"  {'ok         1' if luck else 'FAILED     0'}/1   luck\n" in done.stdout, done
+    assert ("- TestToy.test_luck: AssertionError: out of luck" in done.stdout) is not luck
+    assert "elsewhere" not in done.stdout
+    assert done.stdout.endswith(f"{0 if luck else 1}\n")
+
+
+def test_check_plugin_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["check", "--plugin", "no-such-plugin"]) == 2
+    assert "no plugin for 'no-such-plugin' is installed" in capsys.readouterr().err
+
+
+def test_check_mechanism_prints_a_row_a_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = [Outcome("shapes", True, ""), Outcome("blind_rows", False, "row 3 is NaN")]
+    monkeypatch.setattr("quest_core.cli.mechanisms.check_mechanism", lambda config, raises: outcomes)
+    assert cli.main(["check", "--mechanism", "quest"]) == 1
+    assert "  FAILED   blind rows\n           row 3 is NaN\n2 checks, 1 failed\n" in capsys.readouterr().out
+
+
+def test_check_explains_what_a_text_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "linear"]) == 0
+    said = capsys.readouterr().out
+    assert "  family      linear       φ(q)(φ(k)ᵀv)" in said
+    assert "  refuses attention dropout: 'linear'\n  refuses returning the attention weights: 'linear'" in said
+    assert cli.main(["check", "quest"]) == 0
+    assert "    scale = null: factor on the logits" in capsys.readouterr().out

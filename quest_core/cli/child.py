@@ -30,7 +30,7 @@ CODE = "import sys; sys.path[:] = sys.argv[1:]; from quest_core.cli.child import
 
 @dataclass(frozen=True)
 class Job:
-    """What the child imports: the mechanisms, the command or the plugin (host, then adapter) of a distribution."""
+    """One import: the mechanisms, the command or the plugin (host, then adapter) of a distribution."""
 
     kind: str
     name: str
@@ -98,7 +98,7 @@ def _fork(job: Job, limit: float) -> Answer:
     with tempfile.TemporaryFile() as errors, os.fdopen(reading) as lines:
         pid = os.fork()
         if pid == 0:
-            os.setsid()  # what the job starts ends with it
+            os.setsid()  # a group, which is killed with all that the job has started
             for stream in (1, 2):
                 os.dup2(errors.fileno(), stream)
             _do(job, os.fdopen(writing, "w"))

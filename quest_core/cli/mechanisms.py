@@ -1,4 +1,4 @@
-"""`quest list` and `quest check`: what mechanisms there are, what a text means, and whether a mechanism is right."""
+"""`quest list` and `quest check`: list the mechanisms, explain a text, test a mechanism."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def explain(text: str) -> int:
 def check(text: str) -> int:
     """Test what a mechanism declares, and print a row a check; returns 0 if it keeps all of it, else 1."""
     config = AttentionConfig.parse(text)
-    print(f"{config}: what it declares is tested")
+    print(f"testing {config}")
     outcomes = check_mechanism(config, raises=False)
     for outcome in outcomes:
         print(f"  {'ok' if outcome.passed else 'FAILED':<8} {outcome.check.replace('_', ' ')}")

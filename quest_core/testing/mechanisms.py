@@ -108,7 +108,7 @@ def _name(attention: AttentionSpec | Part | Mechanism) -> str:
 
 
 class _Found(AssertionError):
-    """What a check has found."""
+    """A check has failed."""
 
 
 class MechanismConformance:

@@ -27,7 +27,7 @@ def check_plugin(name: str) -> int:
         0 if all pass, else 1.
 
     Raises:
-        PluginError: there is no such plugin or folder, or it holds no such class.
+        PluginError: `name` is neither, or holds no AdapterConformance class.
     """
     folder = Path(name) if Path(name).exists() else _tests(name)
     table = _Table()
@@ -43,7 +43,7 @@ def check_plugin(name: str) -> int:
 
 
 def _tests(name: str) -> Path:
-    """The tests of an installed plugin, which are beside its source."""
+    """The tests of an installed plugin, in a checkout of its source."""
     records = {record.name: record for record in discover()}
     if name not in records:
         raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; or name a folder of tests")
@@ -87,9 +87,8 @@ class _Table:
             print(kind)
             for test, outcomes in tests.items():
                 words = test.removeprefix("test_").replace("_", " ")
-                bad = outcomes.count("failed")
-                verdict = f"FAILED {bad} of" if bad else "skipped" if "passed" not in outcomes else "ok"
-                print(f"  {verdict:<12} {len(outcomes):>3}  {words}")
+                verdict = "FAILED" if "failed" in outcomes else "ok" if "passed" in outcomes else "skipped"
+                print(f"  {verdict:<8} {outcomes.count('passed'):>3}/{len(outcomes):<3} {words}")
         for problem in self.problems:
             print(f"- {problem}")
         print(f"{sum(len(o) for tests in self.cases.values() for o in tests.values())} tests, {seconds:.0f} s")
