@@ -27,6 +27,7 @@ from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
 from quest_core.mechanisms import reference
 from quest_core.mechanisms.base import Normaliser, Score
+from quest_core.notices import LOGGER
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 """What a checkpoint comes from and what it is loaded into; gqa with as few key heads as every site allows."""
@@ -260,7 +261,7 @@ class AdapterConformance(ABC):
 
     def test_what_is_uninstalled_is_gone(self) -> None:
         self.adapter.install()
-        made = list(self.adapter.patches)
+        made, handlers = list(self.adapter.patches), len(LOGGER.handlers)
         patched = [vars(owner)[name] for owner, name, _ in made]
         self.adapter.install()
         assert [vars(owner)[name] for owner, name, _ in made] == patched, "install() twice changes the host twice"
@@ -268,6 +269,7 @@ class AdapterConformance(ABC):
         for owner, name, original in made:
             assert vars(owner).get(name) is original, f"{owner}.{name} is not restored"
         self.adapter.install()
+        assert len(LOGGER.handlers) == handlers, "uninstall() leaves a handler of notices"
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
