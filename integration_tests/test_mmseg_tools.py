@@ -26,6 +26,8 @@ from quest_core import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
 from quest_mmseg.bench import scenes
 
+environment = "quest-mmseg"
+
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
 BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
 ITERATIONS = 4

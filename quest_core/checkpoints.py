@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,6 +74,28 @@ def compare(
         load,
     )
     return False
+
+
+def unread(key: str, spelled: Tensor, host: str) -> str:
+    """Return the message for an entry of a checkpoint where the model has the attention of `host` itself."""
+    trained = read(spelled)
+    return (
+        f"'{key}': this checkpoint was trained with attention '{trained}', and the model has {host}'s own; build the "
+        f"model with attention='{trained}', or with attention='standard' and attention_from='{trained}' if you mean to "
+        "go on from these weights with standard attention"
+    )
+
+
+def refuse_unread(model: nn.Module, state_dict: Mapping[str, Any], host: str) -> None:
+    """Raise CheckpointError if a checkpoint names an attention for a module that has the host's own.
+
+    For loaders that ignore unexpected keys, which `load_state_dict` would report.
+    """
+    modules = dict(model.named_modules())
+    for key, spelled in state_dict.items():
+        owner = key.removesuffix(f".{ENTRY}")
+        if owner != key and not hasattr(modules.get(owner), ENTRY):
+            raise CheckpointError(unread(key, spelled, host))
 
 
 def accept(model: nn.Module, attention_from: AttentionSpec) -> None:

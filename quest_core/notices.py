@@ -1,7 +1,7 @@
 """What users must read, in the host's own log where it has one.
 
 Everything goes to the logger ``quest_core``, whose records reach the root logger's handlers. A host with a logger of
-its own gets them through a handler that its plugin adds (`forward_to`).
+its own gets them through a handler that its plugin adds (`Adapter.forward_notices`).
 """
 
 from __future__ import annotations
@@ -34,31 +34,24 @@ def is_heard(level: int) -> bool:
 
 def _receives(handler: logging.Handler) -> bool:
     """Whether a handler writes anywhere; one that forwards does if the host has set up its logger."""
-    if isinstance(handler, _Forward):
+    if isinstance(handler, Forward):
         return bool(handler.logger().handlers)
     return not isinstance(handler, logging.NullHandler)
 
 
-def forward_to(logger: Callable[[], logging.Logger]) -> logging.Handler:
-    """Send all notices to another logger too.
+class Forward(logging.Handler):
+    """Passes records to the handlers of another logger.
 
     Args:
-        logger: called for every record, because hosts make their logger late and anew for each run.
-
-    Returns:
-        The handler, for ``LOGGER.removeHandler``.
+        logger: called for every record, because hosts make their logger late and once for each run.
     """
-    handler = _Forward(logger)
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
-    return handler
 
-
-class _Forward(logging.Handler):
     def __init__(self, logger: Callable[[], logging.Logger]) -> None:
         super().__init__()
         self.logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _receives(self):  # a logger without handlers would pass the record to root, which has it already
-            self.logger().handle(record)
+        """See logging.Handler. The logger's parents are left out, because the root logger has the record already."""
+        for handler in self.logger().handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)

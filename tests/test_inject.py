@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import quest_core
-from quest_core import InjectionError, MultiheadAttention, UnsupportedError
+from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
+from quest_core.hosts.injection import Request
 from quest_core.hosts.torch import TorchAdapter
+from quest_core.notices import LOGGER, say
 
 
 def encoder(layers: int = 2) -> nn.Module:
@@ -213,3 +217,51 @@ def test_adapters_connect_once_after_everything_is_in_place() -> None:
 
     quest_core.inject(encoder(), "quest", adapter=Connecting())
     assert seen == [["quest_core.hosts.torch"] * 2]
+
+
+# --- what a host's configuration asks for -----------------------------------------------------------------------------
+
+
+def test_a_configuration_is_read_before_anything_is_built() -> None:
+    assert Request.read({"heads": 4, "attention": None}, "Model") is None
+    given = {"attention": "quest+gqa(kv_heads=2)", "attention_from": "standard", "allow_partial": True}
+    request = Request.read(given, "Model")
+    assert request is not None
+    assert (str(request.attention), str(request.attention_from)) == ("quest+gqa(kv_heads=2)", "standard")
+    assert request.allow_partial
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "quset"}, "did you mean 'quest'"),
+        ({"attention": "quest", "attention_from": "standrad"}, "did you mean 'standard'"),
+        ({"atention": "quest"}, "Model has no option 'atention'; did you mean 'attention'"),
+        ({"attention_from": "quest"}, "Model: attention_from='quest' is given without attention"),
+        ({"allow_partial": True}, "Model: allow_partial=True is given without attention"),
+        ({"attention": "quest+gqa", "kv_heads": 2}, "Model has no option 'kv_heads'; write attention={'name': .*2}"),
+    ],
+)
+def test_a_configuration_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Request.read(options, "Model", options)
+
+
+def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled() -> None:
+    class Hosted(TorchAdapter):
+        pass
+
+    found: list[str] = []
+    own, heard = logging.Logger("host"), logging.Handler(logging.INFO)
+    heard.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    adapter, before, level = Hosted(), list(LOGGER.handlers), LOGGER.level
+    for _ in range(2):
+        adapter.forward_notices(lambda: own)
+    say("too early")
+    own.addHandler(heard)
+    say("once")
+    adapter.uninstall()
+    assert LOGGER.handlers == before
+    say("not there")
+    LOGGER.setLevel(level)
+    assert found == ["once"]

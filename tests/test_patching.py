@@ -97,3 +97,14 @@ def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.
     patches.undo()
     __import__("late_host")
     assert called == ["another's"]
+
+
+def test_what_is_no_attribute_is_done_once_and_undone() -> None:
+    patches, registry = Patches(), dict[str, int]()
+    for number in (1, 2):
+        patches.once("entry", lambda number=number: registry.setdefault("quest", number), registry.clear)
+    assert registry == {"quest": 1}
+    patches.undo()
+    assert not registry
+    patches.once("entry", lambda: registry.setdefault("quest", 3), registry.clear)
+    assert registry == {"quest": 3}

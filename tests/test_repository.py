@@ -246,6 +246,15 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     assert "core-newest" in dev["further"]()
 
 
+def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
+    dev = runpy.run_path(str(ROOT / "dev"))
+    assert dev["owner"](ROOT / "integration_tests" / "gpu" / "test_pointcept_patches.py") == "quest-pointcept"
+    for path in (ROOT / "integration_tests").rglob("test_*.py"):
+        hosts = {name.replace("-", "_") for name in dev["hosts"]()}
+        imported = {name.partition(".")[0] for name in top_level_imports(path)} & hosts
+        assert imported <= {dev["owner"](path).replace("-", "_")}, path
+
+
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
 
 SKIPPING = """

@@ -14,6 +14,8 @@ import torch
 
 import quest_fairseq
 
+environment = "quest-fairseq"
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 USER_DIR = str(Path(quest_fairseq.__file__).parent)

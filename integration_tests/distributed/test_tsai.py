@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+environment = "quest-tsai"
+
 pytestmark = pytest.mark.distributed
 
 SCRIPT = """

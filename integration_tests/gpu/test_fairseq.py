@@ -25,6 +25,8 @@ import quest_fairseq
 
 from .training import HostTraining, Run, compiler, now
 
+environment = "quest-fairseq"
+
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"layers": 2, "width": 32, "heads": 4, "tokens": 70, "batch": 2, "words": 24, "sentences": 300},
     "cuda": {"layers": 6, "width": 512, "heads": 8, "tokens": 512, "batch": 16, "words": 2000, "sentences": 60000},

@@ -21,6 +21,8 @@ from quest_graphgps.bench.data import GENERATORS
 
 from .training import HostTraining, Run, compiler, now
 
+environment = "quest-graphgps"
+
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"graphs": 8, "batch": 4, "layers": 1, "width": 32, "heads": 4},
     "cuda": {"graphs": 640, "batch": 64, "layers": 6, "width": 256, "heads": 8},

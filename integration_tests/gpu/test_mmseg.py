@@ -26,6 +26,8 @@ from quest_mmseg.bench.scenes import LABELS, scene
 
 from .training import HostTraining, Run, compiler, now
 
+environment = "quest-mmseg"
+
 CONFIG = Path(quest_mmseg.__file__).parent / "configs" / "segmenter_laptop_scenes-64x64.py"
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"size": 72, "patch": 8, "width": 32, "heads": 4, "layers": 1, "images": 2, "batch": 2},

@@ -25,6 +25,8 @@ from quest_pointcept.bench.tasks import Batch, batches
 
 from .training import HostTraining, Run, compiler, now
 
+environment = "quest-pointcept"
+
 # scenes, rings and rays of a scene, metres of a voxel; then what the model is told beside its defaults
 SIZES: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
     "cpu": (

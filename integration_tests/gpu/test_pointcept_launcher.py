@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+environment = "quest-pointcept"
+
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
 BENCHMARKS = Path(__file__).parents[2] / "plugins/quest-pointcept/benchmarks"
 

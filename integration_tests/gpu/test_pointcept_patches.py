@@ -17,6 +17,8 @@ import quest_core
 import quest_core.tools.packing
 from quest_pointcept import PointceptAdapter
 
+environment = "quest-pointcept"
+
 COUNTS, PATCH, CHANNELS = (700, 90, 333), 128, 96
 TOLERANCE = {"cpu": 1e-4, "cuda": 3e-2}  # bfloat16 and float16 in one product each way
 

@@ -18,6 +18,8 @@ import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
 
 from .training import HostTraining, Run, compiler, now
 
+environment = "quest-tsai"
+
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"series": 64, "length": 70, "bs": 16, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2},
     "cuda": {"series": 1024, "length": 512, "bs": 64, "d_model": 512, "n_heads": 8, "d_ff": 1024, "n_layers": 4},

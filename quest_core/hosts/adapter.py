@@ -6,8 +6,10 @@ replacement, the report, checkpoints) lives in :mod:`quest_core.inject`, so an a
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from ..catalogue import parts
 from ..config import DEFAULTS, AttentionConfig
 from ..errors import UnsupportedError
+from ..notices import LOGGER, Forward
 from ..projections import Projected
 from .patching import Patches
 
@@ -115,6 +118,17 @@ class Adapter(ABC):
     def uninstall(self) -> None:
         """Undo `install`: the host is as it was before."""
         self.patches.undo()
+
+    def forward_notices(self, logger: Callable[[], logging.Logger]) -> None:
+        """Write the notices of quest_core to the handlers of the host's own logger too, until `uninstall`.
+
+        Args:
+            logger: called for every record, because hosts make their logger late and once for each run.
+        """
+        handler = Forward(logger)
+        LOGGER.setLevel(logging.INFO)
+        add, remove = (functools.partial(change, handler) for change in (LOGGER.addHandler, LOGGER.removeHandler))
+        self.patches.once("notices", add, remove)
 
     def connect(self, model: nn.Module) -> None:  # noqa: B027
         """Tell the replacements what they need of the model around them; called once all of them are in place.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..catalogue import parts
 from ..checkpoints import ENTRY, accept
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import InjectionError
+from ..errors import ConfigError, InjectionError
 from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
 from .adapter import Adapter, Site, require
@@ -21,6 +24,8 @@ from .torch import TorchAdapter
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
+KEYS = ("attention", "attention_from", "allow_partial")
+"""What every host's configuration calls the arguments of `inject`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,51 @@ class Report:
     def announce(self) -> None:
         """Write the report in one line to the host's log, as a plugin does when a host's config asked for it."""
         say(str(self))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a host's configuration says about attention, checked before anything is built; see `inject`."""
+
+    attention: AttentionConfig
+    attention_from: AttentionConfig | None = None
+    allow_partial: bool = False
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Request | None:
+        """Return what `options` ask for, or None if they ask for nothing.
+
+        Args:
+            options: of a model in a host's configuration, those of the host among them.
+            where: what the options belong to, for messages.
+            others: names among `options` that nothing else reads.
+
+        Raises:
+            ConfigError: an unknown mechanism or option, a misspelt or misplaced key, or one without `attention`.
+        """
+        for name in others:
+            near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.8)
+            if near and name not in KEYS:
+                raise ConfigError(f"{where} has no option {name!r}; did you mean {near[0]!r}?")
+        attention, trained, partial = (options.get(key) for key in KEYS)
+        if attention is None:
+            for key in KEYS[1:]:
+                if options.get(key):
+                    raise ConfigError(
+                        f"{where}: {key}={options[key]!r} is given without attention; add attention=... too "
+                        "(attention='standard' for the host's own)"
+                    )
+            return None
+        config = AttentionConfig.parse(attention)
+        misplaced = sorted({option.name for part in parts().values() for option in part.options} & set(others))
+        if misplaced:
+            inner = {"name": str(config), **{name: options[name] for name in misplaced}}
+            raise ConfigError(f"{where} has no option {misplaced[0]!r}; write attention={inner!r}")
+        return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
+
+    def apply(self, model: nn.Module, adapter: str | Adapter) -> None:
+        """Inject into a model that its constructor has just built, and write the report to the host's log."""
+        inject(model, adapter=adapter, fresh=True, **vars(self))[1].announce()
 
 
 def inject(

@@ -28,6 +28,7 @@ class Patches:
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # owner, name, what stood there itself
         self._waiting: list[tuple[str, Callable[[], None]]] = []
+        self._undoes: dict[str, Callable[[], object]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, str, Any]]:
         """(owner, name, original) of every change; `original` is None where the owner only inherited the name."""
@@ -50,6 +51,15 @@ class Patches:
             self._made[id(owner), name] = (owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
 
+    def once(self, name: str, do: Callable[[], object], undo: Callable[[], object]) -> None:
+        """Call `do`, unless this object has done so under `name` already; the method `undo` calls `undo`.
+
+        For changes that are not attributes: entries of a registry, a handler of a logger.
+        """
+        if name not in self._undoes:
+            do()
+            self._undoes[name] = undo
+
     def when_imported(self, module: str, action: Callable[[], None]) -> None:
         """As the function `when_imported`; `undo` withdraws an action that is still waiting."""
         self._waiting.append((module, action))
@@ -70,6 +80,8 @@ class Patches:
             else:
                 setattr(owner, name, original)
         self._made.clear()
+        while self._undoes:
+            self._undoes.popitem()[1]()
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

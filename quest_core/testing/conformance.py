@@ -25,6 +25,7 @@ from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
+from quest_core.notices import LOGGER
 from quest_core.testing.truth import computed_by_truth, missing
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
@@ -269,7 +270,7 @@ class AdapterConformance(ABC):
 
     def test_what_is_uninstalled_is_gone(self) -> None:
         self.adapter.install()
-        made = list(self.adapter.patches)
+        made, handlers = list(self.adapter.patches), len(LOGGER.handlers)
         patched = [vars(owner)[name] for owner, name, _ in made]
         self.adapter.install()
         assert [vars(owner)[name] for owner, name, _ in made] == patched, "install() twice changes the host twice"
@@ -277,6 +278,7 @@ class AdapterConformance(ABC):
         for owner, name, original in made:
             assert vars(owner).get(name) is original, f"{owner}.{name} is not restored"
         self.adapter.install()
+        assert len(LOGGER.handlers) == handlers, "uninstall() leaves a handler of notices"
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import itertools
 import uuid
 import warnings
 from collections.abc import Callable
-from logging import LogRecord
+from logging import Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import CLASSES, segmenter
 from mmengine.config import Config
-from mmengine.logging import MMLogger
+from mmengine.logging.logger import MMFormatter
 from mmengine.model import ExponentialMovingAverage, PretrainedInit
 from mmengine.runner import FlexibleRunner, Runner
 from mmengine.structures import PixelData
@@ -130,15 +130,16 @@ def trained(quick: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All lines of all loggers of mmengine."""
+    """All lines that handlers of mmengine get."""
     lines: list[str] = []
-    stock = MMLogger.callHandlers
+    stock = Handler.handle
 
-    def call(logger: MMLogger, record: LogRecord) -> None:
-        lines.append(record.getMessage())
-        stock(logger, record)
+    def handle(handler: Handler, record: LogRecord) -> Any:
+        if isinstance(handler.formatter, MMFormatter):
+            lines.append(record.getMessage())
+        return stock(handler, record)
 
-    monkeypatch.setattr(MMLogger, "callHandlers", call)
+    monkeypatch.setattr(Handler, "handle", handle)
     return lines
 
 

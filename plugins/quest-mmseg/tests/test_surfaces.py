@@ -34,6 +34,7 @@ from quest_core import AttentionMismatchWarning, Mechanism
 from quest_core.checkpoints import ENTRY, read
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.hosts.discovery import load_info
+from quest_core.notices import LOGGER, Forward
 from quest_mmseg.adapter import MmsegAdapter
 from quest_mmseg.info import INFO
 from quest_mmseg.keys import refuse_unread
@@ -112,8 +113,11 @@ WRITE = r"write dict\(type='quest_mmseg.EncoderDecoder', attention='quest', ...\
         ({}, WRITE),
         ({"attention": None}, WRITE),
         ({"atention": "quest"}, WRITE),
-        ({"attention_from": "standard"}, WRITE),
-        ({"allow_partial": True, "backbone": {"type": "quest_mmseg.BEiT", "attention": "quest"}}, WRITE),
+        ({"attention_from": "standard"}, "attention_from='standard' is given without attention"),
+        (
+            {"allow_partial": True, "backbone": {"type": "quest_mmseg.BEiT", "attention": "quest"}},
+            "allow_partial=True is given without attention",
+        ),
         ({"attention": "quset"}, "did you mean 'quest'"),
         ({"attention": "quest", "attention_from": "standart"}, "did you mean 'standard'"),
         ({"backbone": {"type": "quest_mmseg.VisionTransformer", "attention": "qest"}}, "did you mean 'quest'"),
@@ -186,7 +190,7 @@ def test_a_stock_model_is_stock_after_uninstall():
     try:
         adapter.uninstall()
         assert [Runner.wrap_model, FlexibleRunner.load_or_resume] == stock
-        assert adapter.log is None
+        assert not any(isinstance(handler, Forward) for handler in LOGGER.handlers)
         model = build()
         assert attentions(model) == {}
         runner = SimpleNamespace(cfg=Config({"attention": "quest"}), model=model, distributed=False, logger=Logger("x"))

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.catalogue import parts
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.discovery import require_host
-from quest_core.hosts.injection import inject
+from quest_core.hosts.injection import KEYS, Request, inject
 from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
@@ -75,11 +74,6 @@ class GraphGPSAdapter(TorchAdapter):
         self.patches.when_imported("torch_geometric.nn.conv.gps_conv", self._change_gps_conv)
         graphgym.install(self)
 
-    def uninstall(self) -> None:
-        """Undo `install`; the configs of GraphGym then refuse `attention` as an unknown key."""
-        super().uninstall()
-        graphgym.uninstall()
-
     def _change_gps_conv(self) -> None:
         from torch_geometric.nn.conv.gps_conv import GPSConv
 
@@ -93,41 +87,24 @@ def _attention_name(layer: nn.Module) -> str | None:
 
 
 def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
-    """Make `attn_kwargs` of GPSConv take `attention` and `attention_from` too."""
-    signature = inspect.signature(stock)
+    """Make `attn_kwargs` of GPSConv take `attention`, `attention_from` and `allow_partial` too."""
+    signature, known = inspect.signature(stock), inspect.signature(nn.MultiheadAttention).parameters
 
     @functools.wraps(stock)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         given = signature.bind(self, *arguments, **options)
-        attn_kwargs = dict(given.arguments.get("attn_kwargs") or {})
-        attention, trained = attn_kwargs.pop("attention", None), attn_kwargs.pop("attention_from", None)
-        if attention is None:  # the stock model, in a search over hyper-parameters
-            if trained is not None:
-                raise ConfigError(
-                    f"GPSConv: attn_kwargs has attention_from={trained!r} without attention; name it, for example "
-                    f"attn_kwargs={{'attention': 'standard', 'attention_from': {trained!r}}}"
-                )
-            if "attn_kwargs" in given.arguments:
-                given.arguments["attn_kwargs"] = attn_kwargs
-            stock(*given.args, **given.kwargs)
-            return
-        config = AttentionConfig.parse(attention)
+        attn_kwargs = given.arguments.get("attn_kwargs") or {}
+        request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
         kind = given.arguments.get("attn_type", "multihead")
-        if kind != "multihead":
+        if request and kind != "multihead":
             raise UnsupportedError(
-                f"GPSConv: attn_kwargs has attention={attention!r}, which replaces attn_type='multihead', but "
+                f"GPSConv: attn_kwargs has attention='{request.attention}', which replaces attn_type='multihead', but "
                 f"attn_type is {kind!r}; leave out one of the two"
             )
-        known = inspect.signature(nn.MultiheadAttention).parameters
-        ours = {option.name for part in parts().values() for option in part.options} - set(known)
-        for name in ours & set(attn_kwargs):
-            example = {**config.to_dict(), name: attn_kwargs[name]}
-            raise ConfigError(
-                f"GPSConv: attn_kwargs has {name}={attn_kwargs[name]!r}, an option of the attention and not of "
-                f"torch.nn.MultiheadAttention; write attn_kwargs={{'attention': {example}}}"
-            )
-        given.arguments["attn_kwargs"] = attn_kwargs
+        if attn_kwargs:
+            given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
         stock(*given.args, **given.kwargs)
-        inject(self, config, adapter=adapter, fresh=True, attention_from=trained)
+        if request:
+            inject(self, **vars(request), adapter=adapter, fresh=True)
 
     return __init__

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -22,13 +21,12 @@ from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
-from quest_core.hosts.injection import inject
+from quest_core.hosts.injection import KEYS, Request
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
 """The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
-KEYS = ("attention", "attention_from", "allow_partial", OPTIONS)
 LAYER = "Quest"
 """The name of QUEST in gt.layer_type: GINE+Quest."""
 NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
@@ -47,7 +45,7 @@ def install(adapter: Adapter) -> None:
         patches.wrap(config, "_check_and_coerce_cfg_value_type", _mapping_as_text)
 
     def change_config() -> None:
-        register_keys()
+        patches.once("keys", register_keys, forget_keys)
         config = import_module("torch_geometric.graphgym.config")  # the package's attribute of that name is another
         patches.wrap(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
 
@@ -68,19 +66,6 @@ def install(adapter: Adapter) -> None:
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
     patches.when_imported("graphgps.config.gt_config", register_keys)
     patches.when_imported("graphgps.finetuning", change_finetuning)
-
-
-def uninstall() -> None:
-    """Remove the keys from GraphGym's registry and config, which `Patches` cannot hold because they are items."""
-    if "torch_geometric.graphgym.config" not in sys.modules:
-        return
-    from torch_geometric.graphgym import register
-    from torch_geometric.graphgym.config import cfg
-
-    register.config_dict.pop(OPTIONS, None)
-    for section in SECTIONS:
-        for key in KEYS if cfg is not None and section in cfg else ():
-            cfg[section].pop(key, None)
 
 
 # --- the keys -------------------------------------------------------------------------------------------------------
@@ -115,6 +100,17 @@ def register_keys() -> None:
         declare(cfg)
 
 
+def forget_keys() -> None:
+    """Remove the keys from GraphGym's registry and from its config."""
+    from torch_geometric.graphgym import register
+    from torch_geometric.graphgym.config import cfg
+
+    register.config_dict.pop(OPTIONS, None)
+    for section in SECTIONS:
+        for key in (*KEYS, OPTIONS) if cfg is not None and section in cfg else ():
+            cfg[section].pop(key, None)
+
+
 def _mapping_as_text(stock: Wrapper) -> Wrapper:
     """Turn a mapping under our keys into text of the same meaning, because yacs keeps one type under a key."""
     keys = {f"{section}.{key}" for section in SECTIONS for key in ("attention", "attention_from")}
@@ -128,8 +124,8 @@ def _mapping_as_text(stock: Wrapper) -> Wrapper:
     return check_and_coerce
 
 
-def requested(cfg: Any) -> dict[str, Any]:
-    """Return the arguments of `inject` that a config asks for; empty if it asks for the stock model.
+def requested(cfg: Any) -> Request | None:
+    """Return what a config asks for; None means the stock model.
 
     ``gt.layer_type: GINE+Quest`` is rewritten in place to GINE+Transformer and ``gt.attention: quest``.
 
@@ -151,35 +147,32 @@ def requested(cfg: Any) -> dict[str, Any]:
             f"gt.layer_type is '{local}+{kind}', whose second half is one of GraphGPS's or '{LAYER}'; write "
             f"gt.layer_type: {local}+Transformer and gt.attention: {meant}"
         )
-    asked: dict[str, dict[str, Any]] = {}
+    asked: dict[str, Request] = {}
     for section in SECTIONS:
         node = cfg.get(section) or {}
         options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
-        if _given(node.get("attention")):
-            trained = node.get("attention_from")
-            asked[section] = {
-                "attention": _parse(f"{section}.attention", node["attention"], options),
-                "attention_from": _parse(f"{section}.attention_from", trained) if _given(trained) else None,
-                "allow_partial": bool(node.get("allow_partial")),
-            }
-            continue
-        unread = [f"{OPTIONS}.{name}" for name in options]
-        unread += [key for key in ("attention_from", "allow_partial") if _given(node.get(key))]
-        if unread:
+        given = {key: node[key] for key in KEYS if _given(node.get(key))}
+        unread = ", ".join(f"{section}.{key}" for key in (*(f"{OPTIONS}.{name}" for name in options), *given))
+        if "attention" in given:
+            attention = _parse(f"{section}.attention", given["attention"], options)
+            trained = given.get("attention_from")
+            source = None if trained is None else _parse(f"{section}.attention_from", trained)
+            asked[section] = Request(attention, source, "allow_partial" in given)
+        elif unread:
             raise ConfigError(
-                f"{', '.join(f'{section}.{key}' for key in unread)} given without {section}.attention; name the "
-                f"attention, for example {section}.attention: standard"
+                f"{unread} given without {section}.attention; name the attention, for example {section}.attention: "
+                "standard"
             )
     if len(asked) > 1:
-        both = " and ".join(f"{section}.attention: {found['attention']}" for section, found in asked.items())
+        both = " and ".join(f"{section}.attention: {found.attention}" for section, found in asked.items())
         raise ConfigError(f"two keys choose the attention, {both}; keep one")
     without = [name for name in (cfg.model.type, kind) if name in NO_SITE]
     if "gt" in asked and without:
         raise UnsupportedError(
-            f"gt.attention is '{asked['gt']['attention']}', and {without[0]} has no attention that can be replaced; "
+            f"gt.attention is '{asked['gt'].attention}', and {without[0]} has no attention that can be replaced; "
             f"write model.type: GPSModel and gt.layer_type: {local if kind else 'GINE'}+Transformer"
         )
-    return next(iter(asked.values()), {})
+    return next(iter(asked.values()), None)
 
 
 def _given(value: Any) -> bool:
@@ -222,8 +215,8 @@ def _check_when_merged(adapter: Adapter, stock: Wrapper) -> Wrapper:
                 ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights"
             )
             site = Site("", attn, 0, attn.num_heads, attn.head_dim, needs, fresh=True)
-            require(adapter, site, asked["attention"])
-            adapter.replace(site, asked["attention"])
+            require(adapter, site, asked.attention)
+            adapter.replace(site, asked.attention)
 
     return assert_cfg
 
@@ -238,16 +231,15 @@ def _inject_when_built(adapter: Adapter, stock: Wrapper) -> Wrapper:
     def __init__(self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
         asked = requested(cfg)
         stock(self, dim_in, dim_out, cfg)
-        if not asked:
+        if asked is None:
             return
         try:
-            _, report = inject(self.model, **asked, adapter=adapter, fresh=True)
+            asked.apply(self.model, adapter)
         except InjectionError as error:
             raise InjectionError(
-                f"attention '{asked['attention']}' cannot be used in model.type {cfg.model.type!r}: {error} (in a "
-                "config, write gt.allow_partial: True, or gnn.allow_partial: True)"
+                f"attention '{asked.attention}' cannot be used in model.type {cfg.model.type!r}: {error} (in a config, "
+                "write gt.allow_partial: True, or gnn.allow_partial: True)"
             ) from None
-        report.announce()
 
     return __init__
 
@@ -257,7 +249,7 @@ def _keep_own_attention(stock: Wrapper) -> Wrapper:
 
     @functools.wraps(stock)
     def load_pretrained_model_cfg(cfg: Any) -> Any:
-        keys = KEYS if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
+        keys = (*KEYS, OPTIONS) if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
         own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
         cfg = stock(cfg)
         for section, values in own.items():

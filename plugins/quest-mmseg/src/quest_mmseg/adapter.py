@@ -7,7 +7,6 @@ inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ from mmengine.logging import MMLogger
 from mmengine.runner import FlexibleRunner, Runner
 from torch import nn
 
-from quest_core import notices
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
@@ -30,12 +28,12 @@ from .layers import (
     MAEAttention,
     MultiheadAttention,
     PackedAttention,
-    Replacement,
     WindowMSA,
+    Wrapping,
     grids,
 )
 
-HOSTS: dict[tuple[str, str], type[Replacement]] = {
+HOSTS: dict[tuple[str, str], Any] = {
     ("mmcv.cnn.bricks.transformer", "MultiheadAttention"): MultiheadAttention,
     ("mmseg.models.backbones.mit", "EfficientMultiheadAttention"): EfficientMultiheadAttention,
     ("mmseg.models.backbones.twins", "GlobalSubsampledAttention"): EfficientMultiheadAttention,
@@ -55,8 +53,6 @@ class MmsegAdapter(Adapter):
     name: ClassVar[str] = "mmseg"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
-    log: ClassVar[logging.Handler | None] = None
-    """What writes notices to mmengine's log, while installed."""
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module that can be replaced, in the order of registration, that of the forward pass.
@@ -68,12 +64,12 @@ class MmsegAdapter(Adapter):
         index = 0
         for path, module in model.named_modules():
             owners[path] = module
-            reason = _reason(module)
-            if reason is not None:
+            refused = _host_name(module, INFO["refused"])
+            if refused is not None:
                 raise UnsupportedError(
                     f"attention= cannot be used in a model with {type(module).__name__}"
-                    f"{f' (at {path!r})' if path else ''}: {reason}. Name it on the parts that can have it instead, "
-                    "for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
+                    f"{f' (at {path!r})' if path else ''}: {INFO['refused'][refused]}. Name it on the parts that "
+                    "can have it, for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
                 )
             if _replacement(module) is not None:
                 yield _site(path, module, index, owners)
@@ -83,9 +79,7 @@ class MmsegAdapter(Adapter):
         """Return the host's own sub-modules around another mechanism; see quest_mmseg.layers."""
         made = _replacement(site.module)
         assert made is not None
-        module = made.from_host(site.module, config, fresh=site.fresh)
-        assert isinstance(module, nn.Module)
-        return module
+        return made.from_host(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
@@ -114,6 +108,7 @@ class MmsegAdapter(Adapter):
         """Have Runners compare their config with the model, and write notices to mmengine's log.
 
         The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
+        `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
 
         Raises:
             PluginError: mmseg is not installed or of a version that this plugin does not support.
@@ -121,15 +116,7 @@ class MmsegAdapter(Adapter):
         require_host(self.name)
         self.patches.wrap(Runner, "wrap_model", _compared)
         self.patches.wrap(FlexibleRunner, "load_or_resume", _compared)
-        if MmsegAdapter.log is None:
-            MmsegAdapter.log = notices.forward_to(MMLogger.get_current_instance)
-
-    def uninstall(self) -> None:
-        """Undo `install`. The types of the scope ``quest_mmseg`` stay in mmengine's registry."""
-        super().uninstall()
-        if MmsegAdapter.log is not None:
-            notices.LOGGER.removeHandler(MmsegAdapter.log)
-            MmsegAdapter.log = None
+        self.forward_notices(MMLogger.get_current_instance)
 
 
 def _compared(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,14 +180,8 @@ def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
     return next((name for name in names if name in kinds), None)
 
 
-def _reason(module: nn.Module) -> str | None:
-    """Return why the attention in a module of mmseg cannot be replaced, or None."""
-    name = _host_name(module, INFO["refused"])
-    return None if name is None else INFO["refused"][name]
-
-
-def _replacement(module: nn.Module) -> type[Replacement] | None:
-    if isinstance(module, Replacement):
+def _replacement(module: nn.Module) -> Any:
+    if isinstance(module, Wrapping | PackedAttention):
         return type(module)
     return HOSTS.get((type(module).__module__, type(module).__name__))
 

@@ -1,8 +1,8 @@
 """mmseg's attention modules with another mechanism inside.
 
-Each class is a subclass of the host's, takes its call and holds its sub-modules under their own names. So a state dict
-of the host loads strictly, unless the mechanism has parameters of its own. With fewer key/value
-heads (gqa, mqa) the key and value projections are smaller, and a host checkpoint is pooled on load.
+Each class is a subclass of the host's, takes its call and holds its sub-modules under their own names, so a state dict
+of the host loads strictly, unless the mechanism has parameters of its own. With fewer key/value heads (gqa, mqa) the
+key and value projections are smaller, and a host checkpoint is pooled on load.
 
 mmcv asks torch.nn.MultiheadAttention for weights that it does not read. These modules form none, so `standard` reaches
 the fused kernel too.
@@ -25,10 +25,10 @@ from mmseg.models.utils import nchw_to_nlc, nlc_to_nchw
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
+from quest_core.hosts.replacement import HostAttention
 from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
-from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.aft_conv import AttentionFreeConv
-from quest_core.projections import Packed, Projected, Projections, Separate, shallow_copy
+from quest_core.projections import Packed, Projections, Separate, shallow_copy
 
 HIDES = -100.0
 """What Swin adds to the logits of keys that a query may not see."""
@@ -41,24 +41,19 @@ def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
             yield part
 
 
-class Replacement:
-    """Base of all replacements: it is made from a host's module."""
-
-    config: AttentionConfig
+class Wrapping:
+    """Base of the modules that hold torch.nn.MultiheadAttention as `attn`."""
 
     @classmethod
-    def from_host(cls, host: nn.Module, config: AttentionConfig, *, fresh: bool) -> Replacement:
+    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> Any:
         """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
-        made: Replacement = shallow_copy(host, cls)
-        made._build(host, config, fresh=fresh)
-        made.config = config
+        made = shallow_copy(host, cls)
+        made.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
+        made.attn.batch_first = host.batch_first
         return made
 
-    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
-        raise NotImplementedError
 
-
-class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[misc]
+class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc]
     """For mmcv's MultiheadAttention, of which ViT, Segmenter's head, K-Net and mmdetection's decoders are made.
 
     Attributes:
@@ -66,10 +61,6 @@ class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[m
     """
 
     class_tokens: int = 0
-
-    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
-        self.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
-        self.attn.batch_first = host.batch_first
 
     @deprecated_api_warning({"residual": "identity"}, cls_name="MultiheadAttention")
     def forward(
@@ -122,12 +113,8 @@ class MultiheadAttention(Replacement, HostMultiheadAttention):  # type: ignore[m
         return x.roll(sign * self.class_tokens, 1 if self.batch_first else 0)
 
 
-class EfficientMultiheadAttention(Replacement, HostEfficientMultiheadAttention):  # type: ignore[misc]
+class EfficientMultiheadAttention(Wrapping, HostEfficientMultiheadAttention):  # type: ignore[misc]
     """For the attention of SegFormer's MiT and of PCPVT, whose keys may come from a reduced image."""
-
-    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
-        self.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
-        self.attn.batch_first = host.batch_first
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """[B, N, E] with N = height · width -> [B, N, E]."""
@@ -140,22 +127,18 @@ class EfficientMultiheadAttention(Replacement, HostEfficientMultiheadAttention):
         return (x if identity is None else identity) + self.dropout_layer(self.proj_drop(out))
 
 
-class PackedAttention(Replacement, Projected):
+class PackedAttention(HostAttention):
     """Base for BEiT, MAE and Swin: one `qkv` projection and a learned bias by relative position."""
 
     projections: ClassVar[Projections] = Packed("qkv")
-    qkv: nn.Linear
-    mechanism: Mechanism
-    num_heads: int
-    embed_dims: int
 
-    def _build(self, host: Any, config: AttentionConfig, *, fresh: bool) -> None:
+    @classmethod
+    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PackedAttention:
+        """As `Wrapping.from_host`."""
         head_dim = host.embed_dims // host.num_heads
-        self.head_sizes = head_sizes(config, host.num_heads, head_dim)
-        made = Mechanism(config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale)
-        self.mechanism = made.to(device=host.qkv.weight.device, dtype=host.qkv.weight.dtype)
-        self.mechanism.train(host.training)
-        self.projections.shrink(self, self.head_sizes, fresh=fresh)
+        return cls.adopt(
+            host, config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale, fresh=fresh
+        )
 
     def _attend(self, x: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
         """x [B, N, E], bias of the projection, additive mask [1 or B, H, N, N] -> [B, N, E]."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from mmseg.models import backbones, decode_heads, segmentors
 
-from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-from quest_core.hosts.injection import inject
+from quest_core.hosts.injection import KEYS, Request
 
 from .adapter import MmsegAdapter
 from .info import INFO
@@ -38,38 +38,24 @@ class Accepts:
 
     _cfg: Any
 
-    def __init__(
-        self,
-        *arguments: Any,
-        attention: AttentionSpec | None = None,
-        attention_from: AttentionSpec | None = None,
-        allow_partial: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         name = f"quest_mmseg.{type(self).__name__}"
-        config = None if attention is None else AttentionConfig.parse(attention)
-        source = None if attention_from is None else AttentionConfig.parse(attention_from)
+        request = Request.read({key: options.pop(key, None) for key in KEYS}, name)
         parts = [(path, AttentionConfig.parse(part["attention"])) for path, part in entries(options)]
-        if config is None and (not parts or source is not None or allow_partial):
+        if request is None and not parts:
             raise ConfigError(
                 f"'{name}' has no attention; write dict(type='{name}', attention='quest', ...), or --cfg-options "
                 f"model.attention=quest; mmseg's own attention is type='{type(self).__name__}' or attention='standard'"
             )
-        if config is not None and parts:
+        if request is not None and parts:
             path, own = parts[0]
-            raise ConfigError(f"attention is named twice: '{config}' for {name} and '{own}' for its {path}; keep one")
-        super().__init__(*arguments, **options)
-        if config is not None:
-            model: Any = self
-            _, report = inject(
-                model,
-                config,
-                adapter=MmsegAdapter(),
-                fresh=True,
-                attention_from=source,
-                allow_partial=allow_partial,
+            raise ConfigError(
+                f"attention is named twice: '{request.attention}' for {name} and '{own}' for its {path}; keep one"
             )
-            report.announce()
+        super().__init__(*arguments, **options)
+        if request is not None:
+            model: Any = self
+            request.apply(model, MmsegAdapter())
 
     @property
     def cfg(self) -> Any:

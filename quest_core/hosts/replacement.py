@@ -1,0 +1,71 @@
+"""What replacements of a host's attention have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import AttentionConfig
+from ..mechanism import Mechanism, head_sizes
+from ..projections import Projected, shallow_copy
+
+Made = TypeVar("Made", bound="HostAttention")
+
+
+class HostAttention(Projected):
+    """Base of replacements: inherit it, describe `projections`, and write `forward` with the arguments of the host.
+
+    Attributes:
+        config: what `mechanism` computes.
+    """
+
+    if TYPE_CHECKING:
+        config: AttentionConfig
+        mechanism: Mechanism
+
+    @classmethod
+    def adopt(
+        cls: type[Made],
+        host: nn.Module,
+        config: AttentionConfig,
+        *,
+        num_heads: int,
+        head_dim: int,
+        standard_scale: float | None = None,
+        fresh: bool = False,
+    ) -> Made:
+        """Return a module with the attributes, parameters and sub-modules of `host`, which is not changed.
+
+        Args:
+            host: the module to replace.
+            config: the mechanism.
+            num_heads: query heads H.
+            head_dim: features D of a query head.
+            standard_scale: the host's factor on q·k; 1/√D by default.
+            fresh: the weights have only been initialised; see `quest_core.projections`.
+
+        Raises:
+            InputError: `host` is a replacement whose keys and values were reduced already.
+        """
+        made: Any = shallow_copy(host, cls)
+        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim)
+        mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
+        weight = next(host.parameters())
+        made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
+        return made  # type: ignore[no-any-return]
+
+
+def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """Return a host's two masks as one of quest_core: boolean (True = may attend) or additive; None without any.
+
+    Args:
+        hidden: the host's, boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
+        real: boolean, False = padding, broadcastable to [B, H, N, M]; see `Mechanism.padding_mask`.
+    """
+    mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
+    if mask is None or real is None:
+        return real if mask is None else mask
+    return mask & real if mask.dtype == torch.bool else torch.where(real, mask, -torch.inf)
