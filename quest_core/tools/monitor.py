@@ -15,7 +15,7 @@ from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
 from ..mechanism import Mechanism, Observation
 from ..mechanisms.base import Normaliser, logits
 from ..mechanisms.elliptical import EllipticalQuest
-from ..mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax, _sinkhorn_blocks
+from ..mechanisms.normalisers import Sigmoid, Sinkhorn, Softmax
 from ..mechanisms.scores import Quest
 
 BLOCK = 2**19
@@ -326,10 +326,7 @@ def _column_terms(
     if isinstance(normaliser, Softmax | Sigmoid) or (isinstance(normaliser, Sinkhorn) and normaliser.iterations == 1):
         return None
     if isinstance(normaliser, Sinkhorn):
-        scaled = mask if mask is None or mask.dtype == torch.bool else mask / normaliser.eps
-        v = k[..., :1]  # the output is not looked at
-        factors: Tensor = _sinkhorn_blocks(q, k, v, scaled, scale / normaliser.eps, normaliser.iterations, 0.0, None)[2]
-        return factors[-1]
+        return normaliser.columns(q, k, scale, mask, q.shape[1] != k.shape[1])[1]  # type: ignore[return-value]
     z = _hide(logits(q, k, scale, q.shape[1] != k.shape[1]), mask, is_causal, 0, q.shape[2], k.shape[2])
     return normaliser.weights(z, z > -math.inf).log()
 
