@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .pytorch import is_compiling, is_exporting, transform, wider
+from .pytorch import is_eager, wider
 
 PLAIN_WEIGHTS = 2**23
 """With this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32."""
@@ -28,7 +28,7 @@ def block_rows(n: int, weights: int) -> int | None:
 
     Graphs and function transforms take the plain formula, because the loop would be one of a fixed length there.
     """
-    if is_compiling() or is_exporting() or transform() is not None or n * weights < PLAIN_WEIGHTS:
+    if not is_eager() or n * weights < PLAIN_WEIGHTS:
         return None
     return max(BLOCK_ROWS, BLOCK_WEIGHTS // weights)
 
