@@ -138,7 +138,7 @@ class Mechanism(Spelled):
         *,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,  # of 0.0 a dynamic graph makes an input, and is compiled twice
     ) -> Tensor:
         """The attention output.
 
@@ -227,7 +227,7 @@ class Mechanism(Spelled):
         *,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor]:
         """The output and the weights [B, H, N, M] that made it (after dropout), by the plain formula.
 
@@ -244,7 +244,7 @@ class Mechanism(Spelled):
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
 
@@ -274,7 +274,7 @@ class Mechanism(Spelled):
         cache: Cache,
         *,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> Tensor:
         """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
 
@@ -439,7 +439,7 @@ def attention(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Tensor:
     """Attention with any mechanism that has no parameters of its own.
 
