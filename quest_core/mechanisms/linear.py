@@ -25,10 +25,10 @@ from ..kernels.pytorch import (
     VERSION,
     autocast_dtype,
     is_compiling,
+    is_eager,
     is_exporting,
     is_tracing,
     no_autocast,
-    transform,
     wider,
 )
 from ..kernels.unit import unit
@@ -111,8 +111,8 @@ def _result_type(q: Tensor) -> torch.dtype:
 def _feature(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 in float32 or wider, as exp(min(x, 0)) + max(x, 0), which does not cancel far below 0."""
     x = _wide(x)
-    # The derivative written by hand takes half the passes of the recorded one. Compilers fuse those by themselves.
-    by_hand = x.requires_grad and torch.is_grad_enabled() and not (is_compiling() or is_exporting() or transform())
+    # The derivative written by hand takes half the passes of the recorded one.
+    by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
     return _by_hand(x) if by_hand else x.clamp(max=0).exp() + x.relu()
 
 
