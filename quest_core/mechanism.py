@@ -124,6 +124,11 @@ class Mechanism(nn.Module):
                     f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                     f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
                 )
+        if dims is None and config.starts:
+            raise ConfigError(
+                f"attention '{config}' sets the start of query and key projections, which a function does not have; "
+                "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
+            )
         spelled = None if dims is None or config.name == "standard" else checkpoints.spell(config)
         self.register_buffer(checkpoints.ENTRY, spelled)
         self.attention_from: AttentionConfig | None = None

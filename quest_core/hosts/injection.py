@@ -11,9 +11,10 @@ from torch import nn
 
 from ..checkpoints import ENTRY, accept
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import InjectionError
+from ..errors import ConfigError, InjectionError, UnsupportedError
 from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
+from ..projections import Projected
 from .adapter import Adapter, Site, require
 from .discovery import adapter as find_adapter
 from .discovery import discover, running_adapters
@@ -42,11 +43,13 @@ class Report:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
         left_alone: paths of modules that look like attention by their name and that no adapter knew.
+        query_norms: the smallest and the largest expected norm of a head's queries, where the attention set them.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
     left_alone: tuple[str, ...] = ()
+    query_norms: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -55,6 +58,8 @@ class Report:
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
+        if self.query_norms is not None:
+            size += "; queries start with norm {:.3g} to {:.3g}".format(*self.query_norms)
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
@@ -92,7 +97,8 @@ def inject(
         attention: a name, mapping or AttentionConfig.
         adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
         fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
-            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
+            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation. Options
+            that set the start of queries and keys (``quest(init=5)``) need a fresh model.
         attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
         allow_partial: go on where the model holds other modules that are attention by their name and that no adapter
@@ -103,13 +109,19 @@ def inject(
         carries as ``model.attention_report``.
 
     Raises:
-        ConfigError: unknown mechanism or option.
+        ConfigError: unknown mechanism or option, or one that sets the start of a model that is not fresh.
         InjectionError: no attention was found, only a part of it could be replaced, or the model is wrapped already.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
     config = AttentionConfig.parse(attention)
     _refuse_wrapped(model)
+    if config.starts and not fresh:
+        raise ConfigError(
+            f"attention '{config}' scales projections that have only been initialised, and this model may be trained; "
+            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits the queries of trained "
+            "weights)"
+        )
     if isinstance(adapter, Adapter):
         adapters: list[Adapter] = [adapter]
     elif adapter is not None:
@@ -137,6 +149,7 @@ def inject(
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         made = [owner.replace(site, config) for owner, site in chosen]
+    starting = [part for module in made for part in _starting(module, config)]
 
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
@@ -152,9 +165,28 @@ def inject(
     ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
     # DistributedDataParallel would broadcast the buffers in every step.
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
-    report = Report(str(config), tuple(rows), tuple(left))
+    for part in starting:
+        part.start()
+    norms = [part.projections.norms(part, part.head_sizes, "q") for part in starting]
+    starts = (min(x.min().item() for x in norms), max(x.max().item() for x in norms)) if norms else None
+    report = Report(str(config), tuple(rows), tuple(left), starts)
     setattr(model, REPORT, report)
     return model, report
+
+
+def _starting(module: nn.Module, config: AttentionConfig) -> list[Projected]:
+    """The parts of a replacement whose start `config` sets; raises UnsupportedError where it cannot be set."""
+    if not config.starts:
+        return []
+    parts = [part for part in module.modules() if isinstance(part, Projected)]
+    if not parts:
+        raise UnsupportedError(
+            f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+            "(quest_core.projections.Projected); leave the option out"
+        )
+    for part in parts:
+        part.start_factors()
+    return parts
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from mmseg.models import backbones, decode_heads, segmentors
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
 from quest_core.hosts.injection import inject
+from quest_core.projections import Projected
 
 from .adapter import MmsegAdapter
 from .info import INFO
@@ -70,6 +71,13 @@ class Accepts:
                 allow_partial=allow_partial,
             )
             report.announce()
+
+    def init_weights(self) -> None:
+        """Initialise as mmseg does, and then start the projections as the attention's options ask."""
+        super().init_weights()  # type: ignore[misc]
+        for part in self.modules():  # type: ignore[attr-defined]
+            if isinstance(part, Projected):
+                part.start()
 
     @property
     def cfg(self) -> Any:
