@@ -27,6 +27,7 @@ from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
 from quest_core.mechanisms import reference
 from quest_core.mechanisms.base import Normaliser, Score
+from quest_core.projections import Projected
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 """What a checkpoint comes from and what it is loaded into; gqa with as few key heads as every site allows."""
@@ -372,6 +373,22 @@ class AdapterConformance(ABC):
             assert after["key_norm_mean"] == pytest.approx(before["key_norm_mean"], rel=1e-4)
 
     # --- types and compilers ---------------------------------------------------------------------------------------
+
+    def test_queries_and_keys_of_a_fresh_model_start_as_asked(self) -> None:
+        spec = "quest(init=5, key_init=2)"
+        if not any(isinstance(part, Projected) for part in self.injected("quest").modules()):
+            with pytest.raises(quest_core.UnsupportedError, match="describes none"):
+                quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
+            return
+        model, report = quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
+        parts = [part for part in model.modules() if isinstance(part, Projected)]
+        assert len(parts) >= self.sites, "each replacement must be or contain a quest_core.projections.Projected"
+        for part in parts:
+            for role, norm in (("q", 5.0), ("k", 2.0)):
+                norms = part.projections.norms(part, part.head_sizes, role)
+                torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
+        assert report.query_norms == pytest.approx((5, 5), rel=1e-5)
+        model.load_state_dict(self.injected("quest").state_dict())  # what a start was does not bind a checkpoint
 
     def test_autocast(self) -> None:
         try:
