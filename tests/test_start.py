@@ -66,7 +66,7 @@ def test_without_the_options_nothing_changes() -> None:
     stock = encoder()
     before = copy.deepcopy(stock.state_dict())
     model, report = quest_core.inject(stock, "quest", fresh=True)
-    assert report.query_norms is None
+    assert len(report.replacements[0].query_norms) == 4
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
@@ -124,7 +124,9 @@ def test_a_reset_starts_again() -> None:
 
 def test_the_report_says_where_queries_start() -> None:
     _, report = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
-    assert "queries start with norm 5 to 5" in str(report)
+    assert "queries start with norms 5 to 5" in str(report)
+    assert "‖q‖ 5" in report.table()
+    assert "norm" not in str(quest_core.inject(encoder(), "quest")[1])
 
 
 def test_a_misspelt_start_is_named() -> None:

@@ -26,13 +26,18 @@ REPORT = "attention_report"
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: where it was, what it was, and its parameters before and after."""
+    """One replaced module: where it was, what it was, and its parameters before and after.
+
+    Attributes:
+        query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.
+    """
 
     path: str
     host_class: str
     adapter: str
     parameters_before: int
     parameters_after: int
+    query_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,11 @@ class Report:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
         left_alone: paths of modules that look like attention by their name and that no adapter knew.
-        query_norms: the smallest and the largest expected norm of a head's queries, where the attention set them.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
     left_alone: tuple[str, ...] = ()
-    query_norms: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -58,15 +61,17 @@ class Report:
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
-        if self.query_norms is not None:
-            size += "; queries start with norm {:.3g} to {:.3g}".format(*self.query_norms)
+        norms = [norm for r in self.replacements for norm in r.query_norms]
+        if norms and AttentionConfig.parse(self.attention).starts:
+            size += f"; queries start with norms {min(norms):.3g} to {max(norms):.3g}"
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
-        """All replaced modules, one a line."""
+        """Return all replaced modules, one a line, with the mean norm that queries start with in a fresh model."""
         width = max(len(r.path) for r in self.replacements)
         return "\n".join(
             f"{r.path:<{width}}  {r.host_class}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
             for r in self.replacements
         )
 
@@ -153,7 +158,8 @@ def inject(
 
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
-        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module)))
+        sizes = _size(site.module), _size(module)
+        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, *sizes))
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
@@ -167,9 +173,9 @@ def inject(
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
     for part in starting:
         part.start()
-    norms = [part.projections.norms(part, part.head_sizes, "q") for part in starting]
-    starts = (min(x.min().item() for x in norms), max(x.max().item() for x in norms)) if norms else None
-    report = Report(str(config), tuple(rows), tuple(left), starts)
+    if fresh:
+        rows = [replace(row, query_norms=_query_norms(module)) for row, module in zip(rows, made, strict=True)]
+    report = Report(str(config), tuple(rows), tuple(left))
     setattr(model, REPORT, report)
     return model, report
 
@@ -187,6 +193,19 @@ def _starting(module: nn.Module, config: AttentionConfig) -> list[Projected]:
     for part in parts:
         part.start_factors()
     return parts
+
+
+def _query_norms(module: nn.Module) -> tuple[float, ...]:
+    """The expected norm of the queries of each head; () where the projections are not described or have no values."""
+    try:
+        norms = [
+            part.projections.norms(part, part.head_sizes, "q")
+            for part in module.modules()
+            if isinstance(part, Projected)
+        ]
+    except UnsupportedError:  # parametrised
+        return ()
+    return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

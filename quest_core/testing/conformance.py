@@ -387,7 +387,7 @@ class AdapterConformance(ABC):
             for role, norm in (("q", 5.0), ("k", 2.0)):
                 norms = part.projections.norms(part, part.head_sizes, role)
                 torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
-        assert report.query_norms == pytest.approx((5, 5), rel=1e-5)
+        assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
         model.load_state_dict(self.injected("quest").state_dict())  # what a start was does not bind a checkpoint
 
     def test_autocast(self) -> None:
