@@ -105,18 +105,26 @@ class AttentionConfig:
         return next((o.default for p in self.specs() for o in p.options if o.name == key), None)
 
     def means(self, text: str) -> bool:
-        """Whether `text` is this attention, options left at their defaults included; False if it is unknown here."""
+        """Return whether `text` is this attention; False if it is unknown here.
+
+        An omitted option equals its default. Options that only set the start of a fresh model are not compared.
+        """
         try:
             other = AttentionConfig.parse(text)
         except ConfigError:
             return False
-        return self.parts == other.parts and all(
-            self.build_arguments(part) == other.build_arguments(part) for part in self.specs()
-        )
+        compared = [o.name for part in self.specs() for o in part.options if o.starts is None]
+        return self.parts == other.parts and all(self.option(name) == other.option(name) for name in compared)
+
+    @property
+    def starts(self) -> dict[str, float]:
+        """The norm that a fresh model's queries ("q") and keys ("k") are asked to start with; see `Projected.start`."""
+        named = {o.starts: self.option(o.name) for part in self.specs() for o in part.options if o.starts in ("q", "k")}
+        return {role: norm for role, norm in named.items() if role is not None and norm is not None}
 
     def build_arguments(self, part: Part) -> dict[str, Any]:
-        """The options of one part, with defaults filled in."""
-        return {o.name: self.option(o.name) for o in part.options}
+        """The options that the part is built with, with defaults filled in."""
+        return {o.name: self.option(o.name) for o in part.options if o.starts not in ("q", "k")}
 
     def to_dict(self) -> dict[str, Any]:
         """A mapping that :meth:`parse` reads back to an equal configuration; plain JSON types only."""

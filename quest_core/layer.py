@@ -72,6 +72,7 @@ class Attention(Projected):
         self.v_proj = nn.Linear(source, v_rows, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
         self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
+        self.start()
 
     def forward(
         self,

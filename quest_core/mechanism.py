@@ -117,6 +117,11 @@ class Mechanism(Spelled):
                     f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                     f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
                 )
+        if dims is None and config.starts:
+            raise ConfigError(
+                f"attention '{config}' sets the start of query and key projections, which a function does not have; "
+                "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
+            )
         super().__init__(config, keeps=dims is not None)
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
 from .kernels.pytorch import wider
 
@@ -179,6 +180,26 @@ class Projections:
             by_head.copy_(by_head * factor.to(by_head.device, wider(by_head.dtype)))
 
     @torch.no_grad()
+    def norms(self, module: nn.Module, sizes: HeadSizes, role: str) -> Tensor:
+        """Return the norm that each head's queries, keys or values have in expectation.
+
+        For inputs of independent features with mean 0 and variance 1, as LayerNorm makes them, E‖W x + b‖² is
+        ‖W‖² + ‖b‖² with the Frobenius norm of the head's rows.
+
+        Args:
+            module, sizes, role: as in `rows`.
+
+        Returns:
+            [H] for "q", [G] for "k" and "v"; float64 on the device of the weights.
+
+        Raises:
+            UnsupportedError, InputError: as `rows`.
+        """
+        heads = sizes.num_heads if role == "q" else sizes.kv_heads
+        by_head = [found.values.unflatten(0, (heads, -1)).flatten(1) for found in self.rows(module, sizes, role)]
+        return torch.stack([rows.double().square().sum(1) for rows in by_head]).sum(0).sqrt()
+
+    @torch.no_grad()
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
         """Replace the projections of a host by smaller copies, where `sizes` has fewer key heads or key features.
 
@@ -277,6 +298,9 @@ class Projected(nn.Module):
 
     projections: ClassVar[Projections]
     head_sizes: HeadSizes
+    config: AttentionConfig
+    loaded: bool = False
+    """Whether a checkpoint's projections have been loaded, so that `start` leaves them alone."""
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -287,8 +311,36 @@ class Projected(nn.Module):
         """Key/value heads G."""
         return self.head_sizes.kv_heads
 
+    def start(self) -> None:
+        """Scale fresh projections to the norms that the attention's options ask for (`init`, `key_init`).
+
+        Does nothing without such an option, and nothing after a checkpoint was loaded. Setting it twice is setting it
+        once, so a host whose own initialisation comes later calls it again.
+
+        Raises:
+            UnsupportedError: the weights are parametrised, have no values yet (meta device), or are zeros.
+        """
+        for role, factors in self.start_factors().items():
+            self.projections.scale(self, self.head_sizes, role, factors)
+
+    def start_factors(self) -> dict[str, Tensor]:
+        """Return what `start` multiplies the heads by, [H] for "q" and [G] for "k"; raises as `start` does."""
+        factors = {}
+        for role, norm in () if self.loaded else self.config.starts.items():
+            now = self.projections.norms(self, self.head_sizes, role)
+            if now.is_meta or not bool((now > 0).all()):
+                why = "are on the meta device" if now.is_meta else "of some heads are zeros"
+                raise UnsupportedError(
+                    f"attention '{self.config}' sets the norm of '{role}' at the start, but its projections in "
+                    f"{type(self).__name__} {why}; initialise them first, or leave the option out"
+                )
+            factors[role] = norm / now
+        return factors
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         self.projections.load(self, state_dict, prefix, self.head_sizes)
+        owned = (prefix + name for name, _ in self.projections.entries)
+        self.loaded = self.loaded or any(key in state_dict or f"{key}.weight" in state_dict for key in owned)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from ..catalogue import parts
 from ..checkpoints import ENTRY, accept
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InjectionError
+from ..errors import ConfigError, InjectionError, UnsupportedError
 from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
+from ..projections import Projected
 from .adapter import Adapter, Site, require
 from .discovery import adapter as find_adapter
 from .discovery import discover, running_adapters
@@ -30,13 +31,18 @@ KEYS = ("attention", "attention_from", "allow_partial")
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: where it was, what it was, and its parameters before and after."""
+    """One replaced module: where it was, what it was, and its parameters before and after.
+
+    Attributes:
+        query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.
+    """
 
     path: str
     host_class: str
     adapter: str
     parameters_before: int
     parameters_after: int
+    query_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,17 @@ class Report:
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
+        norms = [norm for r in self.replacements for norm in r.query_norms]
+        if norms and AttentionConfig.parse(self.attention).starts:
+            size += f"; queries start with norms {min(norms):.3g} to {max(norms):.3g}"
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
-        """All replaced modules, one a line."""
+        """Return all replaced modules, one a line, with the mean norm that queries start with in a fresh model."""
         width = max(len(r.path) for r in self.replacements)
         return "\n".join(
             f"{r.path:<{width}}  {r.host_class}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
             for r in self.replacements
         )
 
@@ -142,7 +152,8 @@ def inject(
         attention: a name, mapping or AttentionConfig.
         adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
         fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
-            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
+            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation. Options
+            that set the start of queries and keys (``quest(init=5)``) need a fresh model.
         attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
         allow_partial: go on where the model holds other modules that are attention by their name and that no adapter
@@ -153,13 +164,19 @@ def inject(
         carries as ``model.attention_report``.
 
     Raises:
-        ConfigError: unknown mechanism or option.
+        ConfigError: unknown mechanism or option, or one that sets the start of a model that is not fresh.
         InjectionError: no attention was found, only a part of it could be replaced, or the model is wrapped already.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
     config = AttentionConfig.parse(attention)
     _refuse_wrapped(model)
+    if config.starts and not fresh:
+        raise ConfigError(
+            f"attention '{config}' scales projections that have only been initialised, and this model may be trained; "
+            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits the queries of trained "
+            "weights)"
+        )
     if isinstance(adapter, Adapter):
         adapters: list[Adapter] = [adapter]
     elif adapter is not None:
@@ -187,10 +204,12 @@ def inject(
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         made = [owner.replace(site, config) for owner, site in chosen]
+    starting = [part for module in made for part in _starting(module, config)]
 
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
-        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, _size(site.module), _size(module)))
+        sizes = _size(site.module), _size(module)
+        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, *sizes))
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
@@ -202,9 +221,41 @@ def inject(
     ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
     # DistributedDataParallel would broadcast the buffers in every step.
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
+    for part in starting:
+        part.start()
+    if fresh:
+        rows = [replace(row, query_norms=_query_norms(module)) for row, module in zip(rows, made, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left))
     setattr(model, REPORT, report)
     return model, report
+
+
+def _starting(module: nn.Module, config: AttentionConfig) -> list[Projected]:
+    """The parts of a replacement whose start `config` sets; raises UnsupportedError where it cannot be set."""
+    if not config.starts:
+        return []
+    parts = [part for part in module.modules() if isinstance(part, Projected)]
+    if not parts:
+        raise UnsupportedError(
+            f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+            "(quest_core.projections.Projected); leave the option out"
+        )
+    for part in parts:
+        part.start_factors()
+    return parts
+
+
+def _query_norms(module: nn.Module) -> tuple[float, ...]:
+    """The expected norm of the queries of each head; () where the projections are not described or have no values."""
+    try:
+        norms = [
+            part.projections.norms(part, part.head_sizes, "q")
+            for part in module.modules()
+            if isinstance(part, Projected)
+        ]
+    except UnsupportedError:  # parametrised
+        return ()
+    return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -62,6 +62,8 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
         self.mechanism.to(device=device, dtype=dtype)
+        if torch.device(device or "cpu").type != "meta":
+            self.start()
 
     @classmethod
     def from_torch(
@@ -104,6 +106,9 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = says
+        if "config" in self.__dict__:  # torch.nn.MultiheadAttention.__init__ calls this first
+            self.loaded = False
+            self.start()
 
     def forward(
         self,

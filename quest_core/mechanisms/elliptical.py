@@ -23,7 +23,7 @@ from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
 from .part import Part
-from .scores import SCALE, Standard
+from .scores import KEY_START, QUERY_START, SCALE, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -253,7 +253,7 @@ PARTS = (
         "(q ⊙ m) k̄ᵀ",
         "QUEST, A.5.2",
         EllipticalQuest,
-        (SCALE,),
+        (SCALE, QUERY_START, KEY_START),
         unit_keys=True,
         stops_gradient=True,
         chained=True,

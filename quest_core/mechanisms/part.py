@@ -39,7 +39,13 @@ POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "rea
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a part: its name, type, default and the values it takes."""
+    """One option of a part: its name, type, default and the values it takes.
+
+    Attributes:
+        starts: what the option sets in a fresh model only: "q" or "k", the expected norm of a head's queries or keys;
+            "own", the part's own parameters; None for an option that changes the function itself. A checkpoint does
+            not depend on options that only set a start.
+    """
 
     name: str
     kind: type  # int, float, bool or str
@@ -48,6 +54,7 @@ class Option:
     minimum: float | None = None
     nullable: bool = False
     choices: tuple[str, ...] = ()
+    starts: str | None = None
 
     @property
     def allowed(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from .base import Dims, Score, local
 from .part import POINTWISE, Option, Part
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
+_START = "expected norm of a head's {} in a fresh model; null keeps the host's initialisation"
+QUERY_START = Option("init", float, None, _START.format("queries"), 1e-6, nullable=True, starts="q")
+KEY_START = Option("key_init", float, None, _START.format("keys"), 1e-6, nullable=True, starts="k")
 
 
 class Standard(Score):
@@ -83,10 +87,32 @@ def _qknorm_ds(dims: Dims, *, scale: float | None, init: float | None) -> Score:
     return QKNorm(dims, scale=scale, init=init, shared=True)
 
 
+_QKNORM_START = Option(
+    "init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own"
+)
 PARTS = (
     Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), reference.standard, **POINTWISE),
-    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, (SCALE,), reference.quest, unit_keys=True, **POINTWISE),
-    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, (SCALE,), reference.qnorm, **POINTWISE),
+    Part(
+        "quest",
+        "score",
+        "q k̄ᵀ",
+        "QUEST, section 2.1",
+        Quest,
+        (SCALE, QUERY_START, KEY_START),
+        reference.quest,
+        unit_keys=True,
+        **POINTWISE,
+    ),
+    Part(
+        "qnorm",
+        "score",
+        "q̄ kᵀ",
+        "QUEST, table 1",
+        QNorm,
+        (SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init")),
+        reference.qnorm,
+        **POINTWISE,
+    ),
     Part(
         "qknorm-hs",
         "score",
@@ -95,7 +121,7 @@ PARTS = (
         QKNormHS,
         (
             SCALE,
-            Option("init", float, 10.0, "starting value of the scale C_h of every head", minimum=1e-6),
+            Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
             Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
         ),
         reference.qknorm_hs,
@@ -109,7 +135,7 @@ PARTS = (
         "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C shared by heads",
         "QUEST, table 1; ViT-22B",
         _qknorm_ds,
-        (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        (SCALE, _QKNORM_START),
         reference.qknorm,
         learnable=True,
         **POINTWISE,
@@ -120,7 +146,7 @@ PARTS = (
         "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C for each head",
         "QUEST, table 1, last row",
         QKNorm,
-        (SCALE, Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True)),
+        (SCALE, _QKNORM_START),
         reference.qknorm,
         learnable=True,
         **POINTWISE,

@@ -26,6 +26,7 @@ from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
 from quest_core.notices import LOGGER
+from quest_core.projections import Projected
 from quest_core.testing.truth import computed_by_truth, missing
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
@@ -394,6 +395,22 @@ class AdapterConformance(ABC):
             assert after["key_norm_mean"] == pytest.approx(before["key_norm_mean"], rel=1e-4)
 
     # --- types and compilers ---------------------------------------------------------------------------------------
+
+    def test_queries_and_keys_of_a_fresh_model_start_as_asked(self) -> None:
+        spec = "quest(init=5, key_init=2)"
+        if not any(isinstance(part, Projected) for part in self.injected("quest").modules()):
+            with pytest.raises(quest_core.UnsupportedError, match="describes none"):
+                quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
+            return
+        model, report = quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
+        parts = [part for part in model.modules() if isinstance(part, Projected)]
+        assert len(parts) >= self.sites, "each replacement must be or contain a quest_core.projections.Projected"
+        for part in parts:
+            for role, norm in (("q", 5.0), ("k", 2.0)):
+                norms = part.projections.norms(part, part.head_sizes, role)
+                torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
+        assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
+        model.load_state_dict(self.injected("quest").state_dict())  # what a start was does not bind a checkpoint
 
     def test_autocast(self) -> None:
         try:

@@ -35,6 +35,7 @@ from quest_core.checkpoints import ENTRY, read
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.hosts.discovery import load_info
 from quest_core.notices import LOGGER, Forward
+from quest_core.projections import Projected
 from quest_mmseg.adapter import MmsegAdapter
 from quest_mmseg.info import INFO
 from quest_mmseg.keys import refuse_unread
@@ -93,6 +94,36 @@ def test_parts_with_mechanisms_of_their_own():
     model = MODELS.build(config)
     assert list(attentions(model).values()) == ["elliptical-quest"] * 2 + ["quest+gqa(kv_heads=1)"] * 2
     model.loss(images(), samples())["decode.loss_ce"].backward()
+
+
+def query_norms(model: nn.Module) -> list[float]:
+    parts = [part for part in model.modules() if isinstance(part, Projected)]
+    return torch.cat([part.projections.norms(part, part.head_sizes, "q") for part in parts]).tolist()
+
+
+def test_the_start_survives_init_weights():
+    assert query_norms(build(attention="quest(init=5)")) == pytest.approx([5] * 16)
+    config = segmenter()
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="quest(init=3)")
+    model = MODELS.build(config)
+    model.init_weights()
+    assert query_norms(model) == pytest.approx([3] * 8)
+
+
+def test_pretrained_weights_are_not_scaled(tmp_path):
+    stock = build()
+    torch.save(stock.backbone.state_dict(), tmp_path / "vit.pth")
+    config = segmenter()
+    config.backbone.update(
+        type="quest_mmseg.VisionTransformer",
+        attention="quest(init=3)",
+        attention_from="standard",
+        init_cfg={"type": "Pretrained", "checkpoint": str(tmp_path / "vit.pth")},
+    )
+    model = MODELS.build(config)
+    model.init_weights()
+    weight = "layers.0.attn.attn.in_proj_weight"
+    assert torch.equal(model.backbone.get_parameter(weight), stock.backbone.get_parameter(weight))
 
 
 def test_naming_it_twice_is_refused():

@@ -48,6 +48,8 @@ import quest_core
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
+from quest_core.mechanism import head_sizes
+from quest_core.projections import Projected, Separate
 
 LEARNING_RATES = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01)
 WEIGHT_DECAYS = (0.0, 0.01, 0.02, 0.05, 0.1)
@@ -117,7 +119,7 @@ def _mix(purpose: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:7], "big")
 
 
-class Transformer(nn.Module):
+class Transformer(Projected):
     """One model, written plainly; what `Models` computes for many at once.
 
     Args:
@@ -127,8 +129,11 @@ class Transformer(nn.Module):
         embed_std: standard deviation of the initial [CLS] token and positions.
     """
 
+    projections = Separate("query", "key", "value")
+
     def __init__(self, attention: AttentionSpec, *, block: str, seq_len: int, embed_std: float) -> None:
         super().__init__()
+        self.config, self.head_sizes = AttentionConfig.parse(attention), head_sizes(attention, 1, DIM)
         self.block = block
         self.cls = nn.Parameter(embed_std * torch.randn(1, DIM))
         self.positions = nn.Parameter(embed_std * torch.randn(seq_len + 1, DIM))
@@ -142,6 +147,7 @@ class Transformer(nn.Module):
         self.hidden = nn.Linear(DIM, DIM)
         self.shrink = nn.Linear(DIM, DIM)
         self.classifier = nn.Linear(DIM, CLASSES)
+        self.start()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, 20] -> class logits [B, 10]."""

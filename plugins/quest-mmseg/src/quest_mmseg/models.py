@@ -15,6 +15,7 @@ from mmseg.models import backbones, decode_heads, segmentors
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.injection import KEYS, Request
+from quest_core.projections import Projected
 
 from .adapter import MmsegAdapter
 from .info import INFO
@@ -56,6 +57,13 @@ class Accepts:
         if request is not None:
             model: Any = self
             request.apply(model, MmsegAdapter())
+
+    def init_weights(self) -> None:
+        """Initialise as mmseg does, and then start the projections as the attention's options ask."""
+        super().init_weights()  # type: ignore[misc]
+        for part in self.modules():  # type: ignore[attr-defined]
+            if isinstance(part, Projected):
+                part.start()
 
     @property
     def cfg(self) -> Any:

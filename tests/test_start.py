@@ -1,0 +1,156 @@
+"""`init` and `key_init`: the norms that queries and keys of a fresh model start with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.hosts.torch import MultiheadAttention
+from quest_core.projections import Projected
+
+
+def norms(part: Projected, role: str) -> Tensor:
+    return part.projections.norms(part, part.head_sizes, role)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("spec", ["quest", "quest+gqa(kv_heads=2)", "elliptical-quest", "quest+sigmoid"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_expected_norms_are_those_asked_for(spec: str, bias: bool) -> None:
+    config = quest_core.AttentionConfig.parse(spec).to_dict() | {"init": 5.0, "key_init": 0.25}
+    layer = quest_core.Attention(32, 4, config, bias=bias)
+    assert norms(layer, "q").tolist() == pytest.approx([5] * 4)
+    assert norms(layer, "k").tolist() == pytest.approx([0.25] * layer.kv_heads)
+
+
+def test_the_expectation_is_that_of_layer_normed_inputs() -> None:
+    torch.manual_seed(0)
+    layer = quest_core.Attention(256, 4, "quest(init=6)")
+    x = F.layer_norm(torch.randn(64, 50, 256), (256,))
+    q = layer.q_proj(x).unflatten(-1, (4, 64))  # [B, N, H, D]
+    assert q.square().sum(-1).mean().sqrt().item() == pytest.approx(6, rel=0.03)
+
+
+def test_only_the_lengths_of_heads_change() -> None:
+    torch.manual_seed(0)
+    plain = quest_core.Attention(32, 4, "quest")
+    torch.manual_seed(0)
+    started = quest_core.Attention(32, 4, "quest(init=5)")
+    for name, value in plain.state_dict().items():
+        if name.startswith("q_proj"):
+            factor = (5 / norms(plain, "q")).repeat_interleave(8).float()
+            factor = factor[:, None] if value.dim() == 2 else factor
+            torch.testing.assert_close(started.state_dict()[name], value * factor)
+        elif name != "mechanism.attention_is_not_standard":
+            assert torch.equal(started.state_dict()[name], value)
+
+
+def test_qnorm_counts_on_its_keys() -> None:
+    layer = quest_core.Attention(32, 4, "qnorm(init=5, query_init=2)")
+    assert norms(layer, "k").tolist() == pytest.approx([5] * 4)
+    assert norms(layer, "q").tolist() == pytest.approx([2] * 4)
+
+
+def test_without_the_options_nothing_changes() -> None:
+    torch.manual_seed(0)
+    stock = encoder()
+    before = copy.deepcopy(stock.state_dict())
+    model, report = quest_core.inject(stock, "quest", fresh=True)
+    assert len(report.replacements[0].query_norms) == 4
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_a_model_that_may_be_trained_is_refused_untouched() -> None:
+    model = encoder()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=r"quest\(init=5\.0\).*fresh=True.*calibrate"):
+        quest_core.inject(model, "quest(init=5)")
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_heads_of_zeros_are_refused_untouched() -> None:
+    model = encoder()
+    with torch.no_grad():
+        model.layers[1].self_attn.in_proj_weight[:8] = 0
+        model.layers[1].self_attn.in_proj_bias[:8] = 0
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match="of some heads are zeros"):
+        quest_core.inject(model, "quest(init=5)", fresh=True)
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_a_function_has_no_start() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ConfigError, match="a function does not have"):
+        quest_core.attention(q, q, q, "quest(init=5)")
+
+
+def test_loaded_weights_stay() -> None:
+    layer = MultiheadAttention(32, 4, attention="quest(init=5)")
+    trained = MultiheadAttention(32, 4, attention="quest")
+    layer.load_state_dict(trained.state_dict())
+    layer.start()
+    assert torch.equal(layer.in_proj_weight, trained.in_proj_weight)
+
+
+@pytest.mark.parametrize("spec", ["quest", "quest(init=3)", "quest(init=5, key_init=2)"])
+def test_a_checkpoint_is_not_bound_to_its_start(spec: str) -> None:
+    model, _ = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
+    other, _ = quest_core.inject(encoder(), spec, fresh=True)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.layers[0].self_attn.in_proj_weight, model.layers[0].self_attn.in_proj_weight)
+
+
+def test_a_reset_starts_again() -> None:
+    layer = MultiheadAttention(32, 4, attention="quest(init=5)")
+    layer._reset_parameters()
+    assert norms(layer, "q").tolist() == pytest.approx([5] * 4)
+    empty = MultiheadAttention(32, 4, attention="quest(init=5)", device="meta").to_empty(device="cpu")
+    empty._reset_parameters()
+    assert norms(empty, "q").tolist() == pytest.approx([5] * 4)
+
+
+def test_the_report_says_where_queries_start() -> None:
+    _, report = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
+    assert "queries start with norms 5 to 5" in str(report)
+    assert "‖q‖ 5" in report.table()
+    assert "norm" not in str(quest_core.inject(encoder(), "quest")[1])
+
+
+def test_a_misspelt_start_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'key_init'"):
+        quest_core.inject(encoder(), "quest(keyinit=5)", fresh=True)
+    with pytest.raises(ConfigError, match="init"):
+        quest_core.inject(encoder(), "quest(init=0)", fresh=True)
+    with pytest.raises(ConfigError, match="standard"):
+        quest_core.inject(encoder(), "standard(init=5)", fresh=True)
+    with pytest.raises(InjectionError):
+        quest_core.inject(nn.Linear(2, 2), "quest(init=5)", fresh=True)
+
+
+@pytest.mark.parametrize(("optimizer", "power"), [(torch.optim.SGD, 2), (torch.optim.Adam, 1)])
+def test_longer_key_projections_turn_more_slowly(optimizer: type[torch.optim.Optimizer], power: int) -> None:
+    """docs/start.md: a step turns keys in proportion to 1/‖W_k‖² with SGD and 1/‖W_k‖ with Adam."""
+    x = torch.randn(8, 10, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turned = []
+    for norm in (1.0, 4.0):
+        torch.manual_seed(0)
+        layer = quest_core.Attention(32, 4, f"quest(key_init={norm})", bias=False, dtype=torch.float64)
+        before = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
+        layer(x).square().sum().backward()
+        optimizer([layer.k_proj.weight], lr=1e-6).step()  # type: ignore[call-arg]
+        after = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
+        turned.append((after - before).norm().item())
+    assert turned[0] / turned[1] == pytest.approx(4**power, rel=1e-3)
