@@ -18,7 +18,8 @@ from ..config import AttentionConfig
 from ..errors import PluginError, QuestError
 from ..hosts.discovery import API_VERSION, Record, discover, load_adapter
 from ..hosts.launching import main as run
-from .template import new_plugin
+from ..mechanisms.part import AXES
+from .template import new_mechanism, new_plugin
 
 AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",
@@ -33,6 +34,7 @@ EPILOG = """examples:
   quest doctor                                which plugins work here, and how to mend the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest new-plugin timm --attention-class timm.layers.attention:Attention
+  quest new-mechanism power --axis score      a mechanism of your own, with its reference and tests
   quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
 """
 
@@ -68,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     new.add_argument("--host-module", metavar="MOD", help="its module: timm")
     new.add_argument("--attention-class", metavar="MOD:CLASS", help="its attention: timm.layers.attention:Attention")
     new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
+    own = choose.add_parser("new-mechanism", help="write a mechanism of your own, with a reference and tests that pass")
+    own.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
+    own.add_argument("--axis", choices=AXES, default="score", help="what kind of mechanism (default: score)")
+    own.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     for name, entry in sorted(commands.items()):
         owner = entry.dist.metadata["Summary"] if entry.dist else ""
         choose.add_parser(name, help=f"{owner} (quest {name} --help)", add_help=False)
@@ -164,6 +170,15 @@ def _new_plugin(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _new_mechanism(arguments: argparse.Namespace) -> int:
+    folder = new_mechanism(arguments.name, axis=arguments.axis, out=arguments.out)
+    print(f"wrote {folder}; next:")
+    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
+    print(f"  python -m pytest {shlex.quote(str(folder))}")
+    print("  quest list      # it is there")
+    return 0
+
+
 def _diagnose(record: Record) -> tuple[str, str, str]:
     """Like the record, but the adapter of an ok plugin is imported for real."""
     if record.status == "ok" and "module" in record.info:
@@ -179,4 +194,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check,
     "doctor": _doctor,
     "new-plugin": _new_plugin,
+    "new-mechanism": _new_mechanism,
 }

@@ -223,7 +223,9 @@ class AdapterConformance(ABC):
                     own = gradients[name]
                     assert (own is None) == (gradient is None), f"{attention}: {name} has a gradient only in one"
                     if own is not None and gradient is not None:
-                        self.assert_close(own, gradient, 1e-9)
+                        assert own.isfinite().all(), f"{attention}: the gradient of {name} is not finite"
+                        at = gradient.isfinite()  # a plain formula has none at a zero vector
+                        self.assert_close(own[at], gradient[at], 1e-9)
 
     def test_mechanisms_train(self) -> None:
         """Every parameter of a mechanism has a finite gradient; float64, in which small ones do not vanish."""
@@ -404,9 +406,10 @@ class AdapterConformance(ABC):
             low = self.run(model, self.inputs())
         self.assert_close(low.float(), self.run(model, self.inputs()).float(), 0.1)
 
+    @pytest.mark.slow
     def test_compiles(self) -> None:
         model = self.injected("quest").eval()
-        compiled: Any = torch.compile(model, backend="aot_eager")
+        compiled: Any = torch.compile(model, backend="eager")
         self.assert_close(self.run(compiled, self.inputs()), self.run(model, self.inputs()))
         torch._dynamo.reset()
 
