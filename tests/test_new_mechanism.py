@@ -18,7 +18,7 @@ WRITTEN = {"score": "power", "normaliser": "nothing", "grouping": "turns", "fami
 EXAMPLE = ROOT / "examples" / "third_party_mechanism"
 
 
-@pytest.mark.parametrize("axis", WRITTEN)
+@pytest.mark.parametrize("axis", [pytest.param(axis, marks=pytest.mark.slow) for axis in WRITTEN])
 def test_the_tests_of_a_new_mechanism_pass_at_once(tmp_path: Path, axis: str) -> None:
     folder = template.new_mechanism(WRITTEN[axis], axis=axis, out=tmp_path)
     env = installed(folder, tmp_path / "site")

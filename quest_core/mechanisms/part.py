@@ -1,4 +1,4 @@
-"""Part: what a mechanism declares of itself; core reads the declaration and never asks for a name or a class."""
+"""Part: the declaration of a mechanism; core reads the declaration and never asks for a name or a class."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """power: everything that its Part declares, and a model that runs with it."""
 
 import torch
-from quest_power import PARTS
 
 import quest_core
 from quest_core.testing import MechanismConformance
+from quest_power import PARTS
 
 
 class TestPower(MechanismConformance):
