@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 
 from ..mechanism import Mechanism
 from ..mechanisms import reference
-from ..mechanisms.base import Dims
+from ..mechanisms.base import Dims, Normaliser
 from ..mechanisms.part import Part
 
 
@@ -41,6 +45,9 @@ def truth(
     Weights and logits are None for a family. Arguments as in `Mechanism.forward_with_logits`, with no part `missing`.
     """
     q, k, v = q.double(), k.double(), v.double()
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        hides = attn_mask <= torch.finfo(attn_mask.dtype).min / 2
+        attn_mask = attn_mask.double().masked_fill(hides, -math.inf)
     by_axis = {part.axis: part for part in mechanism.config.specs()}
     if mechanism.family is not None:
         key_mask = None if attn_mask is None else attn_mask[:, 0, 0]  # [B or 1, M]
@@ -61,21 +68,84 @@ def truth(
     return weights @ v[:, head], weights, logits
 
 
+@contextmanager
+def computed_by_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
+    """Inside the block these mechanisms, with no part `missing`, compute by their references; dropout is left out."""
+    changed: list[tuple[Mechanism, Any]] = []
+    try:
+        for mechanism in mechanisms:
+            own = copy.copy(mechanism)
+            own._modules = dict(mechanism._modules)  # a shallow copy shares them
+            changed.append((mechanism, own._modules.get("normaliser")))
+            methods = _Methods(own)
+            mechanism.forward = methods.forward  # type: ignore[method-assign]
+            mechanism.forward_with_logits = methods.forward_with_logits  # type: ignore[method-assign]
+            if mechanism.family is None:
+                mechanism.logits = methods.logits  # type: ignore[method-assign]
+                mechanism.normaliser = methods.normaliser
+        yield
+    finally:
+        for mechanism, normaliser in changed:
+            for name in ("forward", "forward_with_logits", "logits"):
+                vars(mechanism).pop(name, None)
+            if normaliser is not None:
+                mechanism.normaliser = normaliser
+
+
+class _Methods:
+    """What a host may call of a mechanism, by reference."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        self.mechanism = mechanism
+        self.normaliser = _Weights(mechanism)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return self.forward_with_logits(q, k, v, **options)[0]
+
+    def forward_with_logits(
+        self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: Any
+    ) -> tuple[Tensor, Any, Any]:
+        out, weights, logits = truth(self.mechanism, q, k, v, **options)
+        return out.to(q.dtype), weights, logits
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
+        score = next(part for part in self.mechanism.config.specs() if part.axis == "score")
+        out: Tensor = _call(score, self.mechanism.score, self.mechanism, q, k[:, head], head=head)
+        return out
+
+
+class _Weights(Normaliser):
+    """The normaliser of a mechanism by reference."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        super().__init__()
+        self.mechanism = (mechanism,)  # not a submodule, because it holds this one
+
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        (mechanism,) = self.mechanism
+        part = next(part for part in mechanism.config.specs() if part.axis == "normaliser")
+        if mask is not None and mask.dtype != torch.bool:
+            logits = logits + mask
+        seen = reference.visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
+        weights: Tensor = _call(part, mechanism.normaliser, mechanism, logits, seen)
+        return weights
+
+
 def _call(part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, head: Tensor | None = None) -> Any:
     """The reference of `part` of some tensors, and of what else it names: options, sizes, parameters and buffers."""
     assert part.reference is not None
-    names = inspect.signature(part.reference).parameters
     known: dict[str, Any] = {} if mechanism.dims is None else dict(vars(mechanism.dims))
     known |= mechanism.config.build_arguments(part)
     shared = _key_heads(part, module, mechanism) if head is not None else {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        x = x.detach().double() if x.is_floating_point() else x
+        x = x.double() if x.is_floating_point() else x
         axis = shared.get(name)
         known[name] = x if axis is None or head is None else x.index_select(axis, head)
     if part.axis == "family":
-        *tensors_only, known["key_mask"], known["is_causal"] = tensors
-        return part.reference(*tensors_only, **{name: x for name, x in known.items() if name in names})
-    return part.reference(*tensors, **{name: x for name, x in known.items() if name in names})
+        *tensors, known["key_mask"], known["is_causal"] = tensors  # type: ignore[assignment]
+    named = list(inspect.signature(part.reference).parameters)[len(tensors) :]
+    return part.reference(*tensors, **{name: known[name] for name in named if name in known})
 
 
 def _key_heads(part: Part, module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
