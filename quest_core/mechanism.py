@@ -80,8 +80,8 @@ class Mechanism(Spelled):
 
     Attributes:
         config: what was asked for.
-        dims: what its parts were built for; None for a function.
-        reads: what a result depends on beside its query and its keys; names of `mechanisms.part.READS`.
+        dims: the heads and features that its parts were built for; None for a function.
+        reads: names of `mechanisms.part.READS`, as its parts declare them.
         chained, fused, unit_keys: as its parts declare them.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.

@@ -196,3 +196,32 @@ def test_the_suite_catches_a_wrong_mask() -> None:
     suite.adapter = Masks()  # type: ignore[misc]
     with pytest.raises(AssertionError):
         suite.test_padding_never_matters()
+
+
+def test_small_gradients_do_not_accuse_a_right_adapter() -> None:
+    """As of BERT with initializer_range=0.02, where a step of SGD vanishes beside the parameter in float32."""
+
+    class Small(TestLoopback):
+        def make_model(self) -> nn.Module:
+            model = super().make_model()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1e-4)
+            return model
+
+    Small().test_mechanisms_train()
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    class Detached(LoopbackAdapter):
+        def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+            assert isinstance(site.module, HostAttention)
+            wrong = InjectedHostAttention(site.module, config)
+            for parameter in wrong.mechanism.parameters():
+                parameter.requires_grad_(False)
+            return wrong
+
+    suite = TestLoopback()
+    suite.adapter = Detached()  # type: ignore[misc]
+    with pytest.raises(AssertionError, match="qknorm-hs: layers.0.mechanism.score.log_scale has no gradient"):
+        suite.test_mechanisms_train()

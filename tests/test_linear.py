@@ -199,14 +199,6 @@ def test_the_starting_value_is_that_of_the_specification() -> None:
     torch.testing.assert_close(out, torch.full_like(out, 9 ** (1 - 1 / (1 + math.exp(-0.5)))))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_token_order_does_not_matter_without_a_mask(name: str) -> None:
-    q, k, v = tensors(1, 2, 70, 80, 4)
-    rows, columns = torch.randperm(70), torch.randperm(80)
-    made = build(name, 2, 4)
-    torch.testing.assert_close(made(q[:, :, rows], k[:, :, columns], v[:, :, columns]), made(q, k, v)[:, :, rows])
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_future_never_changes_the_past(name: str, masked: bool) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from .. import __version__
 from ..errors import PluginError, QuestError, one_of
 from ..hosts.launching import main as run
+from ..mechanisms.part import AXES
 from ..packages import Entry, entries
 from .child import LIMIT_S
 from .doctor import doctor
 from .mechanisms import check, explain, show
-from .template import new_plugin
+from .template import new_mechanism, new_plugin
 
 EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
@@ -24,6 +25,7 @@ EPILOG = """examples:
   quest doctor                                which packages work here, and how to mend the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest new-plugin timm --attention-class timm.layers.attention:Attention
+  quest new-mechanism power --axis score      a mechanism of your own, with its reference and tests
   quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
 """
 
@@ -81,6 +83,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
     new.add_argument("--host-module", metavar="MOD", help="its module: timm")
     new.add_argument("--attention-class", metavar="MOD:CLASS", help="its attention: timm.layers.attention:Attention")
     new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
+    own = choose.add_parser("new-mechanism", help="write a mechanism of your own, with a reference and tests that pass")
+    own.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
+    own.add_argument("--axis", choices=AXES, default="score", help="what kind of mechanism (default: score)")
+    own.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     plugins: dict[str, Entry] = {}
     for entry in entries("quest.commands"):
         if entry.name not in (*COMMANDS, *plugins):
@@ -147,10 +153,20 @@ def _new_plugin(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _new_mechanism(arguments: argparse.Namespace) -> int:
+    folder = new_mechanism(arguments.name, axis=arguments.axis, out=arguments.out)
+    print(f"wrote {folder}; next:")
+    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
+    print(f"  python -m pytest {shlex.quote(str(folder))}")
+    print("  quest list      # it is there")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "check": _check,
     "doctor": _doctor,
     "run": _list,  # not reached: `main` hands its arguments to `quest run` unparsed
     "new-plugin": _new_plugin,
+    "new-mechanism": _new_mechanism,
 }

@@ -1,7 +1,8 @@
-"""`quest new-plugin`: a plugin for another framework, rendered whole and working at once.
+"""`quest new-plugin` and `quest new-mechanism`: distributions that are rendered whole and work at once.
 
-The template lies in plugins/_template: every file is a :class:`string.Template` whose name ends in ``.tmpl``, and the
-folder ``PACKAGE`` takes the name of the Python package. A wheel of quest-core carries it inside the package.
+Every file of a template is a :class:`string.Template` whose name ends in ``.tmpl``, and the folder ``PACKAGE`` takes
+the name of the Python package. The template of plugins lies in plugins/_template, and a wheel of quest-core carries it
+inside the package. The template of mechanisms lies in the folder ``mechanism``, one folder for each axis.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from pathlib import Path
 from string import Template
 
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
 
-from ..errors import ConfigError, PluginError
+from ..catalogue import parts
+from ..errors import ConfigError, PluginError, one_of
 from ..hosts.discovery import API_VERSION, discover
+from ..mechanisms.part import AXES
 
 TAKEN = ("bench", "core", "torch")
 """Names that quest-core and its own distributions use."""
@@ -24,7 +28,6 @@ SUFFIX = ".tmpl"
 PACKAGE = "PACKAGE"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)\s*([<>=!~]=?[\w.*+!,<>=~ -]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _CLASS = re.compile(rf"({_MODULE.pattern}):([^\W\d]\w*)")
 _QUEST_IMPORTS = re.compile(r"(?:^from quest_.*\n)+", re.MULTILINE)
@@ -76,17 +79,67 @@ def new_plugin(
         PluginError: a plugin of that name is installed, or quest-core lacks the template.
     """
     _check_name(name)
-    host = _host(name, host_distribution, host_module, attention_class)
+    for record in discover():
+        if record.name == name:
+            raise PluginError(
+                f"a plugin for '{name}' is installed: {record.distribution} {record.version}; choose another name, or "
+                f"pip uninstall {record.distribution}"
+            )
+    values = _values(name, _host(name, host_distribution, host_module, attention_class))
+    return _write(name, out, values, [(_template(), Path())])
+
+
+def new_mechanism(name: str, *, axis: str = "score", out: Path = Path()) -> Path:
+    """Write a mechanism of one's own into the new folder ``quest-NAME`` of `out`; all of it or, on any error, nothing.
+
+    The distribution holds a worked example, its reference and its tests, which pass at once.
+
+    Args:
+        name: lower-case letters, digits and single hyphens; what users will write.
+        axis: score, normaliser, grouping or family.
+        out: an existing folder.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        ConfigError: a name that cannot be one or is taken, an unknown axis, or a folder that exists already or does
+            not.
+    """
+    _check_name(name)
+    if name in parts():
+        raise ConfigError(f"name is '{name}', which is a mechanism already; choose another")
+    if axis not in AXES:
+        raise ConfigError(f"axis is '{axis}'; {one_of(axis, AXES)}")
+    values = {
+        "name": name,
+        "axis": axis,
+        "distribution": f"quest-{name}",
+        "package": _package(name),
+        "class": "".join(word.capitalize() for word in name.split("-")),
+        "function": name.replace("-", "_"),
+        "spec": f"{name}(kv_heads=2)" if axis == "grouping" else name,
+    }
+    common, package = _MECHANISM / "common", Path("src", PACKAGE)
+    licence = _template() / f"LICENSE{SUFFIX}"
+    return _write(name, out, values, [(common, Path()), (_MECHANISM / axis, package), (licence, Path())])
+
+
+_MECHANISM = Path(__file__).parent / "mechanism"
+
+
+def _write(name: str, out: Path, values: dict[str, str], templates: list[tuple[Path, Path]]) -> Path:
+    """Render templates, each a file or folder, into places of the new folder ``quest-NAME`` of `out`."""
     if not out.is_dir():
         raise ConfigError(f"out is '{out}', which is no folder; make it first or choose another")
     target = out / f"quest-{name}"
     if target.exists() or target.is_symlink():
         raise ConfigError(f"'{target}' exists already and is left as it is; remove it, or choose another name or out")
-    template, values = _template(), _values(name, host)
     try:
         with tempfile.TemporaryDirectory(prefix=f".quest-{name}-", dir=out) as scratch:
             made = Path(scratch, target.name)
-            _render(template, made, values)
+            for template, place in templates:
+                _render(template, made, place, values)
             made.rename(target)
     except OSError as error:
         raise ConfigError(f"'{target}' cannot be written: {error.strerror}") from error
@@ -105,17 +158,10 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"name is '{name}', but 'quest-' is put before it; write '{name.removeprefix('quest-')}'")
     if name in TAKEN:
         raise ConfigError(f"name is '{name}', which quest-core uses itself (as it does {', '.join(TAKEN)})")
-    for record in discover():
-        if record.name == name:
-            raise PluginError(
-                f"a plugin for '{name}' is installed: {record.distribution} {record.version}; choose another name, or "
-                f"pip uninstall {record.distribution}"
-            )
 
 
 def _host(name: str, distribution: str | None, module: str | None, attention: str | None) -> Host:
     for key, value, pattern, wanted in (
-        ("host-distribution", distribution, _REQUIREMENT, "a distribution, with or without versions: 'timm>=1.0,<2'"),
         ("host-module", module, _MODULE, "a module: 'timm'"),
         ("attention-class", attention, _CLASS, "module:Class: 'timm.layers.attention:Attention'"),
     ):
@@ -125,14 +171,20 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
         module = attention.partition(":")[0].partition(".")[0]
     if distribution is None and module is None:
         return Host("torch", "torch>=2.1", f"{_package(name)}.stand_in")
-    requirement = distribution or str(module).partition(".")[0]
-    match = _REQUIREMENT.fullmatch(requirement)
-    assert match is not None  # every module's name could be a distribution's
-    version = None if match[2] else _version(match[1])
+    text = distribution or str(module).partition(".")[0]
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        requirement = None
+    if requirement is None or requirement.marker or requirement.extras or requirement.url:
+        raise ConfigError(
+            f"host-distribution is {text!r}; write a distribution, with or without versions: 'timm>=1.0,<2'"
+        )
+    version = None if requirement.specifier else _version(requirement.name)
     return Host(
-        match[1],
-        f"{match[1]}>={version}" if version else requirement,
-        module or re.sub(r"\W", "_", match[1]).lower(),
+        requirement.name,
+        f"{requirement.name}>={version}" if version else text,
+        module or re.sub(r"\W", "_", requirement.name).lower(),
         attention,
     )
 
@@ -161,10 +213,12 @@ def _values(name: str, host: Host) -> dict[str, str]:
     }
 
 
-def _render(template: Path, target: Path, values: dict[str, str]) -> None:
-    for source in sorted(template.rglob(f"*{SUFFIX}")):
-        parts = [values["package"] if part == PACKAGE else part for part in source.relative_to(template).parts]
-        path = target.joinpath(*parts).with_suffix("")
+def _render(template: Path, target: Path, place: Path, values: dict[str, str]) -> None:
+    sources = [template] if template.is_file() else sorted(template.rglob(f"*{SUFFIX}"))
+    for source in sources:
+        inside = Path(source.name) if source == template else source.relative_to(template)
+        names = [values["package"] if part == PACKAGE else part for part in (place / inside).parts]
+        path = target.joinpath(*names).with_suffix("")
         path.parent.mkdir(parents=True, exist_ok=True)
         text = Template(source.read_text(encoding="utf-8")).substitute(values)
         path.write_text(_QUEST_IMPORTS.sub(_sort_lines, text) if path.suffix == ".py" else text, encoding="utf-8")

@@ -3,7 +3,10 @@
 What an author of a mechanism needs is here too; see docs/writing-a-mechanism.md.
 """
 
+from torch import Tensor as Tensor
+
 from ..cache import Cache as Cache
+from ..kernels.pytorch import wider as wider
 from ..kernels.unit import unit as unit
 from . import aft, aft_conv, elliptical, groupings, linear, normalisers, scores
 from .base import Dims as Dims
@@ -17,6 +20,7 @@ from .part import POINTWISE as POINTWISE
 from .part import READS as READS
 from .part import Option as Option
 from .part import Part as Part
+from .reference import visible as visible
 
 PARTS = (
     *scores.PARTS,

@@ -1,4 +1,4 @@
-"""Part: what a mechanism declares of itself; core reads the declaration and never asks for a name or a class."""
+"""Part: the declaration of a mechanism; core reads the declaration and never asks for a name or a class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READS = {
     "order": "the positions of tokens",
     "length": "the number of tokens, those that a mask hides included",
 }
-"""What the result of a query may depend on beside itself and the keys that it sees."""
+"""What the result of a query may depend on except itself and the keys that it sees."""
 
 _ONLY = {
     "dropout": ("normaliser",),
@@ -34,7 +34,7 @@ _ONLY = {
 }
 
 POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "reads": ()}
-"""What a score declares that prepares each token of each head for itself: its logits then meet every promise."""
+"""The declaration of a score that prepares each token of each head for itself."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class Part:
         reference: the formula in plain float64, as slow as it likes; see docs/writing-a-mechanism.md for its arguments.
         complexity: time and memory, as a text.
         causal: with ``is_causal`` no output depends on a key of the future.
-        causal_reason: why it cannot be causal, for the error message.
+        causal_reason: why it cannot be causal; part of the error message.
         cross: keys may be another sequence than the queries, of another length.
         cached: decoding with a Cache, in pieces of any size, equals the causal forward pass on all tokens.
         dropout: normaliser: its `forward` drops weights as `dropout_p` says.
         fused: normaliser: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
         unit_keys: score: the keys that it prepares have norm 1.
-        reads: what a result depends on beside its own query and the keys that this query sees; keys of READS. All of
+        reads: keys of READS that a result depends on, except its own query and the keys that this query sees. All of
             them unless declared; () is a score that prepares each token of each head for itself.
         learnable: has parameters.
         stateful: has buffers that change while training.

@@ -108,7 +108,7 @@ def _name(attention: AttentionSpec | Part | Mechanism) -> str:
 
 
 class _Found(AssertionError):
-    """A check has failed."""
+    """A failed expectation of a check."""
 
 
 class MechanismConformance:
@@ -457,7 +457,9 @@ class MechanismConformance:
         whole = made(q, k, v, seed=None)
         alone = torch.cat([made(q[i : i + 1], k[i : i + 1], v[i : i + 1], seed=None) for i in range(3)])
         if not self.randomises():
-            self.equal(alone, whole, f"a sample alone differs from the same in a batch. {self.reading('samples')}")
+            self.equal(
+                alone, whole, f"a sample gives another output in a batch than by itself. {self.reading('samples')}"
+            )
 
     def test_padding_does_not_matter(self) -> None:
         """Hidden tokens at the end change nothing, and neither do numbers in them."""
@@ -578,7 +580,9 @@ class MechanismConformance:
                 half.get_submodule(owner).register_parameter(leaf, nn.Parameter(own.detach().clone()))
             halves.append(half(*(x.chunk(2, 1)[rank] for x in tensors)))
         fix = f"Read heads from the tensors, not from dims. {self.reading('heads')}"
-        self.equal(torch.cat(halves, 1), made(*tensors), f"half of the heads alone compute something else. {fix}")
+        self.equal(
+            torch.cat(halves, 1), made(*tensors), f"half of the heads, run separately, compute something else. {fix}"
+        )
 
     # --- transforms and checkpoints --------------------------------------------------------------------------------
 

@@ -135,7 +135,6 @@ class _Weights(Normaliser):
 def _call(part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, head: Tensor | None = None) -> Any:
     """The reference of `part` of some tensors, and of what else it names: options, sizes, parameters and buffers."""
     assert part.reference is not None
-    names = inspect.signature(part.reference).parameters
     known: dict[str, Any] = {} if mechanism.dims is None else dict(vars(mechanism.dims))
     known |= mechanism.config.build_arguments(part)
     shared = _key_heads(part, module, mechanism) if head is not None else {}
@@ -144,9 +143,9 @@ def _call(part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, he
         axis = shared.get(name)
         known[name] = x if axis is None or head is None else x.index_select(axis, head)
     if part.axis == "family":
-        *tensors_only, known["key_mask"], known["is_causal"] = tensors
-        return part.reference(*tensors_only, **{name: x for name, x in known.items() if name in names})
-    return part.reference(*tensors, **{name: x for name, x in known.items() if name in names})
+        *tensors, known["key_mask"], known["is_causal"] = tensors  # type: ignore[assignment]
+    named = list(inspect.signature(part.reference).parameters)[len(tensors) :]
+    return part.reference(*tensors, **{name: known[name] for name in named if name in known})
 
 
 def _key_heads(part: Part, module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
