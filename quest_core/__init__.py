@@ -6,6 +6,7 @@
 >>> model, report = quest_core.inject(model, "quest")                # in a model that exists already
 """
 
+from . import _torch as _torch
 from .cache import Cache as Cache
 from .catalogue import available as available
 from .checkpoints import AttentionMismatchWarning as AttentionMismatchWarning

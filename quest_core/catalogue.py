@@ -1,36 +1,163 @@
-"""Every mechanism by name, in-tree and installed."""
+"""Every mechanism by name, in-tree and installed. A package that cannot be used is a record with its cause."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from . import mechanisms
-from .errors import ConfigError, PluginError
+from .errors import ConfigError, PluginError, one_of
 from .mechanisms.part import Part
+from .packages import ONE_AT_A_TIME, Entry, contained, entries
+
+
+@dataclass(frozen=True)
+class Package:
+    """What one entry point of `quest.attention` adds.
+
+    Attributes:
+        entry: the entry point.
+        parts: its mechanisms; empty if it cannot be used.
+        refused: the names that it would add, if they are known and it cannot be used.
+        problem: the cause; empty if it can be used.
+    """
+
+    entry: Entry
+    parts: tuple[Part, ...] = ()
+    refused: tuple[str, ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"'{self.entry.name}' of {self.entry.owner}: {self.problem}; fix: {self.entry.fix}"
+
+
+class Catalogue(Mapping[str, Part]):
+    """Mechanisms by name. In-tree names are found without a look at other packages.
+
+    Other packages are imported when an unknown name is asked for, or when all names are.
+    """
+
+    def __init__(self) -> None:
+        self._own = {part.name: part for part in mechanisms.PARTS}
+        self._all: dict[str, Part] | None = None
+        self._owners = dict.fromkeys(self._own, "quest-core")
+        self._packages: list[Package] = []
+
+    def __getitem__(self, name: str) -> Part:
+        return self._own[name] if name in self._own else self._load()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def owner(self, name: str) -> str:
+        """Return the distribution of a mechanism, with its version unless it is quest-core."""
+        return self._owners[self[name].name]
+
+    @property
+    def packages(self) -> list[Package]:
+        """Every package that adds mechanisms, whether it can be used or not."""
+        self._load()
+        return self._packages
+
+    def unknown(self, name: str) -> str:
+        """Return why `name` is not a mechanism here, with the nearest names and the packages that cannot be used."""
+        broken = [package for package in self.packages if package.problem]
+        for package in broken:
+            if name in package.refused:
+                return f"'{name}' cannot be used: {package}"
+        text = f"'{name}' is not a mechanism; {one_of(name, self)}"
+        return "; ".join([text, *(f"not usable: mechanisms {package}" for package in broken)])
+
+    @contextlib.contextmanager
+    def added(self, part: Part) -> Iterator[None]:
+        """Inside the block `part` can be named, as if its package were installed.
+
+        Raises:
+            ConfigError: another mechanism has its name.
+        """
+        other = self.get(part.name)
+        if other is part:
+            yield
+            return
+        if other is not None:
+            raise ConfigError(
+                f"mechanism '{part.name}' exists already, in {self.owner(part.name)}; choose another name"
+            )
+        self._own[part.name], self._owners[part.name] = part, "this process"
+        try:
+            yield
+        finally:
+            del self._own[part.name], self._owners[part.name]
+
+    def close(self) -> None:
+        """Import no other package from now on."""
+        if self._all is None:
+            self._all = dict(self._own)
+
+    def _load(self) -> dict[str, Part]:
+        with ONE_AT_A_TIME:
+            if self._all is None:  # a package that asks for names while it is imported finds those before it
+                self._all = dict(self._own)
+                for entry in entries("quest.attention"):
+                    package = examine(entry, self._owners)
+                    self._packages.append(package)
+                    self._all.update((part.name, part) for part in package.parts)
+                    self._owners.update((part.name, entry.owner) for part in package.parts)
+            return self._all
 
 
 @functools.cache
-def parts() -> Mapping[str, Part]:
-    """Every mechanism by name: those of quest_core and those that installed packages add under `quest.attention`."""
-    found = {part.name: part for part in mechanisms.PARTS}
-    for entry in sorted(importlib.metadata.entry_points(group="quest.attention"), key=lambda e: e.name):
-        owner = entry.dist.name if entry.dist else "an unknown distribution"
-        try:
-            extra = entry.load()
-        except Exception as error:
-            raise PluginError(
-                f"mechanisms '{entry.name}' of {owner} fail to import: {error!r}; fix or remove it: "
-                f"pip uninstall {owner}"
-            ) from error
-        for part in extra:
-            if part.name in found:
-                raise ConfigError(f"mechanism '{part.name}' of {owner} exists already")
-            found[part.name] = part
-    return found
+def parts() -> Catalogue:
+    """Return every mechanism by name: those of quest_core, and those that packages add under `quest.attention`."""
+    return Catalogue()
 
 
 def available() -> list[str]:
-    """The names that `attention=` understands: scores and families alone, normalisers and groupings after a '+'."""
+    """Return the names that `attention=` accepts: scores, families, and normalisers and groupings after a '+'."""
     return sorted(parts())
+
+
+def examine(entry: Entry, owners: Mapping[str, str]) -> Package:
+    """Import one package and check what it adds. Either all of its mechanisms can be used or none.
+
+    Args:
+        entry: its entry point.
+        owners: name -> distribution of the mechanisms that exist.
+    """
+    names: tuple[str, ...] = ()
+    try:
+        found = entry.load()
+        with contained(entry.value):  # even a list can run code of the package
+            if not isinstance(found, list | tuple):
+                return Package(entry, problem=f"{entry.value} is {_kind(found)}, not a list of Part")
+            for i, part in enumerate(found):
+                if not isinstance(part, Part):
+                    return Package(entry, problem=f"item {i} of {entry.value} is {_kind(part)}, not a Part")
+            names = tuple(part.name for part in found)
+            problem = taken(names, owners)
+            if not problem:
+                return Package(entry, parts=tuple(found))
+    except PluginError as error:
+        problem = str(error)
+    return Package(entry, refused=names, problem=problem)
+
+
+def taken(names: Iterable[str], owners: Mapping[str, str]) -> str:
+    """Return why a package cannot add mechanisms of these names, or an empty text."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return f"it adds '{name}' twice"
+        if name in owners:
+            return f"'{name}' is a mechanism of {owners[name]}"
+        seen.add(name)
+    return ""
+
+
+def _kind(found: object) -> str:
+    return f"{'an' if type(found).__name__[0] in 'aeiou' else 'a'} {type(found).__name__}"

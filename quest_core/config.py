@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .catalogue import parts
+from .catalogue import Catalogue, parts
 from .errors import ConfigError, one_of
 from .mechanisms.part import Part
 
@@ -187,7 +187,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
     chosen: dict[str, str] = {}
     for name in names:
         if name not in known:
-            raise ConfigError(f"attention: '{name}' is not a mechanism; {one_of(name, known)}")
+            raise ConfigError(f"attention: {known.unknown(name)}")
         axis = known[name].axis
         if axis in chosen:
             raise ConfigError(
@@ -219,7 +219,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
     return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))
 
 
-def _select_grouping(chosen: dict[str, str], options: dict[str, Any], known: Mapping[str, Part]) -> None:
+def _select_grouping(chosen: dict[str, str], options: dict[str, Any], known: Catalogue) -> None:
     """`{"name": "quest", "kv_heads": 4}` means gqa: fewer key/value heads are what grouping is."""
     if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
         chosen["grouping"] = "gqa"

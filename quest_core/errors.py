@@ -35,13 +35,13 @@ class PluginError(QuestError):
 
 
 def one_of(found: object, choices: Iterable[str]) -> str:
-    """The tail of an error message: the valid choices and, when one is close, the nearest spelling.
+    """Return the tail of an error message: the nearest spelling if one is close, then the valid choices.
 
     >>> one_of("qest", ["quest", "standard"])
-    "choose from: quest, standard (did you mean 'quest'?)"
+    "did you mean 'quest'? Choose from: quest, standard"
     """
     names = sorted(choices)
-    text = "choose from: " + (", ".join(names) if names else "(nothing is available)")
+    text = "hoose from: " + (", ".join(names) if names else "(nothing is available)")
     alike = {name.lower(): name for name in names}
     near = difflib.get_close_matches(str(found).lower(), alike, n=1, cutoff=0.6)
-    return f"{text} (did you mean '{alike[near[0]]}'?)" if near else text
+    return f"did you mean '{alike[near[0]]}'? C{text}" if near else f"c{text}"

@@ -172,7 +172,7 @@ def test_the_command_begins_where_our_options_end(
         ("-- python -Wx -uE train.py", "Python's option -E ignores PYTHONPATH or sitecustomize"),
         ("-- python -S -m x", "so the command would run without them; leave out -S"),
         ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),
-        ("--host toys -- x.py", "no plugin for 'toys' is installed; choose from: lost, toy"),
+        ("--host toys -- x.py", "no plugin for 'toys' is installed; did you mean 'toy'? Choose from: lost, toy"),
         ("--host lost x.py", "plugin 'lost' is unsupported: lost is not installed; fix: pip install lost"),
     ],
 )

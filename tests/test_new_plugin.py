@@ -39,6 +39,7 @@ def installed(folder: Path, site: Path) -> dict[str, str]:
     meta.mkdir(parents=True)
     requires = [f'{r}; extra == "{extra}"' for extra, rows in about["optional-dependencies"].items() for r in rows]
     rows = ["Metadata-Version: 2.1", f"Name: {about['name']}", f"Version: {about['version']}"]
+    rows += [f"Provides-Extra: {extra}" for extra in about["optional-dependencies"]]
     (meta / "METADATA").write_text("\n".join([*rows, *(f"Requires-Dist: {r}" for r in requires)]) + "\n")
     groups = about["entry-points"]
     lines = [[f"[{group}]", *(f"{name} = {value}" for name, value in groups[group].items())] for group in groups]

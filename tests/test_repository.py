@@ -114,8 +114,8 @@ def test_dependencies_are_ranges_not_pins(folder: Path) -> None:
 # --- imports --------------------------------------------------------------------------------------------------------
 
 
-def test_core_depends_on_torch_alone() -> None:
-    allowed = {*sys.stdlib_module_names, "quest_core", "torch"}
+def test_core_depends_on_torch_and_packaging() -> None:
+    allowed = {*sys.stdlib_module_names, "quest_core", "torch", "packaging"}
     testing = {"pytest", "hypothesis"}
     foreign = {
         (str(path.relative_to(ROOT)), name)

@@ -2,7 +2,7 @@
 
 Every file of a template is a :class:`string.Template` whose name ends in ``.tmpl``, and the folder ``PACKAGE`` takes
 the name of the Python package. The template of plugins lies in plugins/_template, and a wheel of quest-core carries it
-inside the package. The template of mechanisms lies in the folder ``mechanism``, one folder for each axis.
+inside the package. The template of mechanisms lies in ``mechanism_template``, one folder for each axis.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
 
 from ..catalogue import parts
 from ..errors import ConfigError, PluginError, one_of
@@ -27,7 +28,6 @@ SUFFIX = ".tmpl"
 PACKAGE = "PACKAGE"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)\s*([<>=!~]=?[\w.*+!,<>=~ -]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _CLASS = re.compile(rf"({_MODULE.pattern}):([^\W\d]\w*)")
 _QUEST_IMPORTS = re.compile(r"(?:^from quest_.*\n)+", re.MULTILINE)
@@ -125,7 +125,7 @@ def new_mechanism(name: str, *, axis: str = "score", out: Path = Path()) -> Path
     return _write(name, out, values, [(common, Path()), (_MECHANISM / axis, package), (licence, Path())])
 
 
-_MECHANISM = Path(__file__).parent / "mechanism"
+_MECHANISM = Path(__file__).parent / "mechanism_template"
 
 
 def _write(name: str, out: Path, values: dict[str, str], templates: list[tuple[Path, Path]]) -> Path:
@@ -162,7 +162,6 @@ def _check_name(name: str) -> None:
 
 def _host(name: str, distribution: str | None, module: str | None, attention: str | None) -> Host:
     for key, value, pattern, wanted in (
-        ("host-distribution", distribution, _REQUIREMENT, "a distribution, with or without versions: 'timm>=1.0,<2'"),
         ("host-module", module, _MODULE, "a module: 'timm'"),
         ("attention-class", attention, _CLASS, "module:Class: 'timm.layers.attention:Attention'"),
     ):
@@ -172,14 +171,20 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
         module = attention.partition(":")[0].partition(".")[0]
     if distribution is None and module is None:
         return Host("torch", "torch>=2.1", f"{_package(name)}.stand_in")
-    requirement = distribution or str(module).partition(".")[0]
-    match = _REQUIREMENT.fullmatch(requirement)
-    assert match is not None  # every module's name could be a distribution's
-    version = None if match[2] else _version(match[1])
+    text = distribution or str(module).partition(".")[0]
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        requirement = None
+    if requirement is None or requirement.marker or requirement.extras or requirement.url:
+        raise ConfigError(
+            f"host-distribution is {text!r}; write a distribution, with or without versions: 'timm>=1.0,<2'"
+        )
+    version = None if requirement.specifier else _version(requirement.name)
     return Host(
-        match[1],
-        f"{match[1]}>={version}" if version else requirement,
-        module or re.sub(r"\W", "_", match[1]).lower(),
+        requirement.name,
+        f"{requirement.name}>={version}" if version else text,
+        module or re.sub(r"\W", "_", requirement.name).lower(),
         attention,
     )
 

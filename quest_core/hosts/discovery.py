@@ -1,8 +1,8 @@
-"""What exists: mechanisms, adapters, benchmarks and commands, in-tree and from installed plugins.
+"""Installed plugins as records, and their adapters.
 
-Discovery reads entry points and each plugin's ``info.py`` (standard library only), so it imports no framework, and
-it returns records, never raises: a broken plugin is a record that says so. Asking for one plugin that is not ok
-always raises, saying what was found, what is supported and the command that fixes it.
+Discovery reads entry points, the metadata of distributions and the text of each plugin's ``info.py``. It runs no code
+of a plugin and imports no framework. A plugin that cannot be used yields a record that says why; asking for it by name
+raises PluginError.
 
 Entry-point groups: ``quest.attention`` (a list of Part), ``quest.adapters`` (an Adapter class),
 ``quest.adapter_info`` (the INFO mapping), ``quest.benchmarks`` (a run function), ``quest.commands`` (a main
@@ -11,6 +11,7 @@ function).
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.metadata
 import importlib.util
@@ -21,9 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PluginError, one_of
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion
+
+from ..errors import PluginError, QuestError, one_of
+from ..notices import say
+from ..packages import Entry, cause, contained, entries
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .adapter import Adapter
 
 API_VERSION = (1, 0)
@@ -35,14 +43,15 @@ class Record:
     """One discovered plugin.
 
     Attributes:
-        name: how it is asked for, e.g. "tsai".
+        name: how it is asked for, e.g. "tsai". A duplicate is called "tsai (its distribution)".
         status: "ok", "broken", "unsupported" (the host is missing or of another version), "incompatible" (another
-            API version) or "duplicate" (two distributions claim the name).
+            API version) or "duplicate" (another distribution has the name).
         detail: what was found, in words; empty when ok.
         fix: the command that fixes it; empty when ok.
         info: the plugin's INFO mapping.
         host_name: the distribution that is the host here; of several, the first that fits.
         host_version: its version, if it is installed.
+        kind: "plugin"; `quest doctor` also makes records of "mechanisms" and "command".
     """
 
     name: str
@@ -55,120 +64,169 @@ class Record:
     host_version: str | None = None
     supported: str = ""
     host_name: str = ""
+    kind: str = "plugin"
 
 
 def discover() -> list[Record]:
-    """A record of every installed plugin, sorted by name. Imports no framework and never raises."""
-    entries = importlib.metadata.entry_points(group="quest.adapter_info")
-    by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for entry in entries:
-        claims = by_name.setdefault(entry.name, [])
-        if all(_distribution(entry) != _distribution(other) for other in claims):
-            claims.append(entry)
-    return [_examine(name, claims) for name, claims in sorted(by_name.items())]
+    """Return a record of every installed plugin, sorted by name. Runs no code of a plugin and never raises."""
+    first: dict[str, Entry] = {}
+    found = []
+    for entry in entries("quest.adapter_info"):
+        owner = first.setdefault(entry.name, entry)
+        if owner is entry:
+            found.append(_examine(entry))
+        elif owner.distribution != entry.distribution:
+            found.append(duplicate(entry, owner.owner, "plugin"))
+    return found
 
 
-def _examine(name: str, claims: list[importlib.metadata.EntryPoint]) -> Record:
-    entry = claims[0]
-    distribution = _distribution(entry)
-    version = entry.dist.version if entry.dist else "?"
-    if len(claims) > 1:
-        owners = [_distribution(c) for c in claims]
-        return Record(
-            name,
-            distribution,
-            version,
-            "duplicate",
-            f"{' and '.join(owners)} both provide '{name}'",
-            f"pip uninstall {owners[-1]}",
-        )
+def duplicate(entry: Entry, owner: str, kind: str) -> Record:
+    """Return the record of an entry point whose name another distribution has."""
+    return Record(
+        f"{entry.name} ({entry.distribution})",
+        entry.distribution,
+        entry.version,
+        "duplicate",
+        f"'{entry.name}' is a {kind} of {owner}",
+        f"pip uninstall {entry.distribution}",
+        kind=kind,
+    )
+
+
+def _examine(entry: Entry) -> Record:
+    record = functools.partial(Record, entry.name, entry.distribution, entry.version)
     try:
-        info = load_info(entry.value)
-    except Exception as error:  # a plugin may fail in any way; the record carries it
-        return Record(
-            name,
-            distribution,
-            version,
-            "broken",
-            f"its info cannot be read: {error!r}",
-            f"pip install --force-reinstall {distribution}",
-        )
-    api = tuple(info.get("api", (0, 0)))
+        info = check_info(entry.name, read_info(entry.value))
+        wanted = host_requirements(entry, str(info.get("host", entry.name)))
+        here = {key: _is_importable(str(info[key])) for key in ("module", "checkout") if key in info}
+    except Exception as error:
+        return record("broken", f"its info {entry.value} cannot be read: {cause(error)}", entry.fix)
+    api = info["api"]
     if api[0] != API_VERSION[0] or api[1] > API_VERSION[1]:
-        return Record(
-            name,
-            distribution,
-            version,
+        return record(
             "incompatible",
             f"it was written for plugin API {'.'.join(map(str, api))}, this quest-core has "
             f"{'.'.join(map(str, API_VERSION))}",
-            f"pip install --upgrade quest-core {distribution}",
+            f"pip install --upgrade quest-core {entry.distribution}",
             info,
         )
-    wanted = host_requirements(entry.dist, str(info.get("host", name)))
-    supported = " or ".join(f"{r.name}{r.specifier}" for r in wanted)
-    installed = [(r, _installed(r.name)) for r in wanted]
-    fitting = [(r.name, v) for r, v in installed if v is not None and r.accepts(v)]
-    present = [f"{r.name} {v}" for r, v in installed if v is not None]
-    module = info.get("module")
-    host_version = next((v for _, v in installed if v is not None), None)
-    checkout = info.get("checkout")
-    if checkout and not fitting and importlib.util.find_spec(checkout) is not None:
-        return Record(name, distribution, version, "ok", "", "", info, None, supported)
+    host = info.get("host", entry.name)
+    supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
+    installed = [(r, v) for r, v in ((r, _installed(r.name)) for r in wanted) if v is not None]
+    fitting = [(r.name, v) for r, v in installed if _accepts(r, v)]
+    if here.get("checkout") and not fitting:
+        return record("ok", info=info, supported=supported)
     if wanted and not fitting:
-        found = "found " + " and ".join(present) if present else f"{info.get('host', name)} is not installed"
-        return Record(
-            name,
-            distribution,
-            version,
+        found = (
+            "found " + " and ".join(f"{r.name} {v}" for r, v in installed) if installed else f"{host} is not installed"
+        )
+        return record(
             "unsupported",
             f"{found}; supported: {supported}",
-            str(info.get("install", f'pip install "{distribution}[host]"')),
+            str(info.get("install", f'pip install "{entry.distribution}[host]"')),
             info,
-            host_version,
+            installed[0][1] if installed else None,
             supported,
         )
-    if not wanted and module and importlib.util.find_spec(module) is None:
-        return Record(
-            name,
-            distribution,
-            version,
+    if not wanted and here.get("module") is False:
+        return record(
             "unsupported",
-            f"{info.get('host', name)} cannot be imported (no module '{module}')",
-            str(info.get("install", f"put {module} on PYTHONPATH")),
+            f"{host} cannot be imported (no module '{info['module']}')",
+            str(info.get("install", f"put {info['module']} on PYTHONPATH")),
             info,
         )
     host_name, host_version = fitting[0] if fitting else ("", None)
-    return Record(name, distribution, version, "ok", "", "", info, host_version, supported, host_name)
+    return record("ok", "", "", info, host_version, supported, host_name)
+
+
+def read_info(value: str) -> Mapping[str, Any]:
+    """Return the INFO of ``"package.info:INFO"`` without running the file: INFO must be written as a literal.
+
+    Raises:
+        OSError, SyntaxError, TypeError, ValueError: the file does not exist or has no such literal.
+    """
+    path, attribute = _source(value)
+    for node in ast.parse(path.read_bytes(), str(path)).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == attribute for target in targets):
+            try:
+                info = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            except ValueError as error:
+                where = str(error).partition(":")[0]  # "malformed node or string on line 9", then an address
+                raise ValueError(
+                    f"{attribute} is not a literal ({where}); it is read without being run, so write texts, numbers, "
+                    "lists and mappings"
+                ) from None
+            if not isinstance(info, dict):
+                raise TypeError(f"{attribute} is {info!r:.60}, not a mapping")
+            return info
+    raise ValueError(f"{path} does not assign {attribute}")
+
+
+def check_info(name: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the INFO of plugin `name` with defaults for what it leaves out; raise ValueError naming a wrong key."""
+    info = {"name": name, **info}
+    kinds = {"name": "a text", "host": "a text", "module": "a module's name", "checkout": "a module's name"}
+    for key, kind in {**kinds, "install": "a text"}.items():
+        value = info.get(key, "x")
+        if not isinstance(value, str) or not (kind == "a text" or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", value)):
+            raise ValueError(f"{key!r} is {value!r}; it must be {kind}")
+    if info["name"] != name:
+        raise ValueError(f"'name' is {info['name']!r}, but the entry point is called {name!r}")
+    api = info.get("api")
+    if not (isinstance(api, tuple | list) and len(api) == 2 and all(type(n) is int for n in api)):
+        raise ValueError(f"'api' is {api!r}; it must be two whole numbers such as {API_VERSION}")
+    return info
 
 
 def load_info(value: str) -> Mapping[str, Any]:
-    """The INFO of ``"package.info:INFO"``, executed alone: the package's own __init__ does not run."""
-    module_name, _, attribute = value.partition(":")
-    package, _, leaf = module_name.partition(".")
+    """Return the mapping ``"package.module:ATTRIBUTE"`` from a module that is run without its package.
+
+    Raises:
+        PluginError: the file does not exist or raises anything.
+    """
+    with contained(value):
+        path, attribute = _source(value)
+        source = importlib.util.spec_from_file_location(f"_quest_info_{path.parent.name}_{path.stem}", path)
+        assert source is not None
+        assert source.loader is not None
+        module = importlib.util.module_from_spec(source)
+        source.loader.exec_module(module)
+        found = getattr(module, attribute)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"{value} is {type(found).__name__}, not a mapping")
+        return found
+
+
+def _source(value: str) -> tuple[Path, str]:
+    """The file and the attribute of ``"package.module:ATTRIBUTE"``; imports nothing."""
+    module, _, attribute = value.partition(":")
+    package, _, leaf = module.partition(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ModuleNotFoundError(f"no package '{package}'")
     for folder in spec.submodule_search_locations or []:
         path = Path(folder, *leaf.split(".")).with_suffix(".py")
         if path.is_file():
-            source = importlib.util.spec_from_file_location(f"_quest_info_{package}", path)
-            assert source is not None
-            assert source.loader is not None
-            module = importlib.util.module_from_spec(source)
-            source.loader.exec_module(module)
-            info = getattr(module, attribute)
-            if not isinstance(info, Mapping):
-                raise TypeError(f"{value} is {type(info).__name__}, not a mapping")
-            return info
-    raise FileNotFoundError(f"no file for '{module_name}' in package '{package}'")
+            return path, attribute
+    raise FileNotFoundError(f"no file for '{module}' in package '{package}'")
+
+
+def _is_importable(module: str) -> bool:
+    top = module.partition(".")[0]  # to look for a dotted name would import its package
+    return top in sys.modules or importlib.util.find_spec(top) is not None
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
 
 
 def adapter(name: str) -> Adapter:
-    """The adapter of an installed plugin.
+    """Return the adapter of an installed plugin.
 
     Raises:
-        PluginError: when the plugin is missing or not ok, with what was found and the command that fixes it.
+        PluginError: the plugin is missing or not ok; the message says what was found and the command that fixes it.
     """
     records = {record.name: record for record in discover()}
     if name not in records:
@@ -177,107 +235,127 @@ def adapter(name: str) -> Adapter:
 
 
 @functools.cache
-def _loaded(name: str, value: str) -> Adapter:
-    entry = importlib.metadata.EntryPoint(name, value, "quest.adapters")
-    made: Adapter = entry.load()()
+def _loaded(entry: Entry) -> Adapter:
+    from .adapter import Adapter
+
+    kind = entry.load()
+    with contained(entry.value):
+        made = kind()
+        if not isinstance(made, Adapter):
+            raise TypeError(f"{entry.value} makes {type(made).__name__}, not an Adapter")
     return made
 
 
 def load_adapter(record: Record) -> Adapter:
-    """The adapter of a record; raises PluginError unless the record is ok and its adapter imports."""
+    """Return the adapter of a record; raise PluginError unless the record is ok and its adapter imports."""
     if record.status != "ok":
         raise PluginError(f"plugin '{record.name}' is {record.status}: {record.detail}; fix: {record.fix}")
-    for entry in importlib.metadata.entry_points(group="quest.adapters", name=record.name):
-        try:
-            return _loaded(entry.name, entry.value)
-        except Exception as error:
-            raise PluginError(
-                f"plugin '{record.name}' ({record.distribution} {record.version}) fails to import: {error!r}; "
-                f'fix: pip install --force-reinstall "{record.distribution}[host]"'
-            ) from error
+    plugin = f"plugin '{record.name}' ({record.distribution} {record.version})"
+    for entry in entries("quest.adapters"):
+        if (entry.name, entry.distribution) == (record.name, record.distribution):
+            try:
+                return _loaded(entry)
+            except PluginError as error:
+                raise PluginError(f"{plugin} fails to import: {error}; fix: {entry.fix}") from error
     raise PluginError(
-        f"plugin '{record.name}' ({record.distribution} {record.version}) has info but no adapter under the "
-        f"entry-point group quest.adapters; fix: pip install --upgrade {record.distribution}"
+        f"{plugin} has info but no adapter under the entry-point group quest.adapters; "
+        f"fix: pip install --upgrade {record.distribution}"
     )
 
 
 def require_host(name: str) -> None:
-    """Raise PluginError where the host of plugin `name` is missing or of a version that the plugin does not support.
+    """Raise PluginError if the host of plugin `name` is missing or of a version that the plugin does not support.
 
-    What `Adapter.install` begins with, so that nobody meets the host's own error first.
+    Call it first in `Adapter.install`, so that our error is raised before the host's.
     """
     for record in discover():
         if record.name == name and record.status == "unsupported":
             raise PluginError(f"plugin '{name}' cannot be used: {record.detail}; fix: {record.fix}")
 
 
-def running_adapters() -> list[Adapter]:
-    """Adapters whose host is imported in this process: the ones a model at hand can belong to."""
-    return [
-        load_adapter(record)
-        for record in discover()
-        if any(str(record.info.get(key, "")) in sys.modules for key in ("module", "checkout"))
-    ]
+_SAID: set[str] = set()
+
+
+def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
+    """Return the adapters whose host is imported in this process: those that a model at hand can belong to.
+
+    A plugin whose adapter does not import, or cannot look for its sites in `model`, is left out with a notice.
+    """
+    found = []
+    for record in discover():
+        if any(str(record.info.get(key, "")) in sys.modules for key in ("module", "checkout")):
+            try:
+                made = load_adapter(record)
+                if model is not None:
+                    try_sites(made, model)
+            except PluginError as error:
+                if str(error) not in _SAID:
+                    _SAID.add(str(error))
+                    say(str(error))
+            else:
+                found.append(made)
+    return found
+
+
+def try_sites(made: Adapter, model: nn.Module) -> None:
+    """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
+    from .adapter import Site
+
+    with contained(f"{type(made).__name__}.sites"):
+        try:
+            junk = [site for site in made.sites(model) if not isinstance(site, Site)]
+        except QuestError:
+            return  # the adapter refuses the model on purpose: `inject` raises it again
+        if junk:
+            raise TypeError(f"{type(made).__name__}.sites gives {type(junk[0]).__name__}, not Site")
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A host that a plugin supports: a distribution and a version specifier, as its `host` extras declare."""
+def host_requirements(entry: Entry, host: str) -> list[Requirement]:
+    """Return the hosts that a plugin supports, one for each of its extras named `host` or `host-...`.
 
-    name: str
-    specifier: str
+    In an extra with several requirements, the host is the one whose name contains `host` or is contained in it, spaces
+    and case aside: "PyTorch Geometric" is torch-geometric, "fairseq" is ve-fairseq. The others are companions.
 
-    def accepts(self, version: str) -> bool:
-        """Whether `version` is inside the specifier (release numbers only; local and pre-release tags are cut)."""
-        return all(_compare(version, clause) for clause in filter(None, self.specifier.split(",")))
-
-
-def host_requirements(dist: importlib.metadata.Distribution | None, host: str) -> list[Requirement]:
-    """What a plugin's extras named `host` or `host-...` require: the one place that says which versions it supports.
-
-    Of each extra, the requirement named like the host or after it (a fork, "ve-fairseq") is the host itself; what
-    stands beside it are companions. Where none is, it is the first, and build tools may have sorted them.
+    Raises:
+        ValueError: no requirement, or more than one, is called like the host; or one cannot be read.
     """
-    chosen: dict[str, Requirement] = {}
-    for text in (dist.requires if dist else None) or []:
-        extra = re.search(r"extra\s*==\s*['\"](host[\w-]*)['\"]", text)
-        head = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)", text)
-        if extra and head:
-            requirement = Requirement(head[1], head[2].replace(" ", ""))
-            named = _normal(host) in _normal(requirement.name)
-            if extra[1] not in chosen or (named and _normal(host) not in _normal(chosen[extra[1]].name)):
-                chosen[extra[1]] = requirement
-    return list(chosen.values())
+    chosen = []
+    try:
+        requirements = [Requirement(text) for text in entry.requires]
+    except InvalidRequirement as error:
+        raise ValueError(f"a requirement of {entry.owner} cannot be read: {error}") from None
+    for extra in entry.extras:
+        if extra == "host" or extra.startswith("host-"):
+            candidates = [r for r in requirements if r.marker is not None and _only_with(r, extra)]
+            named = [r for r in candidates if _alike(host, r.name)] if len(candidates) > 1 else candidates
+            if candidates and len({r.name for r in named}) != 1:
+                raise ValueError(
+                    f"the extra '{extra}' requires {', '.join(r.name for r in candidates)}; write as 'host' which of "
+                    f"them is the framework, instead of {host!r}"
+                )
+            chosen += named[:1]
+    return chosen
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _only_with(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement holds in this environment with an extra, and not without."""
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(n) for n in match[1].split(".")) if match else ()
+def _alike(host: str, distribution: str) -> bool:
+    one, other = (re.sub(r"[-_.\s]+", "-", name).lower() for name in (host, distribution))
+    return one in other or other in one
 
 
-def _compare(version: str, clause: str) -> bool:
-    match = re.match(r"(~=|==|!=|>=|<=|>|<)(.+)", clause)
-    if not match:
-        raise ValueError(f"cannot read the version clause {clause!r}")
-    operator, wanted_text = match[1], match[2]
-    wild = wanted_text.endswith(".*")
-    wanted, found = _release(wanted_text), _release(version)
-    width = max(len(wanted), len(found))
-    padded, have = wanted + (0,) * (width - len(wanted)), found + (0,) * (width - len(found))
-    if operator == "==":
-        return found[: len(wanted)] == wanted if wild else have == padded
-    if operator == "!=":
-        return not (found[: len(wanted)] == wanted if wild else have == padded)
-    if operator == "~=":
-        return have >= padded and found[: len(wanted) - 1] == wanted[:-1]
-    return {">=": have >= padded, "<=": have <= padded, ">": have > padded, "<": have < padded}[operator]
+def _accepts(requirement: Requirement, version: str) -> bool:
+    try:
+        return requirement.specifier.contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 def _installed(distribution: str) -> str | None:
@@ -285,7 +363,3 @@ def _installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _distribution(entry: importlib.metadata.EntryPoint) -> str:
-    return str(entry.dist.metadata["Name"]) if entry.dist else "an unknown distribution"

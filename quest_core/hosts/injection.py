@@ -115,7 +115,7 @@ def inject(
     elif adapter is not None:
         adapters = [TorchAdapter() if adapter == TorchAdapter.name else find_adapter(adapter)]
     else:
-        adapters = [*running_adapters(), TorchAdapter()]
+        adapters = [*running_adapters(model), TorchAdapter()]
 
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in _choose_sites(model, adapters)]
     if not chosen:

@@ -10,7 +10,7 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -709,22 +709,10 @@ class _Fused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def known(part: Part) -> Iterator[None]:
+def known(part: Part) -> contextlib.AbstractContextManager[None]:
     """Inside the block `part` can be named, as if its package were installed.
 
     Raises:
         ConfigError: another mechanism has its name.
     """
-    catalogue = cast("MutableMapping[str, Part]", parts())
-    other = catalogue.get(part.name)
-    if other is part:
-        yield
-        return
-    if other is not None:
-        raise ConfigError(f"mechanism '{part.name}' exists already ({other.source}); choose another name")
-    catalogue[part.name] = part
-    try:
-        yield
-    finally:
-        del catalogue[part.name]
+    return parts().added(part)

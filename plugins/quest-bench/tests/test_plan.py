@@ -70,13 +70,13 @@ def test_settings_fill_defaults_and_sweep(suite: Suite) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("step=3", r"no option 'step'; choose from: fast, mode, scale, steps \(did you mean 'steps'\?\)"),
+        ("step=3", r"no option 'step'; did you mean 'steps'\? Choose from: fast, mode, scale, steps"),
         ("steps=2.5", "option 'steps' is '2.5'; it takes a whole number of at least 1"),
         ("steps=0", "at least 1"),
         ("scale=nan", "takes a number of at least 0 or null"),
         ("scale=-1", "at least 0"),
         ("fast=1", "true or false"),
-        ("mode=nann", r"choose from: .*did you mean 'nan'"),
+        ("mode=nann", r"did you mean 'nan'\? Choose from: "),
         ("mode", "not key=value"),
         ("steps=", "whole number"),
     ],
@@ -100,15 +100,15 @@ def test_select(fake: Path) -> None:
         select(found, "fake/suit")
     with pytest.raises(ConfigError, match=r"no suite 'fake/siute/one'.*did you mean 'fake/suite'"):
         select(found, "fake/siute/one")
-    with pytest.raises(ConfigError, match=r"no task 'on'; choose from: one, two \(did you mean 'one'"):
+    with pytest.raises(ConfigError, match=r"no task 'on'; did you mean 'one'\? Choose from: one, two"):
         select(found, "fake/suite/on")
     with pytest.raises(ConfigError, match="no task 'three'"):
         select(found, "fake/suite/three", str(fake))
 
 
 def test_a_data_folder_may_hold_tasks_of_its_own(fake: Path) -> None:
-    info = fake.parent / "site" / "fakebench" / "info.py"
-    info.write_text(info.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
     found = catalogue()
     assert select(found, "fake/suite/three", str(fake))[1] == ["three"]
     with pytest.raises(ConfigError, match="no task 'three'; .*others are read from --data DIR"):
@@ -120,9 +120,17 @@ def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
     info.write_text(info.read_text().replace('"api": (1, 0)', '"api": (9, 0)'))
     with pytest.raises(PluginError, match=r"'fake' is incompatible: .*9\.0.*fix: pip install --upgrade"):
         select(catalogue(), "fake/suite")
-    info.write_text("raise ImportError('no luck')")
-    with pytest.raises(ConfigError, match=r"'fake' is broken: .*no luck.*fix"):
+    info.write_text("INFO = no_luck()")
+    with pytest.raises(ConfigError, match=r"'fake' is broken: .*INFO is not a literal.*fix"):
         select(catalogue(), "fake/suite")
+
+
+def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
+    (fake.parent / "site" / "fakebench" / "suites.py").write_text("raise ImportError('no luck')")
+    found = catalogue()
+    assert found.suites.keys() == {"toy/spurious"}
+    with pytest.raises(ConfigError, match=r"'fake' is broken: its suites cannot be read: .*no luck.*fix"):
+        select(found, "fake/suite")
 
 
 def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

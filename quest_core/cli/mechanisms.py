@@ -1,0 +1,93 @@
+"""`quest list` and `quest check`: list the mechanisms, explain a text, test a mechanism."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from ..catalogue import parts, taken
+from ..config import AttentionConfig
+from ..mechanisms import PARTS
+from ..packages import Entry, entries
+from ..testing import check_mechanism
+from .child import Answer, Job, ask
+from .rendering import refusals, rows
+
+AXIS_TITLES = {
+    "score": "Scores: how queries and keys meet",
+    "normaliser": "Normalisers: logits to weights",
+    "grouping": "Groupings: which key/value head a query head uses",
+    "family": "Families that never form the weights",
+}
+
+
+def show() -> int:
+    """Print every mechanism: those of quest-core, then those of each other distribution under its name."""
+    for axis, title in AXIS_TITLES.items():
+        print(title)
+        for part in PARTS:
+            if part.axis == axis:
+                print(*rows(part), sep="\n")
+        print()
+    sys.stdout.flush()  # before other packages are imported
+    for entry, answer in added():
+        print(f"From {entry.owner}" + (f": not usable: {answer.problem}; fix: {entry.fix}" if answer.problem else ""))
+        for lines in answer.parts.values():
+            print(*lines, sep="\n")
+        print()
+    print("Join one of each with '+': quest+gqa(kv_heads=4). What is left out is standard, softmax, mha.")
+    return 0
+
+
+def added() -> list[tuple[Entry, Answer]]:
+    """Return what other distributions add, imported in a child process."""
+    found = entries("quest.attention")
+    return judge(found, ask(jobs(found)))
+
+
+def jobs(found: Iterable[Entry]) -> list[Job]:
+    """Return the jobs that import the mechanisms of entry points."""
+    return [Job("mechanisms", entry.name, entry.distribution) for entry in found]
+
+
+def judge(found: Iterable[Entry], answers: Iterable[Answer]) -> list[tuple[Entry, Answer]]:
+    """Return the answers for entry points; those that take a name of another distribution have a problem."""
+    owners = {part.name: "quest-core" for part in PARTS}
+    judged = []
+    for entry, answer in zip(found, answers, strict=True):
+        problem = answer.problem or taken(answer.parts, owners)
+        if not problem:
+            owners.update(dict.fromkeys(answer.parts, entry.owner))
+        judged.append((entry, Answer(problem, answer.at) if problem else answer))
+    return judged
+
+
+def explain(text: str) -> int:
+    """Print what an attention means: its parts with formula and source, its options, and what it refuses."""
+    config = AttentionConfig.parse(text)
+    print(f"valid: {config}")
+    for (axis, name), part in zip(config.parts, config.specs(), strict=True):
+        print(f"  {axis:<11} {name:<12} {part.summary}")
+        print(f"    {part.source}; from {parts().owner(name)}")
+        for option in part.options:
+            value = config.option(option.name)
+            print(f"    {option.name} = {'null' if value is None else value}: {option.doc}; takes {option.allowed}")
+    refused = [f"  refuses {words}: '{part.name}'" for part in config.specs() for words in refusals(part)]
+    print(*(refused or ["  refuses nothing that a host may ask for"]), sep="\n")
+    shapes = [part.name for part in config.specs() if part.learnable]
+    print(f"  parameters: {'added by ' + ', '.join(shapes) if shapes else 'none of its own'}")
+    return 0
+
+
+def check(text: str) -> int:
+    """Test what a mechanism declares, and print a row a check; returns 0 if it keeps all of it, else 1."""
+    config = AttentionConfig.parse(text)
+    print(f"testing {config}")
+    outcomes = check_mechanism(config, raises=False)
+    for outcome in outcomes:
+        print(f"  {'ok' if outcome.passed else 'FAILED':<8} {outcome.check.replace('_', ' ')}")
+        if not outcome.passed:
+            print(f"           {outcome.message}")
+    failed = sum(not outcome.passed for outcome in outcomes)
+    print(f"{len(outcomes)} checks, {failed} failed" if failed else f"{len(outcomes)} checks, all passed")
+    return 1 if failed else 0
