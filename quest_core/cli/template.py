@@ -2,7 +2,7 @@
 
 Every file of a template is a :class:`string.Template` whose name ends in ``.tmpl``, and the folder ``PACKAGE`` takes
 the name of the Python package. The template of plugins lies in plugins/_template, and a wheel of quest-core carries it
-inside the package. The template of mechanisms lies in the folder ``mechanism``, one folder for each axis.
+inside the package. The template of mechanisms lies in ``mechanism_template``, one folder for each axis.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def new_mechanism(name: str, *, axis: str = "score", out: Path = Path()) -> Path
     return _write(name, out, values, [(common, Path()), (_MECHANISM / axis, package), (licence, Path())])
 
 
-_MECHANISM = Path(__file__).parent / "mechanism"
+_MECHANISM = Path(__file__).parent / "mechanism_template"
 
 
 def _write(name: str, out: Path, values: dict[str, str], templates: list[tuple[Path, Path]]) -> Path:
