@@ -171,7 +171,8 @@ def test_elliptical_layers_follow_each_other_within_their_stack() -> None:
 def test_weights_are_those_of_stock_fairseq(training: bool, heads: bool) -> None:
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, kdim=12, vdim=12, dropout=0.3, encoder_decoder_attention=True).train(training)
-    ours = Attention.from_host(stock, quest_core.AttentionConfig.parse("standard"), fresh=False).train(training)
+    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
+    ours = Attention.adopt(stock, quest_core.AttentionConfig.parse("standard"), **sizes).train(training)
     query, key = torch.randn(5, 2, 16), torch.randn(7, 2, 12)
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[1, 4:] = True
@@ -199,7 +200,8 @@ def test_other_masks_are_added_and_families_refuse_them() -> None:
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, self_attention=True).eval()
     x, bias = torch.randn(6, 2, 16), torch.randn(6, 6)
-    made = {name: Attention.from_host(stock, quest_core.AttentionConfig.parse(name), fresh=False) for name in CAUSAL}
+    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
+    made = {name: Attention.adopt(stock, quest_core.AttentionConfig.parse(name), **sizes) for name in CAUSAL}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = stock(x, x, x, attn_mask=bias)[0]

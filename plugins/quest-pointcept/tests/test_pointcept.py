@@ -440,7 +440,7 @@ save_path = "{folder}"
     ("written", "options", "why"),
     [
         (', attention="quset"', None, "did you mean 'quest'"),
-        (', attention_from="quest"', None, "attention_from needs attention"),
+        (', attention_from="quest"', None, "attention_from='quest' is given without attention"),
         ("", {"attention": "quest"}, "attention='quest' is not read by Pointcept"),
         ("", {"model.attention": "quest"}, "model.attention='quest' is not read by DefaultSegmentorV2"),
         ("", {"backbone.attention": "quest"}, "backbone.attention='quest' is not read by Pointcept"),

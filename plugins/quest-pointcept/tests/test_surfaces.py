@@ -451,7 +451,7 @@ REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
         ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
         (
             {"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}},
-            "^model.backbone: attention_from needs",
+            "^model.backbone: attention_from='.*' is given without",
         ),
         (
             {"model": {"backbone": {"type": "PT-v3m1", "attention": "quest", "attention_from": "standrad"}}},
@@ -498,7 +498,7 @@ def test_after_uninstall_a_model_is_stock():
 
 @pytest.mark.parametrize("options", [{"attention_from": "standard"}, {"allow_partial": True}])
 def test_a_key_without_attention_is_refused(options):
-    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* needs attention"):
+    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* is given without attention"):
         PointTransformerV3Encoder(**ENCODER, **options)
 
 

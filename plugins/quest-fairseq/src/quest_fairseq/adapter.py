@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from torch import nn
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
-from quest_core.notices import LOGGER
+from quest_core.hosts.replacement import HostAttention
 
 from . import models, patches
 from .attention import Attention
@@ -51,9 +52,8 @@ class FairseqAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own projections around another mechanism."""
-        if site.capabilities == TRANSFORMER_XL:
-            return RelativeAttention.from_host(site.module, config)
-        return Attention.from_host(site.module, config, fresh=site.fresh)
+        kind: type[HostAttention] = RelativeAttention if site.capabilities == TRANSFORMER_XL else Attention
+        return kind.adopt(site.module, config, num_heads=site.num_heads, head_dim=site.head_dim, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Also refuse options of fairseq that need its own attention."""
@@ -87,12 +87,7 @@ class FairseqAdapter(Adapter):
             PluginError: fairseq is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        models.register()
+        self.patches.once("models", models.register, models.unregister)
         patches.install(self.patches)
-        LOGGER.addHandler(patches.LOG_FILE)
-
-    def uninstall(self) -> None:
-        """Remove the models and presets, and restore fairseq."""
-        LOGGER.removeHandler(patches.LOG_FILE)
-        super().uninstall()
-        models.unregister()
+        # fairseq-train gives the file of --log-file only to this logger.
+        self.forward_notices(lambda: logging.getLogger("fairseq_cli.train"))

@@ -15,40 +15,19 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
-from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.hosts.replacement import HostAttention, one_mask
 from quest_core.mechanisms.base import merge_causal
-from quest_core.projections import Projected, Separate, shallow_copy
+from quest_core.projections import Separate
 
 State = dict[str, dict[str, Any]]
 """fairseq's incremental state: module and name -> its values between two steps of decoding."""
 
 
-class Attention(Projected, MultiheadAttention):
-    """Accepts fairseq's call with any mechanism. `from_host` makes it.
-
-    Attributes:
-        config: the mechanism.
-    """
+class Attention(HostAttention, MultiheadAttention):
+    """Accepts fairseq's call with any mechanism."""
 
     projections = Separate("q_proj", "k_proj", "v_proj")
-    config: AttentionConfig
-
-    @classmethod
-    def from_host(cls, host: MultiheadAttention, config: AttentionConfig, *, fresh: bool) -> Attention:
-        """Return a module with the attributes and sub-modules of `host`, which is not changed.
-
-        Raises:
-            InputError: `host` is a replacement whose keys and values were reduced already.
-        """
-        made: Attention = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, host.num_heads, host.head_dim)
-        made.mechanism = Mechanism(config, num_heads=host.num_heads, head_dim=host.head_dim)
-        weight = host.out_proj.weight
-        made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
-        made.projections.shrink(made, made.head_sizes, fresh=fresh)
-        return made
 
     def forward(
         self,
@@ -183,15 +162,10 @@ class Attention(Projected, MultiheadAttention):
     ) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
         causal = attn_mask is not None and hides_the_future(attn_mask)
-        mask = None if causal or attn_mask is None else attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            mask = ~mask
-        if padding is None:
-            return mask, causal
-        seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=same_tokens)  # [B, 1, 1 or S, S]
-        if mask is None:
-            return seen, causal
-        return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf), causal
+        seen = None
+        if padding is not None:
+            seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=same_tokens)  # [B, 1, 1 or S, S]
+        return one_mask(None if causal else attn_mask, seen), causal
 
     def _with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float

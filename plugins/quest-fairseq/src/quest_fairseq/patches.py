@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -150,22 +149,3 @@ def _get_shortcut(layer: Any) -> bool:
 
 def _set_shortcut(layer: Any, value: bool) -> None:
     layer.__dict__["can_use_fastpath"] = value
-
-
-# --- the log ----------------------------------------------------------------------------------------------------------
-
-
-class LogFile(logging.NullHandler):
-    """Pass records to the file of ``--log-file``, which fairseq-train gives only to its own logger.
-
-    A NullHandler, because it does not make a notice heard where no log file and no handler of the root logger is.
-    """
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """See logging.Handler."""
-        for handler in logging.getLogger("fairseq_cli.train").handlers:
-            handler.handle(record)
-        return True
-
-
-LOG_FILE = LogFile()

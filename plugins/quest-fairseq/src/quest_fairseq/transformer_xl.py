@@ -11,27 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quest_core.config import AttentionConfig
-from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.projections import Packed, Projected, Separate, shallow_copy
+from quest_core.hosts.replacement import HostAttention
+from quest_core.projections import Packed, Separate
 
 
-class RelativeAttention(Projected):
-    """Accepts the call of RelPartialLearnableMultiHeadAttn (transformers). `from_host` makes it."""
+class RelativeAttention(HostAttention):
+    """Accepts the call of RelPartialLearnableMultiHeadAttn (transformers)."""
 
     # The biases u and w are added to the queries.
     projections = Packed("qkv_net") + Separate(q="r_w_bias") + Separate(q="r_r_bias")
-    config: AttentionConfig
-
-    @classmethod
-    def from_host(cls, host: nn.Module, config: AttentionConfig) -> RelativeAttention:
-        """Return a module with the attributes, parameters and sub-modules of `host`, which is not changed."""
-        made: RelativeAttention = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, made.n_head, made.d_head)
-        made.mechanism = Mechanism(config, num_heads=made.n_head, head_dim=made.d_head)
-        weight = made.o_net.weight
-        made.mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
-        return made
 
     def forward(
         self,

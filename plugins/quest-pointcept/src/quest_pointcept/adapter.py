@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -14,7 +13,6 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.mechanism import kv_heads
-from quest_core.notices import LOGGER, forward_to
 
 from . import hosts
 from .info import INFO
@@ -26,7 +24,6 @@ class PointceptAdapter(Adapter):
 
     name: ClassVar[str] = "pointcept"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
-    _forward: ClassVar[logging.Handler | None] = None  # to Pointcept's log
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every serialized attention in `model`, in the order of registration, which is that of the forward pass.
@@ -48,7 +45,7 @@ class PointceptAdapter(Adapter):
         """Return the host's own sub-modules around another mechanism; see quest_pointcept.layers."""
         made = _replacement(site.module)
         assert made is not None
-        return made(site.module, config, site.fresh)
+        return made.from_host(site.module, config, site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why the host cannot honour `config`: positions that act on scores, patch size, shape of `qkv`."""
@@ -75,14 +72,7 @@ class PointceptAdapter(Adapter):
         Raises:
             PluginError: no host is installed, or the installed one cannot be used.
         """
-        if hosts.install(self) and PointceptAdapter._forward is None:
-            PointceptAdapter._forward = forward_to(hosts.log)
-
-    def uninstall(self) -> None:
-        super().uninstall()
-        if PointceptAdapter._forward is not None:
-            LOGGER.removeHandler(PointceptAdapter._forward)
-            PointceptAdapter._forward = None
+        hosts.install(self)
 
 
 def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttention] | None:

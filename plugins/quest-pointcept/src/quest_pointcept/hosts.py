@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, read
-from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.checkpoints import ENTRY, unread
+from quest_core.config import AttentionSpec
 from quest_core.errors import CheckpointError, ConfigError, PluginError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.discovery import require_host
-from quest_core.hosts.injection import inject
+from quest_core.hosts.injection import KEYS, Request
 
 from .layers import SerializedAttention
 
@@ -36,20 +36,11 @@ TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
 TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
 
 FLASH = ("enable_flash", "use_flash_attn")  # the hosts' names of the option that asks for flash-attn
-UNFUSED = (
-    "enable_rpe",
-    "upcast_attention",
-    "upcast_softmax",
-    "upcast_attn",
-)  # options that they refuse together with it
-KEYS = ("attention", "attention_from", "allow_partial")
+UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")  # what they refuse together with it
 
 
-def install(adapter: Adapter) -> bool:
+def install(adapter: Adapter) -> None:
     """Patch every host that can be imported.
-
-    Returns:
-        Whether Pointcept is one of them.
 
     Raises:
         PluginError: no host is installed, or the installed one cannot be used.
@@ -60,7 +51,6 @@ def install(adapter: Adapter) -> bool:
         _install_pointcept(adapter)
     if torch_pointcloud:
         _install_torch_pointcloud(adapter)
-    return pointcept is not None
 
 
 def _install_pointcept(adapter: Adapter) -> None:
@@ -81,6 +71,7 @@ def _install_pointcept(adapter: Adapter) -> None:
     for name in ("__init__", "merge_from_dict"):
         adapter.patches.wrap(Config, name, functools.partial(checked, MODELS))
     adapter.patches.put(Config, "__reduce__", reduce)
+    adapter.forward_notices(lambda: logging.getLogger("pointcept"))  # which does not propagate to the root logger
 
 
 def _install_torch_pointcloud(adapter: Adapter) -> None:
@@ -115,8 +106,9 @@ def accept(model: type[Any], adapter: Adapter) -> None:
             allow_partial: bool = False,
             **options: Any,
         ) -> None:
-            config = parse(model.__name__, attention, attention_from, allow_partial)
-            if config is None:
+            values = (attention, attention_from, allow_partial)
+            request = Request.read(dict(zip(KEYS, values, strict=True)), model.__name__)
+            if request is None:
                 stock(self, *arguments, **options)
                 return
             given = signature.bind(self, *arguments, **options)
@@ -134,10 +126,7 @@ def accept(model: type[Any], adapter: Adapter) -> None:
             if packed:
                 for site in adapter.sites(self):
                     setattr(site.module, flash, True)
-            _, report = inject(
-                self, config, adapter=adapter, fresh=True, attention_from=attention_from, allow_partial=allow_partial
-            )
-            report.announce()
+            request.apply(self, adapter)
 
         own = inspect.signature(__init__, follow_wrapped=False).parameters
         both = [*signature.parameters.values(), *(own[key] for key in KEYS)]
@@ -145,22 +134,6 @@ def accept(model: type[Any], adapter: Adapter) -> None:
         return __init__
 
     adapter.patches.wrap(model, "__init__", make)
-
-
-def parse(
-    where: str, attention: AttentionSpec | None, attention_from: AttentionSpec | None, allow_partial: bool
-) -> AttentionConfig | None:
-    """Return the attention that a model is built with; None means the host's own.
-
-    Raises:
-        ConfigError: a mechanism or option is unknown, or another key is given without `attention`.
-    """
-    if attention_from is not None:
-        AttentionConfig.parse(attention_from)
-    if attention is None and (attention_from is not None or allow_partial):
-        key = "allow_partial" if attention_from is None else "attention_from"
-        raise ConfigError(f"{where}: {key} needs attention; add attention='quest' or remove {key}")
-    return None if attention is None else AttentionConfig.parse(attention)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -173,12 +146,7 @@ def guarded(stock: Any) -> Any:
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
         key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
         if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
-            trained = read(state_dict[key])
-            errors.append(
-                f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's own; "
-                f"build the model with attention='{trained}', or with attention='standard' and "
-                f"attention_from='{trained}' if you mean to go on from these weights with standard attention"
-            )
+            errors.append(unread(key, state_dict[key], "the host"))
         stock(self, state_dict, prefix, *arguments)
 
     return _load_from_state_dict
@@ -212,7 +180,7 @@ def fitting(hosts: tuple[type[nn.Module], ...], stock: Any) -> Any:
     return load_state_dict
 
 
-# --- Pointcept's Config and log -------------------------------------------------------------------------------------
+# --- Pointcept's Config -------------------------------------------------------------------------------------
 
 
 def checked(models: Any, stock: Any) -> Any:
@@ -236,7 +204,7 @@ def check(config: Mapping[str, Any], models: Any) -> None:
     for path, section in _sections(config, ""):
         kind = section.get("type")
         if kind in POINTCEPT_MODELS:
-            parse(path, *(section.get(key) for key in KEYS))  # type: ignore[arg-type]
+            Request.read(section, path)
             continue
         model = models.get(kind) if isinstance(kind, str) else kind
         if model is None and (kind is not None or path.startswith("model.")):
@@ -269,8 +237,3 @@ def reduce(config: Any) -> tuple[Any, ...]:
 
 def _rebuild(kind: Any) -> Any:
     return kind.__new__(kind)
-
-
-def log() -> logging.Logger:
-    """Return Pointcept's logger, which does not propagate to the root logger."""
-    return logging.getLogger("pointcept")

@@ -21,67 +21,47 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.hosts.replacement import HostAttention
 from quest_core.mechanisms.elliptical import Elliptical
-from quest_core.projections import Packed, Projected
+from quest_core.projections import Packed
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
 from .layout import Patches, counts_of, patches_of
 
 
-class SerializedAttention(Projected):
+class SerializedAttention(HostAttention):
     """What both hosts share: from the features of points [N, C] to attended features [N, C].
 
-    Args:
-        host: a serialized attention of the host, or one of these.
-        config: the mechanism.
-        patch_size: K, the most points of a patch.
-        packed: patches keep their own lengths, as in the host's flash path.
-        flash_dtype: the type in which the host calls flash-attn; None where it multiplies matrices.
-        fresh: whether the weights have only been initialised; see `quest_core.projections`.
-
     Attributes:
-        attn_drop: the dropout on the weights; `proj_drop` the one on the output.
+        patch_size: K, the most points of a patch.
+        flash_dtype: the type in which the host calls flash-attn; None where it multiplies matrices.
+        packed: patches keep their own lengths, as in the host's flash path.
         rpe: the host's relative position bias, or None; `rope` its rotary positions, or None.
-        mechanism: what attends.
     """
 
     projections = Packed("qkv")
 
-    def __init__(
-        self,
-        host: Any,
-        config: AttentionConfig,
-        *,
-        patch_size: int,
-        packed: bool,
-        flash_dtype: torch.dtype | None,
-        fresh: bool,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.channels: int = host.channels
-        self.num_heads: int = host.num_heads
-        self.head_dim = self.channels // self.num_heads
-        self.head_sizes = head_sizes(config, self.num_heads, self.head_dim)
-        self.scale: float = host.scale
-        self.patch_size, self.packed, self.flash_dtype = patch_size, packed, flash_dtype
-        self.upcast = any(getattr(host, name, False) for name in ("upcast", "upcast_attention", "upcast_attn"))
-        self.attn_drop = _dropout(host.attn_drop)
-        self.proj_drop = _dropout(host.proj_drop)
-        self.qkv: Any = host.qkv
-        self.proj: nn.Linear = host.proj
-        self.rpe: nn.Module | None = getattr(host, "rpe", None)
-        self.rope: nn.Module | None = getattr(host, "rope", None)
-        weight = host.qkv.weight
-        self.projections.shrink(self, self.head_sizes, fresh=fresh)
-        self.mechanism = Mechanism(
-            config, num_heads=self.num_heads, head_dim=self.head_dim, standard_scale=self.scale
-        ).to(device=weight.device, dtype=weight.dtype)
+    @classmethod
+    def from_host(cls, host: Any, config: AttentionConfig, fresh: bool) -> SerializedAttention:
+        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
+        heads = host.num_heads
+        made: Any = cls.adopt(
+            host, config, num_heads=heads, head_dim=host.channels // heads, standard_scale=host.scale, fresh=fresh
+        )
+        made.head_dim = made.head_sizes.head_dim
+        made.patch_size = getattr(host, "patch_size_max", host.patch_size)
+        made.upcast = any(getattr(host, name, False) for name in ("upcast", "upcast_attention", "upcast_attn"))
+        made.attn_drop, made.proj_drop = _dropout(host.attn_drop), _dropout(host.proj_drop)
+        made.rpe, made.rope = getattr(host, "rpe", None), getattr(host, "rope", None)
+        made.flash_dtype = made._flash_dtype()
+        made.packed = made.flash_dtype is not None
         # A frozen encoder stays frozen, also where the mechanism learns.
-        self.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
-        self.chained = any(part.chained for part in config.specs())
-        self.train(host.training)
+        made.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
+        made.chained = any(part.chained for part in config.specs())
+        return made.train(host.training)  # type: ignore[no-any-return]
+
+    def _flash_dtype(self) -> torch.dtype | None:
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"
@@ -177,27 +157,20 @@ class PointAttention(SerializedAttention):
 
     Attributes:
         order_index: which of the point's curves this block follows.
-        shift_coords, jitter_coords, rescale_coords: how rotary positions are augmented while training (PT-v3m3).
+        shift_coords, jitter_coords, rescale_coords: how PT-v3m3 augments rotary positions while training.
     """
 
-    def __init__(self, host: Any, config: AttentionConfig, fresh: bool) -> None:
-        flash = bool(host.enable_flash)
-        # A learned position means something only while a patch has its size; without flash the host's patches
-        # shrink to the smallest cloud of the batch.
-        fixed = any(part.ordered for part in config.specs())
-        super().__init__(
-            host,
-            config,
-            patch_size=getattr(host, "patch_size_max", host.patch_size),
-            packed=flash or fixed,
-            flash_dtype=torch.bfloat16 if flash else None,
-            fresh=fresh,
-        )
-        self.enable_flash, self.enable_rpe = flash, self.rpe is not None
-        self.order_index: int = host.order_index
-        self.shift_coords: float | None = getattr(host, "shift_coords", None)
-        self.jitter_coords: float | None = getattr(host, "jitter_coords", None)
-        self.rescale_coords: float | None = getattr(host, "rescale_coords", None)
+    @classmethod
+    def from_host(cls, host: Any, config: AttentionConfig, fresh: bool) -> SerializedAttention:
+        """As SerializedAttention's."""
+        made: Any = super().from_host(host, config, fresh)
+        # A learned position means something only while a patch has its size; without flash the host's patches shrink
+        # to the smallest cloud of the batch.
+        made.packed = made.packed or any(part.ordered for part in config.specs())
+        return made  # type: ignore[no-any-return]
+
+    def _flash_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.enable_flash else None
 
     def forward(self, point: Any) -> Any:
         """Attend to the features of a Point [N, C], in place; returns it."""
@@ -228,30 +201,21 @@ class PointAttention(SerializedAttention):
         def draw(numbers: int, bound: float) -> Tensor:
             return torch.empty(numbers, device=coord.device, dtype=coord.dtype).uniform_(-bound, bound)
 
-        if self.shift_coords is not None and self.shift_coords > 0:
-            coord = coord + draw(3, self.shift_coords)
-        if self.jitter_coords is not None and self.jitter_coords > 1:
-            coord = coord * draw(3, math.log(self.jitter_coords)).exp()
-        if self.rescale_coords is not None and self.rescale_coords > 1:
-            coord = coord * draw(1, math.log(self.rescale_coords)).exp()
+        shift, jitter, rescale = (getattr(self, f"{name}_coords", None) or 0 for name in ("shift", "jitter", "rescale"))
+        if shift > 0:
+            coord = coord + draw(3, shift)
+        for numbers, factor in ((3, jitter), (1, rescale)):
+            if factor > 1:
+                coord = coord * draw(numbers, math.log(factor)).exp()
         return coord
 
 
 class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
 
-    def __init__(self, host: Any, config: AttentionConfig, fresh: bool) -> None:
-        flash = bool(host.use_flash_attn)
-        half = torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
-        super().__init__(
-            host,
-            config,
-            patch_size=host.patch_size,
-            packed=flash,
-            flash_dtype=half if flash else None,
-            fresh=fresh,
-        )
-        self.use_flash_attn = flash
+    def _flash_dtype(self) -> torch.dtype | None:
+        half = torch.float16 if self.rope is None else torch.bfloat16
+        return half if self.use_flash_attn else None
 
     def patch_layout(self, batch: Tensor) -> MutableMapping[str, Any]:
         """torch-pointcloud's layout of its points, which the first block of a stage makes for all of them.

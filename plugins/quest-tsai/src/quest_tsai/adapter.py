@@ -21,12 +21,12 @@ from quest_core.hosts.discovery import require_host
 from .info import INFO
 from .layers import (
     ConvTranAttention,
-    Core,
     MultiheadAttention,
     PerceiverAttention,
     PlainAttention,
     Replacement,
     TabularAttention,
+    learns_scale,
 )
 from .surfaces import accept, check_load, check_transfer, read_early
 
@@ -64,16 +64,14 @@ class TsaiAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
-        host = site.module
-        made = _replacement(host)
+        made = _replacement(site.module)
         assert made is not None
-        core = Core(config, site.num_heads, site.head_dim, **_core_arguments(host, site))
-        return made.from_host(host, config, site.num_heads, core, fresh=site.fresh)
+        return made.from_host(site.module, config, site)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
-        core = getattr(site.module, "sdp_attn", None)
-        if _learns_scale(core) and (config.family or config["score"] != "standard" or config.option("scale")):
+        rescored = config.family or config["score"] != "standard" or config.option("scale")
+        if rescored and learns_scale(getattr(site.module, "sdp_attn", None)):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
         if hasattr(site.module, "Er") and config.family:
             return f"ConvTran adds relative positions to the scores, and '{config}' has none"
@@ -148,29 +146,3 @@ def _site(path: str, module: Any, index: int, made: type[Replacement], parent: n
     drop = getattr(core, "attn_dropout", None)
     asked = Capabilities(ordered=ordered, cross=cross, weights=reads, dropout=drop is not None and drop.p > 0)
     return Site(path, module, index, heads, width // heads, asked)
-
-
-def _core_arguments(host: Any, site: Site) -> dict[str, Any]:
-    """Return the arguments of Core that the host's own core holds."""
-    old = getattr(host, "attn" if isinstance(host, PerceiverAttention) or hasattr(host, "to_kv") else "sdp_attn", None)
-    scale = getattr(old, "scale", None)
-    if scale is not None:
-        # tsai takes the factor from the width of the model, also where d_k says otherwise.
-        factor = (host.W_Q.in_features // site.num_heads) ** -0.5
-    elif hasattr(host, "query"):
-        factor = host.scale  # ConvTran: of the whole width, not of one head
-    else:
-        factor = site.head_dim**-0.5
-    res_attention = bool(getattr(host, "res_attention", False))
-    return {
-        "factor": factor,
-        "dropout": getattr(old, "attn_dropout", None),
-        "scale": scale,
-        "gives_scores": res_attention,
-        "gives_weights": site.capabilities.weights,
-    }
-
-
-def _learns_scale(core: nn.Module | None) -> bool:
-    scale = getattr(core, "scale", None)
-    return isinstance(scale, nn.Parameter) and scale.requires_grad

@@ -11,14 +11,14 @@ them, so that a seeded run draws the same masks). Otherwise the mechanism's fuse
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
+from quest_core.hosts.adapter import Site
+from quest_core.hosts.replacement import one_mask
 from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.projections import Packed, Projected, Separate, shallow_copy
 
@@ -39,65 +39,39 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def split_masks(attn_mask: Tensor | None, seen: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Convert tsai's two masks into a boolean mask of hidden keys and an additive mask.
-
-    Args:
-        attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = hidden) or additive.
-        seen: False = padding, broadcastable to [B, H, N, M].
-
-    Returns:
-        Boolean and additive mask, each with four axes or None.
-    """
-    hidden = added = None
-    if attn_mask is not None:
-        attn_mask = plain(attn_mask)
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # [.., .., N, M]
-        if attn_mask.dtype == torch.bool:
-            hidden = attn_mask
-        else:
-            added = attn_mask
-    if seen is not None:
-        hidden = ~seen if hidden is None else hidden | ~seen
-    return hidden, added
-
-
 class Core(nn.Module):
     """Compute scores, weights and output; it replaces tsai's ScaledDotProductAttention.
 
     Args:
         config: the mechanism.
+        host: the attention module that holds the host's own core.
+        old: that core, whose dropout on the weights and `scale` stay; None where the host builds it in `forward`.
         num_heads: query heads H.
         head_dim: features D a query/key head.
-        factor: the host's factor on q·k, used by every score that has a factor 1/√D of its own.
-        dropout: the host's dropout on the weights, or None.
-        scale: the host's `scale` parameter, kept because it is a key of the host's state dict. If it is learnable
-            (``lsa=True``), it is the factor.
-        gives_scores: whether the host passes scores on to the next layer.
         gives_weights: whether the host reads the weights.
+
+    Attributes:
+        gives_scores: whether the host passes scores on to the next layer.
+        learns_scale: whether `scale`, a key of the host's state dict, is a learnable factor on q·k (``lsa=True``).
     """
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        num_heads: int,
-        head_dim: int,
-        *,
-        factor: float,
-        dropout: nn.Module | None = None,
-        scale: nn.Parameter | None = None,
-        gives_scores: bool = False,
-        gives_weights: bool = False,
+        self, config: AttentionConfig, host: Any, old: Any, num_heads: int, head_dim: int, gives_weights: bool
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, head_dim
-        self.gives_scores, self.gives_weights = gives_scores, gives_weights
-        self.attn_dropout: Any = dropout
-        self.learns_scale = scale is not None and scale.requires_grad
+        self.head_dim = head_dim
+        self.gives_scores, self.gives_weights = bool(getattr(host, "res_attention", False)), gives_weights
+        self.attn_dropout: Any = getattr(old, "attn_dropout", None)
+        scale = getattr(old, "scale", None)
+        self.learns_scale = learns_scale(old)
+        factor = head_dim**-0.5
         if scale is not None:
             self.scale = scale
-        standard_scale = 1.0 if self.learns_scale else factor
-        self.mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
+            # tsai takes the factor from the width of the model, also where d_k says otherwise.
+            factor = 1.0 if self.learns_scale else (host.W_Q.in_features // num_heads) ** -0.5
+        elif hasattr(host, "query"):
+            factor = host.scale  # ConvTran: of the whole width, not of one head
+        self.mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=factor)
 
     def forward(
         self,
@@ -105,8 +79,7 @@ class Core(nn.Module):
         k: Tensor,
         v: Tensor,
         prev: Tensor | None = None,
-        hidden: Tensor | None = None,
-        added: Tensor | None = None,
+        mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, H, N, Dv], and the weights and scores [B, H, N, M] or None if they were not formed.
@@ -115,16 +88,14 @@ class Core(nn.Module):
             q: [B, H, N, D].
             k: [B, G, M, D] and v: [B, G, M, Dv].
             prev: scores of the previous layer [B, H, N, M].
-            hidden: boolean, True = may not attend, broadcastable to [B, H, N, M].
-            added: added to the scores, broadcastable to [B, H, N, M].
+            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
             need_weights: form the weights even if the host does not read them.
         """
         if self.learns_scale:
             q = q * self.scale
-        dropout_p = self._dropout_p()
+        dropout_p = self.attn_dropout.p if getattr(self.attn_dropout, "training", False) else 0.0
         # A family has no weights: it is refused if the host reads them, and a hook gets None.
         wanted = self.mechanism.family is None and (need_weights or dropout_p > 0 or bool(self._forward_hooks))
-        mask = _one_mask(hidden, added)
         if prev is None and not (self.gives_scores or self.gives_weights or wanted):
             return self.mechanism(q, k, v, attn_mask=mask, dropout_p=dropout_p), None, None
         out, weights, scores = self.mechanism.forward_with_logits(
@@ -132,17 +103,11 @@ class Core(nn.Module):
         )
         return out, weights, scores if self.gives_scores else None
 
-    def _dropout_p(self) -> float:
-        dropout = self.attn_dropout
-        return dropout.p if dropout is not None and dropout.training else 0.0
 
-
-def _one_mask(hidden: Tensor | None, added: Tensor | None) -> Tensor | None:
-    if hidden is None:
-        return added
-    if added is None:
-        return ~hidden
-    return added.masked_fill(hidden, -math.inf)
+def learns_scale(core: Any) -> bool:
+    """Return whether a core of the host has a learnable factor on q·k."""
+    scale = getattr(core, "scale", None)
+    return isinstance(scale, nn.Parameter) and scale.requires_grad
 
 
 class Replacement(Projected):
@@ -155,25 +120,24 @@ class Replacement(Projected):
     num_heads: int
 
     @classmethod
-    def from_host(
-        cls, host: nn.Module, config: AttentionConfig, num_heads: int, core: Core, *, fresh: bool
-    ) -> Replacement:
+    def from_host(cls, host: nn.Module, config: AttentionConfig, site: Site) -> Replacement:
         """Return a module with the host's attributes and sub-modules; `host` itself is not changed.
 
         Raises:
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
-        head_dim = core.head_dim
+        heads, head_dim = site.num_heads, site.head_dim
         # What has been replaced before says how wide a value is; its W_V may have fewer heads than the host's.
         value_dim = host.head_sizes.value_dim if isinstance(host, Replacement) else getattr(host, "d_v", head_dim)
         made: Replacement = shallow_copy(host, cls)
-        made.config, made.num_heads = config, num_heads
-        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim)
-        made._modules[cls.core] = core
-        anchor: Any = made.get_submodule(cls.projections.entries[0][0]).weight
-        core.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        core.train(host.training)
-        made.projections.shrink(made, made.head_sizes, fresh=fresh)
+        made.config, made.num_heads = config, heads
+        made.head_sizes = head_sizes(config, heads, head_dim, value_dim)
+        old = getattr(host, cls.core, None)
+        core = Core(config, host, old, heads, head_dim, site.capabilities.weights)
+        weight = next(host.parameters())
+        core.mechanism.to(device=weight.device, dtype=weight.dtype)
+        made._modules[cls.core] = core.train(host.training)
+        made.projections.shrink(made, made.head_sizes, fresh=site.fresh)
         return made
 
 
@@ -216,8 +180,11 @@ class MultiheadAttention(Replacement):
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
             seen = core.mechanism.padding_mask(real, same_tokens=K is Q)
-        hidden, added = split_masks(attn_mask, seen)
-        out, weights, scores = core(q, k, v, prev, hidden, added, need_weights=bool(self._forward_hooks))
+        if attn_mask is not None:
+            attn_mask = plain(attn_mask)
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # [.., .., N, M]
+        mask = one_mask(attn_mask, seen)
+        out, weights, scores = core(q, k, v, prev, mask, need_weights=bool(self._forward_hooks))
         out = getattr(self, self.output)(merge_heads(out))
         return (out, weights, scores) if core.gives_scores else (out, weights)
 
@@ -291,7 +258,7 @@ class ConvTranAttention(Replacement):
         added = None
         if hasattr(self, "Er"):
             added = self.relative_scores(q) * self.scale
-        out = self.sdp_attn(q, k, v, added=added)[0]
+        out = self.sdp_attn(q, k, v, mask=added)[0]
         if hasattr(self, "relative_bias_table"):
             out = out + self.relative_bias() @ v.repeat_interleave(self.num_heads // self.kv_heads, dim=1)
         merged: Tensor = self.to_out(merge_heads(out))

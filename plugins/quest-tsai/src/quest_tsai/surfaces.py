@@ -5,40 +5,26 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quest_core.catalogue import parts
-from quest_core.checkpoints import ENTRY, read
-from quest_core.config import AttentionConfig
+from quest_core.checkpoints import ENTRY, refuse_unread
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.injection import inject
+from quest_core.hosts.injection import KEYS, Request
 from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_core.hosts.torch import TorchAdapter
 
 from .info import INFO
 from .layers import Replacement
 
-OPTIONS = ("attention", "attention_from", "allow_partial")
-"""The options that the plugin adds to an architecture."""
 
-
-class Choice(NamedTuple):
-    """The plugin's options of an architecture, checked; see `quest_core.inject`."""
-
-    attention: AttentionConfig
-    attention_from: AttentionConfig | None
-    allow_partial: bool
-
-
-def choose(architecture: Any, options: Mapping[str, Any]) -> Choice | None:
+def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
     """Return what `options` say about attention, or None if they say nothing.
 
     Args:
@@ -54,41 +40,23 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Choice | None:
     known = set() if built else inspect.signature(architecture).parameters.keys()
     if "attention" in known:  # a user's own architecture, which reads it itself
         return None
-    unknown = options.keys() - known - {*OPTIONS}
-    for option in unknown:  # many architectures swallow options that they do not know
-        near = difflib.get_close_matches(option, OPTIONS, n=1, cutoff=0.8)
-        if near:
-            raise ConfigError(f"{name} has no option {option!r}; did you mean {near[0]!r}?")
-    attention = options.get("attention")
-    if attention is None:
-        for option in OPTIONS[1:]:
-            if options.get(option):
-                raise ConfigError(
-                    f"{name}: {option}={options[option]!r} is given without attention; add attention=... too "
-                    "(attention='standard' for tsai's own)"
-                )
+    # Many architectures swallow options that they do not know.
+    request = Request.read(options, name, options.keys() - known)
+    if request is None:
         return None
-    config = AttentionConfig.parse(attention)
-    trained = options.get("attention_from")
-    choice = Choice(
-        config, None if trained is None else AttentionConfig.parse(trained), bool(options.get("allow_partial"))
-    )
-    misplaced = unknown & {option.name for part in parts().values() for option in part.options}
-    if misplaced:
-        inner = {"name": str(config), **{option: options[option] for option in sorted(misplaced)}}
-        raise ConfigError(f"{name} has no option {min(misplaced)!r}; write attention={inner!r}")
     if built:
         raise ConfigError(
-            f"attention={attention!r} cannot change {name}, a model that is built already; give attention to the class "
-            f"of the model, or call quest_core.inject(model, {attention!r}) before the learner is made"
+            f"attention='{request.attention}' cannot change {name}, a model that is built already; give attention to "
+            f"the class of the model, or call quest_core.inject(model, '{request.attention}') before the learner is "
+            "made"
         )
     kinds = {kind.__name__ for kind in getattr(architecture, "__mro__", ())}
     if getattr(architecture, "__module__", "").startswith("tsai.") and not kinds & {*INFO["architectures"]}:
         raise UnsupportedError(
-            f"attention={attention!r} cannot be used in {name}: it has no attention that could be replaced. "
+            f"attention='{request.attention}' cannot be used in {name}: it has no attention that could be replaced. "
             f"Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
         )
-    return choice
+    return request
 
 
 def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
@@ -97,13 +65,10 @@ def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
     def make(stock: Any) -> Any:
         @functools.wraps(stock)
         def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-            choice = choose(architecture, options)
-            stock(self, *arguments, **{name: value for name, value in options.items() if name not in OPTIONS})
-            if choice is None:
-                return
-            owner = adapter if any(True for _ in adapter.sites(self)) else TorchAdapter()
-            _, report = inject(self, adapter=owner, fresh=True, **choice._asdict())
-            report.announce()
+            request = choose(architecture, options)
+            stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
+            if request is not None:
+                request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
 
         return __init__
 
@@ -122,37 +87,23 @@ def read_early(stock: Any) -> Any:
 
         given = {**dict(zip(names, arguments, strict=False)), **options}
         others = options.keys() - {*names} - inspect.signature(build_ts_model).parameters.keys()
-        for option in () if passes_on else sorted(others & {*OPTIONS}):
+        for option in () if passes_on else sorted(others & {*KEYS}):
             raise ConfigError(
                 f"{option!r} is an option of the architecture; write arch_config={{{option!r}: {options[option]!r}}}"
             )
         asked = {**{option: options[option] for option in others}, **(given.get("arch_config") or {})}
         arch = given.get("arch")
-        choice = choose(get_arch("InceptionTimePlus" if arch is None else arch), asked)
+        request = choose(get_arch("InceptionTimePlus" if arch is None else arch), asked)
         made = stock(*arguments, **options)
         model = (arguments[0] if made is None else made).model
-        if choice is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
+        if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
             raise InjectionError(
-                f"attention='{choice.attention}' was given to {arch!r}, which did not read it; pass it on to an "
+                f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
                 "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
             )
         return made
 
     return learner
-
-
-def refuse_unread(model: nn.Module, state_dict: Mapping[str, Any], *_: Any) -> None:
-    """Raise CheckpointError if `state_dict` names an attention for a module of `model` that has the host's own."""
-    modules = dict(model.named_modules())
-    for key, spelled in state_dict.items():
-        owner = key.removesuffix(f".{ENTRY}")
-        if owner != key and not hasattr(modules.get(owner), ENTRY):
-            trained = read(spelled)
-            raise CheckpointError(
-                f"'{key}': this checkpoint was trained with attention '{trained}', and the model has tsai's own; build "
-                f"it with attention='{trained}', or with attention='standard' and attention_from='{trained}' if you "
-                "mean to go on from these weights with standard attention"
-            )
 
 
 def check_load(stock: Any) -> Any:
@@ -162,7 +113,9 @@ def check_load(stock: Any) -> Any:
     def load(self: Any, *arguments: Any, **options: Any) -> Any:
         from fastai.torch_core import get_model
 
-        handle = get_model(self.model).register_load_state_dict_pre_hook(refuse_unread)
+        handle = get_model(self.model).register_load_state_dict_pre_hook(
+            lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
+        )
         try:
             return stock(self, *arguments, **options)
         finally:
@@ -179,7 +132,7 @@ def check_transfer(stock: Any) -> Any:
         from fastai.torch_core import default_device
 
         stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-        refuse_unread(model, stored)
+        refuse_unread(model, stored, "tsai")
         sites = [path for path, module in model.named_modules() if isinstance(module, Replacement | TorchAttention)]
         if not sites:
             stock(model, weights_path, device, exclude_head)
