@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import reference_aft as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ import quest_core
 from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.kernels import blocks
 from quest_core.mechanisms import aft_conv, aft_ops
-from quest_core.mechanisms import reference_aft as reference
 from quest_core.testing import versions
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]

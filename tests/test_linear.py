@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import reference_linear
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.mechanisms import linear, reference_linear
+from quest_core.mechanisms import linear
 from quest_core.testing import versions
 
 NAMES = [part.name for part in linear.PARTS]

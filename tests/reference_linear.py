@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import unit, visible
+from quest_core.mechanisms.reference import unit, visible
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
