@@ -153,27 +153,12 @@ def require_operators(name: str) -> None:
 
 
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...).
-
-    Before PyTorch 2.4 return a decorator whose operator has no gradient.
-    """
+    """Return torch.library.custom_op(name, ...); before PyTorch 2.4 its callers are refused by `require_operators`."""
     if HAS_OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
-    return lambda function: _WithoutGradient(name, function)
 
-
-class _WithoutGradient:
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function = name, function
-
-    def __call__(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-            require(f"the gradient of '{self.name}'", OPERATORS)
-        with torch.no_grad():
-            return self.function(*arguments)
-
-    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def undefined(function: Any) -> Any:
+        function.register_fake = function.register_autograd = lambda *_, **__: None
         return function
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        pass
+    return undefined

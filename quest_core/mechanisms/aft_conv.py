@@ -2,8 +2,6 @@
 
 Few tokens take the plain formula, a softmax of keys and biases over all tokens. Many take the paper's depth-wise
 convolution with exp(w) − 1 and a global sum; where that would cancel or underflow, the plain formula in blocks.
-
-Reference: :func:`quest_core.mechanisms.reference_aft.conv_bias`.
 """
 
 from __future__ import annotations

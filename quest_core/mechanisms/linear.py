@@ -7,7 +7,7 @@ chunk, what it gets from its own chunk through the C×C products inside. Sums ar
 The weights have no logarithm that an additive mask b could be added to before an exponential. It means the same here:
 the weight of a key is multiplied by exp(b), and −inf hides the key.
 
-[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024). References: `reference_linear`.
+[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024).
 """
 
 from __future__ import annotations

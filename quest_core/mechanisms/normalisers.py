@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,25 +103,14 @@ class Sigmoid(Normaliser):
         super().__init__()
         self.bias = bias
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        grouped: bool,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
         """See `Normaliser.forward`."""
         plain = super().forward
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return plain(q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped)
+            return plain(q, k, v, mask=mask, is_causal=is_causal, **how)
 
-        return _joined(in_blocks(block, q, k, v, mask, is_causal=is_causal, random=dropout_p > 0), 2)
+        return _joined(in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0), 2)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """See `Normaliser.weights`."""
