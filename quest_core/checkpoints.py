@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,53 @@ def compare(
     return False
 
 
+class Spelled(nn.Module):
+    """A module whose state dict spells its attention, and which refuses a checkpoint of another.
+
+    Attributes:
+        config: the attention.
+        attention_is_not_standard: the configuration, spelled; None for `standard`.
+        attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
+    """
+
+    attention_is_not_standard: Tensor | None
+
+    def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
+        """`keeps`: whether it adds anything to a state dict."""
+        super().__init__()
+        self.config = config
+        self.register_buffer(ENTRY, spell(config) if keeps and not config.means("standard") else None)
+        self.attention_from: AttentionConfig | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Spelled:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
+            self.attention_is_not_standard = spell(self.config).to(self.attention_is_not_standard.device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        own, key = self.attention_is_not_standard, prefix + ENTRY
+        # PyTorch hands one list of missing keys to all modules of a call.
+        spelled = state_dict.pop(key, None)
+        if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
+            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
+            mine = self.state_dict(prefix=prefix)
+            given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+            shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
+            state_dict.update(mine | shared)
+        elif own is not None:
+            state_dict[key] = own
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+
+
 def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
     """Let a model go on from weights that were trained with another attention, without an error or a warning.
 
@@ -84,8 +132,8 @@ def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
     """
     config = AttentionConfig.parse(attention_from)
     for module in model.modules():
-        if hasattr(module, ENTRY):
-            module.attention_from = config  # type: ignore[assignment]
+        if isinstance(module, Spelled):
+            module.attention_from = config
 
 
 _warned: list[Any] = [None]  # the latest load that was warned about

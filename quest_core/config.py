@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .catalogue import Catalogue, parts
+from .catalogue import parts
 from .errors import ConfigError, one_of
 from .mechanisms.part import Part
 
@@ -202,7 +202,9 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
                 f"drop {others}"
             )
     else:
-        _select_grouping(chosen, options, known)
+        # Fewer key/value heads are what grouping is.
+        if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
+            chosen["grouping"] = "gqa"
         chosen = {axis: chosen.get(axis, DEFAULTS[axis]) for axis in AXES}
 
     specs = {o.name: o for axis in chosen for o in known[chosen[axis]].options}
@@ -217,9 +219,3 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
             raise ConfigError(f"attention '{written}' has no option '{key}'; {one_of(key, specs)}{hint}")
         checked[key] = specs[key].check(value, written)
     return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))
-
-
-def _select_grouping(chosen: dict[str, str], options: dict[str, Any], known: Catalogue) -> None:
-    """`{"name": "quest", "kv_heads": 4}` means gqa: fewer key/value heads are what grouping is."""
-    if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
-        chosen["grouping"] = "gqa"

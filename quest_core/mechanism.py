@@ -9,22 +9,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import checkpoints
 from .cache import Cache
 from .catalogue import parts
+from .checkpoints import Spelled
+from .checks import check_inputs
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
-from .kernels.pytorch import (
-    autocast_dtype,
-    is_tracing,
-    name_second_derivative,
-    second_derivative,
-    size,
-    tokens_are_divided,
-    transform,
-)
+from .kernels.pytorch import is_tracing, size, tokens_are_divided, transform
 from .mechanisms.base import (
     Dims,
     Family,
@@ -65,7 +58,7 @@ class Observation(NamedTuple):
     piece: int = 0
 
 
-class Mechanism(nn.Module):
+class Mechanism(Spelled):
     """softmax(score(q, k)) v and its relatives: the part of attention between the projections.
 
     >>> m = Mechanism("quest+gqa(kv_heads=4)", num_heads=8, head_dim=64)
@@ -92,8 +85,6 @@ class Mechanism(nn.Module):
         chained, fused, unit_keys: as its parts declare them.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
-        attention_is_not_standard: the configuration, spelled for state dicts; None for `standard`.
-        attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.tools.parallel.HeadParallel`).
@@ -103,7 +94,6 @@ class Mechanism(nn.Module):
     score: Score
     normaliser: Normaliser
     grouping: Grouping
-    attention_is_not_standard: Tensor | None
 
     def __init__(
         self,
@@ -114,8 +104,7 @@ class Mechanism(nn.Module):
         num_kv_heads: int | None = None,
         standard_scale: float | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config = AttentionConfig.parse(attention)
+        config = AttentionConfig.parse(attention)
         dims = None
         if num_heads is not None and head_dim is not None:
             groups = kv_heads(config, num_heads) if num_kv_heads is None else num_kv_heads
@@ -128,30 +117,24 @@ class Mechanism(nn.Module):
                     f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                     f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
                 )
-        spelled = None if dims is None or config.means("standard") else checkpoints.spell(config)
-        self.register_buffer(checkpoints.ENTRY, spelled)
-        self.attention_from: AttentionConfig | None = None
-        self._second_derivative = second_derivative(str(config))
+        super().__init__(config, keeps=dims is not None)
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
         self.keys_divided = True
-        self.family: Family | None = None
-        if config.family is not None:
-            self.family = _build(config, "family", dims)
-        else:
-            self.score = _build(config, "score", dims)
-            self.normaliser = _build(config, "normaliser", dims)
-            self.grouping = _build(config, "grouping", dims)
+        if config.family is None:
+            self.family: Family | None = None
+        for part in specs:
+            self.add_module(part.axis, part.build(dims, **config.build_arguments(part)))
         self._key_features = specs[0].key_features
         self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
         self.chained = any(part.chained for part in specs)
         self.fused = any(part.fused for part in specs)
         self.unit_keys = any(part.unit_keys for part in specs)
+        self._learns = any(part.learnable for part in specs)
         self._no_causal = [
             f"'{part.name}' cannot be causal: {part.why_not_causal}" for part in specs if not part.causal
         ]
-        self._learns = any(part.learnable for part in specs)
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.drops]
         self._mixing = [part.name for part in specs if "tokens" in part.reads]
@@ -164,7 +147,7 @@ class Mechanism(nn.Module):
         *,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,  # of 0.0 a dynamic graph makes an input, and is compiled twice
     ) -> Tensor:
         """The attention output.
 
@@ -184,17 +167,12 @@ class Mechanism(nn.Module):
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
-            if self.observer is not None:
-                self.observer(Observation(q, k, None, mask, is_causal))
+            self._show(q, k, None, mask, is_causal)
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        q, k, v = self._prepare(q, k, v, mask, is_causal)
-        return self._attend(q, k, v, mask, is_causal, dropout_p)
+        q, k, v = self._group_and_score(q, k, v, mask, is_causal)
+        return self._normalise(q, k, v, mask, is_causal, dropout_p)
 
-    def _parts(self) -> Any:
-        """Score, normaliser and grouping by name: a module looks its own attributes up slowly, and a call needs six."""
-        return self._modules
-
-    def _prepare(
+    def _group_and_score(
         self,
         q: Tensor,
         k: Tensor,
@@ -204,37 +182,51 @@ class Mechanism(nn.Module):
         cache: Cache | None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Grouping and score: q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv], ready to be attended to."""
+        """q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv] as the dot product takes them: quest's k̄."""
         raw, parts = (q, k), self._parts()
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
         head = parts["grouping"].assign(k, q.shape[1], new)
         q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
-        if cache is not None:
-            k, v = cache.append("k", k), cache.append("v", v)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
-        if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
+        if cache is not None:
+            k, v = cache.append("k", k), cache.append("v", v)
+        self._show(*raw, (q, k), mask, is_causal, residual)
         return q, k, v
 
-    def _attend(
+    def _normalise(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
-        """Normaliser: the output [B, H, N, Dv]."""
+        """softmax(scale · q kᵀ) v: the output [B, H, N, Dv]."""
         parts = self._parts()
-        grouping, scale = parts["grouping"], parts["score"].scale(size(q, -1))
-        grouped = grouping.shares
-        if not grouping.needs_weights:
-            out: Tensor = parts["normaliser"].forward(
-                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
-            )
-            if out.requires_grad:
-                name_second_derivative(out, self._second_derivative)
-            return out
+        grouping = parts["grouping"]
+        if grouping.needs_weights:
+            return self._by_weights(q, k, v, mask, is_causal, dropout_p)[0]
+        scale = parts["score"].scale(size(q, -1))
+        out: Tensor = parts["normaliser"].forward(
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouping.shares
+        )
+        return out
+
+    def _by_weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output as `_normalise` gives it, the weights after dropout and the logits, by the plain formula."""
+        grouped = self.grouping.shares
+        scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = parts["normaliser"].weights(logits(q, k, scale, grouped), mask)
-        weights = grouping.perturb(weights, k.shape[1], mask)
-        return apply_weights(drop(weights, dropout_p), v, grouped)
+        weights = self.normaliser.weights(scores, mask)
+        weights = drop(self.grouping.perturb(weights, k.shape[1], mask), dropout_p)
+        if mask is not None and mask.dtype != torch.bool:
+            scores = scores + mask
+        return apply_weights(weights, v, grouped), weights, scores
 
     def forward_with_weights(
         self,
@@ -244,7 +236,7 @@ class Mechanism(nn.Module):
         *,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor]:
         """The output and the weights [B, H, N, M] that made it (after dropout), by the plain formula.
 
@@ -261,7 +253,7 @@ class Mechanism(nn.Module):
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
 
@@ -280,18 +272,8 @@ class Mechanism(nn.Module):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        groups = k.shape[1]
-        q, k, v = self._prepare(q, k, v, mask, is_causal, residual=residual)
-        grouped = self.grouping.shares
-        scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
-        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = self.normaliser.weights(scores, mask)
-        if mask is not None and mask.dtype != torch.bool:
-            scores = scores + mask
-        if self.grouping.needs_weights:
-            weights = self.grouping.perturb(weights, groups, mask)
-        weights = drop(weights, dropout_p)
-        return apply_weights(weights, v, grouped), weights, scores
+        q, k, v = self._group_and_score(q, k, v, mask, is_causal, residual=residual)
+        return self._by_weights(q, k, v, mask, is_causal, dropout_p, residual)
 
     def decode(
         self,
@@ -301,7 +283,7 @@ class Mechanism(nn.Module):
         cache: Cache,
         *,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> Tensor:
         """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
 
@@ -325,15 +307,14 @@ class Mechanism(nn.Module):
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
         cache.admit(self.config, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
-            if self.observer is not None:
-                self.observer(Observation(q, k, None, mask, True))
+            self._show(q, k, None, mask, True)
             key_mask = self._key_mask(mask)  # [B or 1, M or 1]
             if key_mask is not None and key_mask.shape[1] > 1:
                 key_mask = key_mask[:, cache.tokens :]
             out = self.family.decode(q, k, v, cache, key_mask)
         else:
-            q, k, v = self._prepare(q, k, v, mask, True, cache)
-            out = self._attend(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
+            q, k, v = self._group_and_score(q, k, v, mask, True, cache)
+            out = self._normalise(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
         cache.tokens += q.shape[2]
         return out
 
@@ -403,19 +384,27 @@ class Mechanism(nn.Module):
                 "choose a score of queries and keys (standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa "
                 "or dgqa"
             )
-        if is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
-            return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
-        check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
-        if self.family is not None:
-            why = None if q.shape[1] == k.shape[1] else f"q has {q.shape[1]} heads and k has {k.shape[1]}"
-        else:
-            shares = self.head_share[1]
-            why = self._parts()["grouping"].mismatch(
-                q.shape[1] * shares, k.shape[1] * (shares if self.keys_divided else 1)
-            )
-        if why:
-            raise InputError(f"attention '{self.config}': {why}")
+        if not is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
+            check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
+            heads, groups = q.shape[1], k.shape[1]
+            if self.family is None:
+                shares = self.head_share[1]
+                why = self._parts()["grouping"].mismatch(
+                    heads * shares, groups * shares if self.keys_divided else groups
+                )
+            else:
+                why = None if heads == groups else f"q has {heads} heads and k has {groups}"
+            if why:
+                raise InputError(f"attention '{self.config}': {why}")
         return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
+
+    def _show(self, *seen: Any) -> None:
+        if self.observer is not None:
+            self.observer(Observation(*seen))
+
+    def _parts(self) -> Any:
+        """Score, normaliser and grouping by name: a module looks its own attributes up slowly, and a call needs six."""
+        return self._modules
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -423,47 +412,14 @@ class Mechanism(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mechanism:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
-            spelled = checkpoints.spell(self.config).to(self.attention_is_not_standard.device)
-            self.attention_is_not_standard = spelled
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
-    ) -> None:
-        own, key = self.attention_is_not_standard, prefix + checkpoints.ENTRY
-        # PyTorch hands one list of missing keys to all modules of a call.
-        spelled = state_dict.pop(key, None)
-        if not checkpoints.compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
-            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
-            mine = self.state_dict(prefix=prefix)
-            given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
-            shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
-            state_dict.update(mine | shared)
-        elif own is not None:
-            state_dict[key] = own
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
-
-
-def _build(config: AttentionConfig, axis: str, dims: Dims | None) -> Any:
-    part = parts()[config[axis]]
-    return part.build(dims, **config.build_arguments(part))
-
 
 def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     """The number of key/value heads G that `attention` uses for `num_heads` query heads."""
     config = AttentionConfig.parse(attention)
     if config.family:
         return num_heads
-    grouping: Grouping = _build(config, "grouping", None)
+    part = parts()[config["grouping"]]
+    grouping: Grouping = part.build(None, **config.build_arguments(part))
     return grouping.kv_heads(num_heads)
 
 
@@ -492,7 +448,7 @@ def attention(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Tensor:
     """Attention with any mechanism that has no parameters of its own.
 
@@ -547,45 +503,3 @@ def _make(spec: str | AttentionConfig) -> str:
     name = f"_{str(config).encode().hex()}"  # two threads at once store equal mechanisms
     setattr(_STATELESS, name, Mechanism(config))
     return name
-
-
-def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int | None, cached: int
-) -> None:
-    """Raise InputError unless q, k, v and mask fit together.
-
-    Args:
-        key_dim: the features that k must have; None for those of q.
-        cached: keys beside k that the mask speaks of.
-    """
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
-    for name, x in () if alike and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features")
-        if not x.is_floating_point():
-            raise InputError(f"{name} is {x.dtype}; attention needs a floating-point type")
-        if x.dtype != q.dtype and autocast_dtype(q.device.type) is None:
-            raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
-        if x.device != q.device:
-            raise InputError(f"q is on {q.device} but {name} is on {x.device}")
-    batch, heads, n, dim = q.shape
-    batch_k, heads_k, m, dim_k = k.shape
-    batch_v, heads_v, m_v, _ = v.shape
-    if batch_k != batch or batch_v != batch:
-        raise InputError(f"batch sizes differ: q {batch}, k {batch_k}, v {batch_v}")
-    if dim_k != (key_dim or dim):
-        raise InputError(f"k has {dim_k} features a head where q's {dim} ask for {key_dim or dim}")
-    if heads_v != heads_k or m_v != m:
-        raise InputError(f"k has (heads, tokens) {(heads_k, m)} but v has {(heads_v, m_v)}")
-    if not 0 <= dropout_p < 1:
-        raise InputError(f"dropout_p is {dropout_p}; it is a probability in [0, 1)")
-    m += cached
-    if mask is not None:
-        full = (batch, heads, n, m)
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise InputError(f"attn_mask is {mask.dtype}; it is boolean (True = may attend) or additive floating point")
-        if mask.dim() not in (2, 4) or any(mask.shape[i] not in (1, full[i]) for i in range(-mask.dim(), 0)):
-            raise InputError(
-                f"attn_mask has shape {list(mask.shape)}; it needs [N, M] = [{n}, {m}] or something that broadcasts to "
-                f"[B, H, N, M] = [{batch}, {heads}, {n}, {m}] (a mask per sample [B, N, M] is written mask[:, None])"
-            )

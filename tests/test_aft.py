@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
 from quest_core.hosts.adapter import Capabilities, refusal
+from quest_core.kernels import blocks
 from quest_core.mechanisms import aft_conv, aft_ops
 from quest_core.mechanisms import reference_aft as reference
 from quest_core.testing import versions
@@ -34,8 +35,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aft_ops, "ROWS", 3)
     monkeypatch.setattr(aft_ops, "NARROW", 2)
     monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
-    monkeypatch.setattr(aft_conv, "ELEMENTS", 40)
-    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
+    for name, value in (("PLAIN_WEIGHTS", 0), ("BLOCK_WEIGHTS", 1), ("BLOCK_ROWS", 3)):
+        monkeypatch.setattr(blocks, name, value)
 
 
 def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed: int = 0) -> quest_core.Mechanism:
@@ -362,8 +363,6 @@ class _Largest(TorchDispatchMode):
     opaque = (
         aft_ops.aft_biased,
         aft_ops.aft_biased_backward,
-        aft_conv.aft_conv,
-        aft_conv.aft_conv_backward,
     )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -390,9 +389,9 @@ def test_no_intermediate_grows_faster_than_the_sequence(
         return
     for name in ("ROWS", "NARROW"):
         monkeypatch.setattr(aft_ops, name, 16)
-    for module in (aft_ops, aft_conv):
-        monkeypatch.setattr(module, "ELEMENTS", 256)
-    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
+    for module, name, value in ((aft_ops, "ELEMENTS", 256), (blocks, "PLAIN_WEIGHTS", 0), (blocks, "BLOCK_WEIGHTS", 1)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 1)
     config = quest_core.AttentionConfig.parse(spec).to_dict()
     if config["name"] in ("aft-local", "aft-full"):
         config.update(max_length=512, rank=2)
@@ -481,9 +480,6 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
     torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
-    w = torch.randn(2, 3, 3, requires_grad=True)
-    x = torch.randn(2, 2, 7, 3, requires_grad=True)
-    torch.library.opcheck(aft_conv.aft_conv, (x[..., 0].contiguous(), x, w, [2, 3], 1))
 
 
 @pytest.mark.needs_torch("2.4", "torch.library.custom_op")
@@ -608,7 +604,7 @@ def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
 
 def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """exp(w) − 1 is nearly −1 where the global sum is nearly that key: their difference would be noise."""
-    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
+    monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 0)
     made = build("aft-conv(dims=1, window=3)", 2, 4, spread=0.0)
     with torch.no_grad():
         made.family.shift.fill_(-25.0)  # type: ignore[union-attr]
@@ -618,12 +614,11 @@ def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.Monkey
     torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    real = aft_conv._Kernel.convolved
-    monkeypatch.setattr(aft_conv._Kernel, "convolved", lambda self: taken.append(self.k.shape[2]) or real(self))
-    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 2 * 25**2)
+    real = aft_conv._convolved
+    monkeypatch.setattr(aft_conv, "_convolved", lambda k, *more: taken.append(k.shape[2]) or real(k, *more))
+    monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2 * 25**2)
     made = build("aft-conv(window=5)", 2, 16, spread=0.3)
     for side in (3, 12):
         q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -367,3 +368,18 @@ def test_mappings_of_any_kind() -> None:
 def test_head_scales_cannot_start_above_their_cap() -> None:
     with pytest.raises(quest_core.ConfigError, match="init is 200, above cap=100"):
         quest_core.Mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of floats as inputs")
+def test_a_dynamic_graph_is_compiled_once() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, 5, 4)
+    torch.compile(quest_core.Mechanism("quest", num_heads=3, head_dim=4), backend=backend, dynamic=True)(x, x, x)
+    assert len(graphs) == 1

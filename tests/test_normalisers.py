@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.mechanisms import normalisers, reference
+from quest_core.kernels import blocks
+from quest_core.mechanisms import reference
 
 SPECS: list[tuple[str, str, dict[str, float]]] = [
     ("quest+sigmoid", "sigmoid", {}),
@@ -33,13 +34,13 @@ IDS = [spec for spec, _, _ in SPECS]
 @contextmanager
 def path(name: str) -> Iterator[None]:
     """Take the plain formula, or blocks of three queries, whatever the size."""
-    kept = normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS
+    kept = blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS
     if name == "blocks":
-        normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS = 0, 1, 3
+        blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS = 0, 1, 3
     try:
         yield
     finally:
-        normalisers.PLAIN_WEIGHTS, normalisers.BLOCK_WEIGHTS, normalisers.BLOCK_ROWS = kept
+        blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS = kept
 
 
 def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -369,18 +370,6 @@ def test_compiles_without_a_graph_break_and_exports(spec: str, way: str) -> None
         torch.testing.assert_close(exported(*inputs), made(*inputs))
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "sinkhorn"])
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
-def test_operators_are_registered_correctly(kind: str) -> None:
-    inputs = [x.float().contiguous().requires_grad_() for x in tensors(1, 2, 1, 7, 6, 4)]
-    mask = torch.rand(7, 6) > 0.3
-    with path("blocks"):
-        if kind == "sigmoid":
-            torch.library.opcheck(normalisers._sigmoid_blocks, (*inputs, mask, 0.5, None, False, 0.0, None))
-        else:
-            torch.library.opcheck(normalisers._sinkhorn_blocks, (*inputs, mask, 0.5, 3, 0.0, None))
-
-
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
 def test_per_sample_gradients_through_torch_func(spec: str) -> None:
     q, k, v = tensors(1, 2, 2, 4, 4, 5)
@@ -409,27 +398,12 @@ def test_autocast_gives_the_lower_type(spec: str, way: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes, also inside quest's own operators."""
+    """Records the elements of the largest tensor that any operation makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.inside = {
-            op._opoverload: op._init_fn
-            for op in (
-                normalisers._sigmoid_blocks,
-                normalisers._sigmoid_blocks_backward,
-                normalisers._sinkhorn_blocks,
-                normalisers._sinkhorn_blocks_backward,
-            )
-        }
+    elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.inside:
-            with self:
-                out = self.inside[func](*args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         sizes = [
             x.untyped_storage().nbytes() // x.element_size() for x in tree_flatten(out)[0] if isinstance(x, Tensor)
         ]
@@ -439,10 +413,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
-    monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)
+    monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2**16)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 2**14)
     largest = []
     for tokens in (512, 1024):
         inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, tokens, tokens, 8)]
@@ -450,18 +423,17 @@ def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monke
         with Largest() as seen:
             quest_core.attention(*inputs, spec, attn_mask=mask).sum().backward()
         largest.append(seen.elements)
-    assert largest[1] == 2 * normalisers.BLOCK_ROWS * 1024  # a block of one width, and nothing larger
+    assert largest[1] == 2 * blocks.BLOCK_ROWS * 1024  # a block of one width, and nothing larger
     assert largest[1] == 2 * largest[0]
 
 
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_causal_blocks_form_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalisers, "PLAIN_WEIGHTS", 2**16)
-    monkeypatch.setattr(normalisers, "BLOCK_WEIGHTS", 2**14)
+    monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2**16)
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 2**14)
     inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, 1024, 1024, 8)]
     with Largest() as seen:
         quest_core.attention(*inputs, "quest+sigmoid", is_causal=True).sum().backward()
-    assert seen.elements == 2 * normalisers.BLOCK_ROWS * 1024
+    assert seen.elements == 2 * blocks.BLOCK_ROWS * 1024
 
 
 def test_refusals_say_why() -> None:

@@ -5,7 +5,6 @@ This is the only file of quest_core that reads a private name of PyTorch.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -76,10 +75,10 @@ is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 def is_exporting() -> bool:
     """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
-    if is_tracing() or is_exporting_to_onnx():
+    if is_tracing():
         return True
-    exporting = getattr(torch.compiler, "is_exporting", None)  # PyTorch 2.7
-    return bool(exporting()) if exporting is not None else False
+    exporting = getattr(torch.compiler, "is_exporting", is_exporting_to_onnx)  # PyTorch 2.7
+    return bool(exporting())
 
 
 def transform() -> str | None:
@@ -92,6 +91,14 @@ def transform() -> str | None:
     if getattr(torch._C, "_are_functorch_transforms_active", bool)():
         return "torch.func"
     return "forward-mode differentiation" if getattr(forward_ad, "_current_level", -1) >= 0 else None
+
+
+def is_eager() -> bool:
+    """Whether nothing records, compiles or transforms this code, so that a derivative written by hand is used.
+
+    Compilers and exporters get the plain formula, which they derive and fuse by themselves.
+    """
+    return not (is_compiling() or is_exporting() or transform() is not None)
 
 
 def is_recomputing() -> bool:
@@ -146,54 +153,12 @@ def require_operators(name: str) -> None:
 
 
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...).
-
-    Before PyTorch 2.4 return a decorator whose operator has no gradient.
-    """
+    """Return torch.library.custom_op(name, ...); before PyTorch 2.4 its callers are refused by `require_operators`."""
     if HAS_OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
-    return lambda function: _WithoutGradient(name, function)
 
-
-class _WithoutGradient:
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function = name, function
-
-    def __call__(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-            require(f"the gradient of '{self.name}'", OPERATORS)
-        with torch.no_grad():
-            return self.function(*arguments)
-
-    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def undefined(function: Any) -> Any:
+        function.register_fake = function.register_autograd = lambda *_, **__: None
         return function
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        pass
-
-
-def second_derivative(name: str) -> Callable[[Any], None]:
-    """Return the hook of attention `name` for `name_second_derivative`."""
-    return functools.partial(_refuse_second_derivative, name)
-
-
-def name_second_derivative(out: Tensor, hook: Callable[[Any], None]) -> None:
-    """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
-
-    Args:
-        out: what an attention returned; it requires a gradient.
-        hook: what `second_derivative` returned.
-    """
-    if is_compiling():
-        return
-    node = out.grad_fn
-    if node is not None and node.name().startswith("ScaledDotProduct"):
-        node.register_prehook(hook)
-
-
-def _refuse_second_derivative(name: str, grads: Any) -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        raise UnsupportedError(
-            f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
-            f"kernel; run the forward pass inside {MATH_KERNEL}"
-        )
+    return undefined

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pytorch import is_compiling, is_exporting, transform, wider
-
-SMALLEST = 2.0**-126
-"""A vector whose norm is below this counts as zero: its reciprocal would overflow float32."""
+from ..errors import UnsupportedError
+from .pytorch import MATH_KERNEL, is_eager, wider
 
 
 def unit(x: Tensor) -> Tensor:
@@ -27,8 +25,8 @@ def unit(x: Tensor) -> Tensor:
     Returns:
         [..., D] in the dtype of `x`.
     """
-    # The derivative written by hand takes half the passes of the recorded one. Compilers fuse those by themselves.
-    by_hand = x.requires_grad and torch.is_grad_enabled() and not (is_compiling() or is_exporting() or transform())
+    # The derivative written by hand takes half the passes of the recorded one.
+    by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
     out: Tensor = _unit(x)[0] if by_hand else (x * inverse_norm(x)).to(x.dtype)
     return out
 
@@ -41,8 +39,9 @@ def inverse_norm(x: Tensor) -> Tensor:
     """
     narrow = x.dtype == torch.float16 or x.device.type == "mps"
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
-    # 1/inf is 0, and so is every derivative of it.
-    inverse = torch.threshold(norm, SMALLEST, math.inf).reciprocal()
+    # Below the least normal float32 a norm counts as zero: its reciprocal would overflow. 1/inf and its derivatives are
+    # 0. The number stands here because torch.compile takes a float of the module for an input, and compiles twice.
+    inverse = torch.threshold(norm, torch.finfo(torch.float32).tiny, math.inf).reciprocal()
     return inverse.to(wider(x.dtype))
 
 
@@ -62,6 +61,11 @@ class _Unit(torch.autograd.Function):
         out, inverse = ctx.saved_tensors
         wide = out.to(inverse.dtype)
         total = None
+        if grad is not None and grad.grad_fn is not None and grad.grad_fn.name() == "NotImplemented":
+            raise UnsupportedError(
+                "softmax attention has no second derivative (create_graph=True) through PyTorch's fused kernel; run "
+                f"the forward pass inside {MATH_KERNEL}"
+            )
         if grad is not None:  # d x̄ = (dx − (dx·x̄) x̄) / ‖x‖
             grad = grad.to(inverse.dtype)
             along = (grad * wide).sum(-1, keepdim=True)  # [..., 1]

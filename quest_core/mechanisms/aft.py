@@ -18,7 +18,7 @@ from ..cache import Cache
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators, wider
 from . import reference_aft
-from .aft_ops import aft_biased, aft_running, finite, refuse_transforms
+from .aft_ops import aft_biased, finite, refuse_transforms
 from .base import Dims, Family, local
 from .part import Option, Part
 
@@ -67,6 +67,12 @@ def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
     n, m = q.shape[2], k.shape[2]
     return functional.pad(y, (0, 0, n - m, 0)) if n > m else y[..., m - n :, :]
+
+
+def _running(keys: Tensor, values: Tensor) -> Tensor:
+    """The average up to each token as rows [T, B·H·D]: keys and values [B, H, T, D]."""
+    average: Tensor = aft_biased(_rows(keys), _rows(values), None, None, True, 1)[0]
+    return average
 
 
 Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -139,7 +145,7 @@ class AttentionFreeSimple(Family):
             total = e.sum(2, keepdim=True)
             return gate(q, (e * values).sum(2, keepdim=True) / torch.where(total > 0, total, 1), self.query)
         refuse_transforms("aft-simple(is_causal=True)")
-        y, _ = aft_running(_rows(keys), _rows(values))
+        y = _running(keys, values)
         return gate(q, _heads(_last_queries(y, q, k), v), self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
@@ -157,7 +163,7 @@ class AttentionFreeSimple(Family):
         require_operators("aft-simple")
         if before is not None:
             keys, values = after(as_token(before), keys, values)
-        y, _ = aft_running(_rows(keys), _rows(values))
+        y = _running(keys, values)
         return gate(q, _heads(y[-q.shape[2] :], v), self.query)
 
 

@@ -1,51 +1,28 @@
 """aft-conv: biases by relative position on a grid, one set a head, one key feature a head. [A] equations 6, 8, 9, 10.
 
-The plain formula is a softmax of keys and biases over all tokens. From `PLAIN_WEIGHTS` weights on it does not fit, and
-one operator computes the same in less memory: where no number is lost by it, a depth-wise convolution with exp(w) − 1
-and a global sum, as the paper writes it; where keys or biases make that cancel or underflow, blocks of queries.
-
-Reference: :func:`quest_core.mechanisms.reference_aft.conv_bias`.
+Few tokens take the plain formula, a softmax of keys and biases over all tokens. Many take the paper's depth-wise
+convolution with exp(w) − 1 and a global sum; where that would cancel or underflow, the plain formula in blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.pytorch import (
-    HAS_OPERATORS,
-    is_compiling,
-    is_exporting,
-    is_exporting_to_onnx,
-    is_tracing,
-    no_autocast,
-    operator,
-    transform,
-)
+from ..kernels.blocks import block_rows, recomputed
+from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast
 from . import reference_aft
 from .aft import QUERY, gate, hide, nothing, widen
-from .aft_ops import ELEMENTS, finite, no_second_derivative, safe_range
+from .aft_ops import finite, safe_range
 from .base import Dims, Family, local
-from .normalisers import PLAIN_WEIGHTS
 from .part import Option, Part
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32
-
-
-def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """cuDNN rounds the inputs of a convolution to 10 bits unless told otherwise."""
-    if device.type != "cuda":
-        return nullcontext()
-    flags = torch.backends.cudnn
-    return flags.flags(flags.enabled, flags.benchmark, flags.benchmark_limit, flags.deterministic, False)
 
 
 def _places(grid: list[int], prefix: int, size: int, device: torch.device) -> Tensor:
@@ -73,192 +50,46 @@ def _table(w: Tensor) -> Tensor:
     return functional.pad(w.flatten(1), (0, 1))
 
 
-def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The average [B, h, N, D] of v and the log normaliser [B, h, N]: 0 and −inf where nothing is visible."""
-    top = finite(logits.detach().amax(3, keepdim=True))
-    e = (logits - top).exp()
-    total = e.sum(3, keepdim=True)
-    return e @ v / torch.where(total > 0, total, 1), (top + total.log()).squeeze(3)
-
-
-def _in_plain(k: Tensor) -> bool:
-    """Whether the weights may be formed: they are small, or the operator cannot run here."""
-    if not HAS_OPERATORS or is_exporting() or transform() is not None:
-        return True
-    # A compiled graph takes the operator always: asking for sizes would make two graphs, below and above the limit.
-    return not is_compiling() and _weights(k) < PLAIN_WEIGHTS
-
-
-def _weights(k: Tensor) -> int:
-    return k.shape[0] * k.shape[1] * k.shape[2] ** 2
-
-
-class _Kernel:
-    """Keys [B, h, T], values [B, h, T, D], biases w [h, s, ...] and a grid of T − prefix tokens."""
-
-    def __init__(self, k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> None:
-        self.k, self.v, self.w, self.grid, self.prefix = k, v, w, grid, prefix
-        self.top = finite(k.amax(2, keepdim=True))  # [B, h, 1]
-        x = (k - self.top).exp_().unsqueeze(3)
-        self.x = torch.cat([x * v, x], dim=3)  # [B, h, T, D + 1]: numerator and denominator of each key
-        self.total = self.x.sum(2, keepdim=True)
-
-    def to_grid(self, x: Tensor) -> Tensor:
-        """[B, h, T, D + 1] -> [B·(D + 1), h, *grid], a copy."""
-        return x[:, :, self.prefix :].permute(0, 3, 1, 2).reshape(-1, x.shape[1], *self.grid)
-
-    def from_grid(self, x: Tensor) -> Tensor:
-        """[B·(D + 1), h, *grid] -> [B, h, T − prefix, D + 1], a view."""
-        batch, heads = self.k.shape[:2]
-        return x.reshape(batch, -1, heads, math.prod(self.grid)).permute(0, 2, 3, 1)
-
-    def convolves(self) -> bool:
-        """Whether the weights are too many to be formed, and exp(w) stays far inside float range.
-
-        Both ways give the same numbers; blocks are the one that is always exact.
-        """
-        if _weights(self.k) < PLAIN_WEIGHTS:
-            return False
-        return bool(self.w.abs().amax() <= safe_range(self.k.dtype) / 2)
-
-    def loses_nothing(self, denominator: Tensor) -> bool:
-        """Whether exp(w) − 1 cancelled no more than a few bits of the global sum; denominator [B, h, T]."""
-        return bool((denominator * CANCELLATION >= self.total[..., 0, -1:]).all())
-
-    def convolved(self) -> Tensor:
-        """Numerators and denominators [B, h, T, D + 1] over exp(top), as equation 6 writes them."""
-        convolution = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.grid) - 1]
-        weight = self.w.expm1().unsqueeze(1)  # [h, 1, s, ...]
-        padding = self.w.shape[1] // 2
-        sums = self.total.repeat(1, 1, self.k.shape[2], 1)
-        with _full_precision(self.k.device):
-            local = convolution(self.to_grid(self.x), weight, padding=padding, groups=self.w.shape[0])
-        sums[:, :, self.prefix :] += self.from_grid(local)
-        return sums
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(queries, logits [B, h, queries, T], bins [queries, T]) for blocks of queries, the bin s^dims for no bias."""
-        batch, heads, tokens = self.k.shape
-        place, table = _places(self.grid, self.prefix, self.w.shape[1], self.k.device), _table(self.w)
-        step = max(1, ELEMENTS // (batch * heads * tokens))
-        for start in range(0, tokens, step):
-            rows = slice(start, min(start + step, tokens))
-            bins = _bins(place[rows], place, self.w.shape[1])
-            yield rows, self.k.unsqueeze(2) + table[:, bins], bins
-
-
-@operator(
-    "quest::aft_conv",
-    schema="(Tensor k, Tensor v, Tensor w, SymInt[] grid, int prefix) -> (Tensor average, Tensor log_normaliser)",
-)
-def aft_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
-    """The average of v weighted by exp(k_t' + w) for each query, w by relative position, and its log normaliser.
+def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
+    """The average of v [B, h, T, D] with weights exp(k + w): k [B, h, T], bins [N, T] -> [B, h, N, D]; 0 without keys.
 
     Args:
-        k: [B, h, T]; a key of −inf is invisible.
-        v: [B, h, T, D].
-        w: [h, s], [h, s, s] or [h, s, s, s], s odd, the bias of position t + o − s // 2 for query t at index o.
-        grid: the extents of the grid that tokens from `prefix` on fill in row-major order.
-        prefix: leading tokens without a bias, as queries and as keys.
+        table: the biases and a zero [h, s^dims + 1], of which `bins` chooses.
+    """
+    w = table.index_select(1, bins.flatten()).unflatten(1, bins.shape)  # [h, N, T]
+    logits = k.unsqueeze(2) + w  # [B, h, N, T]
+    e = (logits - finite(logits.detach().amax(3, keepdim=True))).exp()
+    total = e.sum(3, keepdim=True)
+    average: Tensor = e @ v / torch.where(total > 0, total, 1)
+    return average
+
+
+def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> Tensor | None:
+    """As `_average` of all queries, with a convolution with exp(w) − 1 and a global sum, as equation 6 writes it.
+
+    Args:
+        k: [B, h, T], v: [B, h, T, D], w: [h, s, ...].
+        grid: what the tokens from `prefix` on fill.
 
     Returns:
-        [B, h, T, D], zero where nothing is visible, and [B, h, T], −inf there.
+        [B, h, T, D], or None where more than a few bits would cancel.
     """
-    with no_autocast(k.device.type):
-        kernel = _Kernel(k, v, w, grid, prefix)
-        if kernel.convolves():
-            sums = kernel.convolved()
-            total = sums[..., -1]
-            if kernel.loses_nothing(total):
-                y = sums[..., :-1] / torch.where(total > 0, total, 1).unsqueeze(-1)
-                return y, torch.where(total > 0, kernel.top + total.log(), -math.inf)
-        y, lse = v.new_empty(v.shape), k.new_empty(k.shape)
-        for rows, logits, _ in kernel.blocks():
-            y[:, :, rows], lse[:, :, rows] = _softmax(logits, v)
-        return y, lse
-
-
-def _fake_conv(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), k.new_empty(k.shape)
-
-
-@operator(
-    "quest::aft_conv_backward",
-    schema="(Tensor grad, Tensor k, Tensor v, Tensor w, Tensor y, Tensor lse, SymInt[] grid, int prefix) "
-    "-> (Tensor k, Tensor v, Tensor w)",
-)
-def aft_conv_backward(
-    grad: Tensor, k: Tensor, v: Tensor, w: Tensor, y: Tensor, lse: Tensor, grid: list[int], prefix: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `aft_conv` by the path that loses nothing.
-
-    With p_tt' = exp(k_t' + w − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p g_t·(v_t' − y_t), and the same summed over
-    the pairs of a relative position for w.
-    """
-    with no_autocast(k.device.type):
-        kernel = _Kernel(k, v, w, grid, prefix)
-        seen = lse > -math.inf
-        along = (grad * y).sum(3)  # [B, h, T]
-        total = torch.where(seen, (lse - kernel.top).exp(), 0)
-        if kernel.convolves() and kernel.loses_nothing(total):
-            both = torch.cat([grad, -along.unsqueeze(3)], dim=3)
-            both = both * torch.where(seen, 1 / torch.where(seen, total, 1), 0).unsqueeze(3)  # [B, h, T, D + 1]
-            dims, weight = len(grid), w.expm1().unsqueeze(1)
-            with _full_precision(k.device):
-                back, d_weight, _ = torch.ops.aten.convolution_backward(
-                    kernel.to_grid(both),
-                    kernel.to_grid(kernel.x),
-                    weight,
-                    None,
-                    [1] * dims,
-                    [w.shape[1] // 2] * dims,
-                    [1] * dims,
-                    False,
-                    [0] * dims,
-                    w.shape[0],
-                    [True, True, False],
-                )
-            received = both.sum(2, keepdim=True).repeat(1, 1, k.shape[2], 1)
-            received[:, :, prefix:] += kernel.from_grid(back)
-            x = kernel.x[..., -1]
-            d_k = x * ((v * received[..., :-1]).sum(3) + received[..., -1])
-            return d_k, x.unsqueeze(3) * received[..., :-1], w.exp() * d_weight.squeeze(1)
-        d_k, d_v = k.new_zeros(k.shape), v.new_zeros(v.shape)
-        d_table = w.new_zeros(w.shape[0], w[0].numel() + 1)
-        lse = torch.where(seen, lse, math.inf)
-        for rows, logits, bins in kernel.blocks():
-            p = logits.sub_(lse[:, :, rows].unsqueeze(3)).exp_()  # [B, h, queries, T]
-            g = grad[:, :, rows]
-            d_v += p.mT @ g
-            p *= g @ v.mT - along[:, :, rows].unsqueeze(3)
-            d_k += p.sum(2)
-            d_table.index_add_(1, bins.flatten(), p.sum(0).flatten(1))
-        return d_k, d_v, d_table[:, :-1].reshape(w.shape)
-
-
-def _fake_gradients(
-    grad: Tensor, k: Tensor, v: Tensor, w: Tensor, y: Tensor, lse: Tensor, grid: list[int], prefix: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return k.new_empty(k.shape), v.new_empty(v.shape), w.new_empty(w.shape)
-
-
-def _saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.grid, ctx.prefix = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return (*aft_conv_backward(grad, *ctx.saved_tensors, ctx.grid, ctx.prefix), None, None)
-
-
-def _second(ctx: Any, *_: Any) -> Any:
-    no_second_derivative("aft-conv")
-
-
-aft_conv.register_fake(_fake_conv)
-aft_conv.register_autograd(_gradients, setup_context=_saves)
-aft_conv_backward.register_fake(_fake_gradients)
-aft_conv_backward.register_autograd(_second, setup_context=lambda ctx, inputs, output: None)
+    if w.detach().abs().amax() > safe_range(k.dtype) / 2:
+        return None
+    if k.is_cuda and w.shape[0] == 1 and torch.backends.cudnn.allow_tf32:
+        return None  # cuDNN would round to 10 bits; depth-wise convolutions of several heads are PyTorch's own
+    x = (k - finite(k.detach().amax(2, keepdim=True))).exp().unsqueeze(3)
+    x = torch.cat([x * v, x], 3)  # [B, h, T, D + 1]: numerator and denominator of each key
+    total = x.sum(2, keepdim=True)
+    placed = x[:, :, prefix:].permute(0, 3, 1, 2).reshape(-1, w.shape[0], *grid)  # [B·(D + 1), h, *grid]
+    convolution = (functional.conv1d, functional.conv2d, functional.conv3d)[len(grid) - 1]
+    near = convolution(placed, w.expm1().unsqueeze(1), padding=w.shape[1] // 2, groups=w.shape[0])
+    near = near.reshape(k.shape[0], -1, *near.shape[1:]).flatten(3).permute(0, 2, 3, 1)  # [B, h, T − prefix, D + 1]
+    sums = total + functional.pad(near, (0, 0, prefix, 0))
+    weight = sums[..., -1:]
+    if (weight * CANCELLATION < total[..., -1:]).any():
+        return None
+    return sums[..., :-1] / torch.where(weight > 0, weight, 1)
 
 
 class AttentionFreeConv(Family):
@@ -352,12 +183,19 @@ class AttentionFreeConv(Family):
             return empty
         keys, values = hide(widen(k), key_mask).squeeze(3), widen(v)
         w = self._positions().to(keys.dtype)
-        if _in_plain(keys):
-            place = _places(grid, self.prefix, w.shape[1], w.device)
-            with no_autocast(w.device.type):
-                y, _ = _softmax(keys.unsqueeze(2) + _table(w)[:, _bins(place, place, w.shape[1])], values)
-        else:
-            y, _ = aft_conv(keys, values, w, grid, self.prefix)
+        place, table = _places(grid, self.prefix, w.shape[1], w.device), _table(w)
+        step = block_rows(tokens, keys.numel())
+
+        def rows(here: Tensor) -> Tensor:
+            return _average(keys, values, table, _bins(here, place, w.shape[1]))
+
+        with no_autocast(w.device.type):
+            if step is None:
+                y = rows(place)
+            elif (found := _convolved(keys, values, w, grid, self.prefix)) is not None:
+                y = found
+            else:
+                y = torch.cat([recomputed(rows, here) for here in place.split(step)], 2)
         return gate(q, y, self.query)
 
     def _extents(self, count: int) -> list[int]:
@@ -437,6 +275,6 @@ PARTS = (
         causal_reason="its convolution looks both ways along every axis of the grid",
         reads=("tokens", "order", "length"),
         key_features=1,
-        complexity="O(T·s^dims·d) time on large grids, O(T·d) memory",
+        complexity="O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile",
     ),
 )

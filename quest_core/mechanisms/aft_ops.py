@@ -7,8 +7,6 @@ lie further apart are summed feature by feature.
 
 The keys that a block of queries meets without a bias enter as one token: a pair (m, s) that stands for exp(m)·s, as a
 key k with its value v is the pair (k, (v, 1)).
-
-Reference: :func:`quest_core.mechanisms.reference_aft.weighted_average`.
 """
 
 from __future__ import annotations
@@ -51,14 +49,6 @@ def refuse_transforms(name: str) -> None:
             f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
             "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"
         )
-
-
-def no_second_derivative(name: str) -> None:
-    """Raise UnsupportedError: called where a gradient of attention `name` is differentiated."""
-    raise UnsupportedError(
-        f"attention '{name}' does not support double backward (create_graph=True): its gradient is one operator; "
-        "use attention 'linear', which can be differentiated any number of times"
-    )
 
 
 def safe_range(dtype: torch.dtype) -> float:
@@ -333,19 +323,13 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _second(ctx: Any, *_: Any) -> Any:
-    no_second_derivative(ctx.name)
+    raise UnsupportedError(
+        f"attention '{ctx.name}' does not support double backward (create_graph=True): its gradient is one operator; "
+        "use attention 'linear', which can be differentiated any number of times"
+    )
 
 
 aft_biased.register_fake(_fake_biased)
 aft_biased.register_autograd(_gradients, setup_context=_setup)
 aft_biased_backward.register_fake(_fake_gradients)
 aft_biased_backward.register_autograd(_second, setup_context=_setup_backward)
-
-
-def aft_running(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running average of v weighted by exp(k), and its log normaliser: [T, C], [T, C] -> [T, C], [T, C].
-
-    A key of −inf is invisible.
-    """
-    y, lse = aft_biased(k, v, None, None, True, 1)
-    return y, lse

@@ -7,7 +7,7 @@ chunk, what it gets from its own chunk through the C×C products inside. Sums ar
 The weights have no logarithm that an additive mask b could be added to before an exponential. It means the same here:
 the weight of a key is multiplied by exp(b), and −inf hides the key.
 
-[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024). References: `reference_linear`.
+[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..kernels.pytorch import (
     VERSION,
     autocast_dtype,
     is_compiling,
+    is_eager,
     is_exporting,
     is_tracing,
     no_autocast,
-    transform,
     wider,
 )
 from ..kernels.unit import unit
@@ -111,8 +111,8 @@ def _result_type(q: Tensor) -> torch.dtype:
 def _feature(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 in float32 or wider, as exp(min(x, 0)) + max(x, 0), which does not cancel far below 0."""
     x = _wide(x)
-    # The derivative written by hand takes half the passes of the recorded one. Compilers fuse those by themselves.
-    by_hand = x.requires_grad and torch.is_grad_enabled() and not (is_compiling() or is_exporting() or transform())
+    # The derivative written by hand takes half the passes of the recorded one.
+    by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
     return _by_hand(x) if by_hand else x.clamp(max=0).exp() + x.relu()
 
 

@@ -1,46 +1,31 @@
 """Normalisers: logits to weights. [R] is Your Attention Matters, [S] Sinkformers (Sander et al., 2022).
 
-Softmax has fused kernels. Sigmoid and sinkhorn have none: from `PLAIN_WEIGHTS` elements on, their weights are computed
-in blocks of queries, forward and backward, so that no [B, H, N, M] tensor exists at any time. Both ways are one
-formula: a block is the plain formula on some rows.
+Softmax has fused kernels. Sigmoid and sinkhorn have none: large calls compute their weights in blocks of queries
+(:mod:`quest_core.kernels.blocks`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..kernels.blocks import block_rows, in_blocks
 from ..kernels.pytorch import (
     HAS_GROUPED_ATTENTION,
-    HAS_OPERATORS,
     HIDES_BLIND_ROWS,
     autocast_dtype,
-    is_compiling,
     is_exporting,
-    no_autocast,
-    operator,
     transform,
     wider,
 )
 from . import reference
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
 from .part import Option, Part
-
-PLAIN_WEIGHTS = 2**23
-"""With this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32."""
-
-BLOCK_WEIGHTS = 2**20
-"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries."""
-
-BLOCK_ROWS = 64
-"""Least number of queries a block, below which matrix products are thin."""
 
 
 class Softmax(Normaliser):
@@ -118,30 +103,29 @@ class Sigmoid(Normaliser):
         super().__init__()
         self.bias = bias
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        grouped: bool,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
         """See `Normaliser.forward`."""
-        if not _in_blocks(q, k, mask):
-            return super().forward(
-                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
-            )
-        q, k, v = _autocast(q, k, v)
-        out: Tensor = _sigmoid_blocks(q, k, v, mask, scale, self.bias, is_causal, dropout_p, _seed(dropout_p))
-        return out
+        plain = super().forward
+
+        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return plain(q, k, v, mask=mask, is_causal=is_causal, **how)
+
+        return _joined(in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0), 2)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """See `Normaliser.weights`."""
-        return _sigmoid(logits, mask, self.bias)
+        seen = _seen(mask, logits)
+        shifted = logits.to(wider(logits.dtype))
+        if mask is not None and mask.dtype != torch.bool:
+            shifted = shifted + mask
+        if self.bias is None:
+            shifted = shifted - seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype).log()
+        else:
+            shifted = shifted + self.bias
+        weights = shifted.sigmoid()
+        if mask is not None:
+            weights = weights.masked_fill(~seen, 0)
+        return weights.to(logits.dtype)
 
 
 class Sinkhorn(Normaliser):
@@ -179,26 +163,67 @@ class Sinkhorn(Normaliser):
         grouped: bool,
     ) -> Tensor:
         """See `Normaliser.forward`."""
-        scale = scale / self.eps
-        mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
         if self.iterations == 1:
+            mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
             return self.softmax.forward(
+                q, k, v, scale=scale / self.eps, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
+            )
+        if block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]) is None:
+            return super().forward(
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
-        if not _in_blocks(q, k, mask):
-            weights = _sinkhorn(logits(q, k, scale, grouped), mask, self.iterations)
-            return apply_weights(drop(weights, dropout_p), v, grouped)
-        q, k, v = _autocast(q, k, v)
-        out: Tensor = _sinkhorn_blocks(q, k, v, mask, scale, self.iterations, dropout_p, _seed(dropout_p))[0]
-        return out
+        before, last = self.columns(q, k, scale, mask, grouped)
+
+        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            weights = _weights(self._masked(logits(q, k, scale, grouped), mask), before, last, mask is not None)
+            return apply_weights(drop(weights.to(v.dtype), dropout_p), v, grouped)
+
+        return _joined(in_blocks(block, q, k, v, mask, random=dropout_p > 0), 2)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """See `Normaliser.weights`."""
-        mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
-        return _sinkhorn(logits / self.eps, mask, self.iterations)
+        z, masked = self._masked(logits, mask), mask is not None
+        before, last = self._balance(lambda g: _column_sums(z, g, masked), _log_column_sum(mask, z))
+        return _weights(z, before, last, masked).to(logits.dtype)
+
+    def columns(
+        self, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, grouped: bool
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """Return the log factors of the columns [B, H, 1, M] that the last step on rows sees, and the last ones.
+
+        Arguments as in `Normaliser.forward`.
+        """
+        masked = mask is not None
+
+        def sums(g: Tensor | float) -> Tensor:
+            def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
+                return _column_sums(self._masked(logits(q, k, scale, grouped), mask), g, masked)
+
+            return _log_sum_exp(_joined(in_blocks(block, q, k, k[..., :0], mask), -2), -2, masked)
+
+        like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
+        return self._balance(sums, _log_column_sum(mask, like))
+
+    def _masked(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits plus mask over ε in float32 or wider, −inf where the mask hides."""
+        z = logits.to(wider(logits.dtype))
+        if mask is not None:
+            z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
+        return z if self.eps == 1 else z / self.eps
+
+    def _balance(
+        self, sums: Callable[[Tensor | float], Tensor], target: Tensor
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """As `columns`; `sums` gives the log sums of the columns from their factors before the rows are scaled."""
+        before: Tensor | float = 0.0
+        last: Tensor | float = 0.0
+        for _ in range(self.iterations // 2):
+            before, last = last, _factors(sums(last), target)
+        return last if self.iterations % 2 else before, last
 
 
-# The formulas, on all rows or on a block of them.
+def _joined(blocks: list[Tensor], axis: int) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
 
 
 def _hidden(mask: Tensor) -> Tensor:
@@ -213,42 +238,27 @@ def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
     return (~_hidden(mask)).expand(*mask.shape[:-1], like.shape[-1])
 
 
-def _sigmoid(logits: Tensor, mask: Tensor | None, bias: float | None) -> Tensor:
-    """Logits [B, H, N, M] -> weights [B, H, N, M]."""
-    seen = _seen(mask, logits)
-    shifted = logits.to(wider(logits.dtype))
-    if mask is not None and mask.dtype != torch.bool:
-        shifted = shifted + mask
-    if bias is not None:
-        shifted = shifted + bias
-    else:
-        shifted = shifted - seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype).log()
-    weights = shifted.sigmoid()
-    if mask is not None:
-        weights = weights.masked_fill(~seen, 0)
-    return weights.to(logits.dtype)
+def _column_sums(z: Tensor, g: Tensor | float, masked: bool) -> Tensor:
+    """Log sums of the columns [B, H, 1, M] of exp(z + g), z [B, H, N, M], once its rows are scaled to sum 1."""
+    return _log_sum_exp(z + _factors(_log_sum_exp(z + g, -1, masked)), -2, masked)
 
 
-def _sinkhorn(logits: Tensor, mask: Tensor | None, iterations: int) -> Tensor:
-    """Logits over ε [B, H, N, M] -> weights [B, H, N, M] by `iterations` half-steps."""
-    z = _masked(logits, mask)
-    target = _log_column_sum(mask, z)
-    f: Tensor | float = 0.0  # log factors of rows [B, H, N, 1]
-    g: Tensor | float = 0.0  # log factors of columns [B, H, 1, M]
-    for step in range(iterations):
-        if step % 2 == 0:
-            f = -_log_sum_exp(z + g, -1, mask is not None)
-        else:
-            g = target - _log_sum_exp(z + f, -2, mask is not None)
-    return (z + f + g).exp().to(logits.dtype)
+def _weights(z: Tensor, before: Tensor | float, last: Tensor | float, masked: bool) -> Tensor:
+    """The weights of rows z [B, H, N, M] from the two factors that `Sinkhorn.columns` returns."""
+    return (z + _factors(_log_sum_exp(z + before, -1, masked)) + last).exp()
 
 
-def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits in float32 or wider, −inf where the mask hides."""
-    z = logits.to(wider(logits.dtype))
-    if mask is None:
-        return z
-    return z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
+def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
+    """log Σ exp(x) over `dim`, kept; −inf with zero gradients where all are −inf, where logsumexp's gradient is NaN."""
+    if not masked:
+        return x.logsumexp(dim, keepdim=True)
+    blind = (x == -math.inf).all(dim, keepdim=True)
+    return x.masked_fill(blind, 0).logsumexp(dim, keepdim=True).masked_fill(blind, -math.inf)
+
+
+def _factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
+    """Log factors that bring sums to exp(target); 0 for padding, whose sum is 0."""
+    return (target - log_sums).masked_fill(log_sums == -math.inf, 0)
 
 
 def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -265,353 +275,13 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
     return rows - columns
 
 
-def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
-    """log Σ exp(x) over `dim`, kept; 0 with zero gradients where all are −inf, where logsumexp's gradient is NaN."""
-    if not masked:
-        return x.logsumexp(dim, keepdim=True)
-    blind = (x == -math.inf).all(dim, keepdim=True)
-    return x.masked_fill(blind, 0).logsumexp(dim, keepdim=True).masked_fill(blind, 0)
-
-
-# Blocks of queries. Custom operators, so that torch.compile and torch.export see one node and not a loop.
-
-
-def _in_blocks(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Whether the weights are too large to keep, and can be done without."""
-    if not HAS_OPERATORS or is_exporting() or transform() is not None:
-        return False
-    if mask is not None and mask.requires_grad:
-        return False  # a learned bias is an N×M tensor itself, and so is its gradient
-    # A compiled graph takes blocks always: asking for sizes would give it one graph below and one above the limit.
-    return is_compiling() or q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= PLAIN_WEIGHTS
-
-
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast would for a matrix product, which it cannot see inside a custom operator."""
+    """Cast as autocast would for a matrix product."""
     lower = autocast_dtype(tensors[0].device.type)
     return [x if lower is None or x.dtype == torch.float64 else x.to(lower) for x in tensors]
 
 
-def _seed(dropout_p: float) -> Tensor | None:
-    """What lets the backward pass draw the forward pass's dropout again."""
-    return torch.randint(2**62, (), device="cpu") if dropout_p > 0 else None
-
-
-class _Dropout:
-    """Dropout masks that a second walk over the same blocks draws again."""
-
-    def __init__(self, p: float, seed: Tensor | None, device: torch.device) -> None:
-        self.p = p
-        self.generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, of one shape, times one draw of factors: 0 or 1 / (1 − p)."""
-        if self.generator is None:
-            return tensors
-        kept = torch.rand(tensors[0].shape, generator=self.generator, device=tensors[0].device) >= self.p
-        return tuple(x * kept / (1 - self.p) for x in tensors)
-
-
-def _blocks(q: Tensor, k: Tensor, is_causal: bool = False) -> Iterator[tuple[int, int, int]]:
-    """(first query, query after the last, number of keys that these can see), skipping queries that see none.
-
-    Under a causal mask the last query of a block sees all its keys.
-    """
-    batch, heads, n = q.shape[:3]
-    m = k.shape[2]
-    rows = max(BLOCK_ROWS, BLOCK_WEIGHTS // max(batch * heads * m, 1))
-    for start in range(0, n, rows):
-        stop = min(start + rows, n)
-        keys = min(stop + m - n, m) if is_causal else m
-        if keys > 0:
-            yield start, stop, keys
-
-
-def _part(mask: Tensor | None, start: int, stop: int, keys: int) -> Tensor | None:
-    """The block of a broadcastable mask."""
-    if mask is None:
-        return None
-    mask = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
-    return mask if mask.shape[-1] == 1 else mask[..., :keys]
-
-
-def _sigmoid_part(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    bias: float | None,
-    is_causal: bool,
-    start: int,
-    stop: int,
-    keys: int,
-) -> Tensor:
-    """The weights [B, H, rows, keys] of a block, which under a causal mask is a causal problem in itself."""
-    mask = _part(mask, start, stop, keys)
-    mask = merge_causal(mask, stop - start, keys, q.device) if is_causal else mask
-    return _sigmoid(logits(q[:, :, start:stop], k[:, :, :keys], scale, q.shape[1] != k.shape[1]), mask, bias)
-
-
-def _back(weights: Tensor, x: Tensor, groups: int) -> Tensor:
-    """weightsᵀ x, summed over the query heads of a group: [B, H, N, M], [B, H, N, D] -> [B, G, M, D]."""
-    batch, heads, n, m = weights.shape
-    rows = heads // groups * n
-    return weights.reshape(batch, groups, rows, m).transpose(-1, -2) @ x.reshape(batch, groups, rows, x.shape[-1])
-
-
-class _Gradients:
-    """Sums of gradients over blocks, in float32 or wider."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        self.wide = wider(q.dtype)
-        self.q, self.k, self.v = (torch.zeros_like(x, dtype=self.wide) for x in (q, k, v))
-        self.inputs, self.scale, self.grouped = (q, k, v), scale, q.shape[1] != k.shape[1]
-
-    def add_logits(self, grad: Tensor, start: int, stop: int, keys: int) -> None:
-        """`grad` [B, H, rows, keys], of the logits of a block."""
-        q, k, _ = self.inputs
-        grad = grad.to(q.dtype)
-        self.q[:, :, start:stop] += apply_weights(grad, k[:, :, :keys], self.grouped) * self.scale
-        self.k[:, :, :keys] += _back(grad, q[:, :, start:stop], k.shape[1]) * self.scale
-
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (total.to(x.dtype) for total, x in zip((self.q, self.k, self.v), self.inputs, strict=True))
-        return q, k, v
-
-
-def _second(name: str, ctx: Any, *_: Any) -> Any:
-    raise UnsupportedError(
-        f"attention '{name}' does not support double backward (create_graph=True) from {PLAIN_WEIGHTS} weights "
-        "a call on, or under torch.compile: its gradient is one operator; use fewer tokens or heads a call, or softmax"
-    )
-
-
-def _nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """A gradient that refuses to be differentiated keeps nothing."""
-
-
-@operator(
-    "quest::sigmoid_attention",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, float dropout_p, "
-    "Tensor? seed) -> Tensor",
-)
-def _sigmoid_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    bias: float | None,
-    is_causal: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    grouped = q.shape[1] != k.shape[1]
-    dropout = _Dropout(dropout_p, seed, q.device)
-    with no_autocast(q.device.type):
-        for start, stop, keys in _blocks(q, k, is_causal):
-            weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
-            out[:, :, start:stop] = apply_weights(dropout(weights)[0], v[:, :, :keys], grouped)
-    return out
-
-
-@operator(
-    "quest::sigmoid_attention_backward",
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float? bias, bool is_causal, "
-    "float dropout_p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-)
-def _sigmoid_blocks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    bias: float | None,
-    is_causal: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = _Gradients(q, k, v, scale)
-    grouped = total.grouped
-    dropout = _Dropout(dropout_p, seed, q.device)
-    with no_autocast(q.device.type):
-        for start, stop, keys in _blocks(q, k, is_causal):
-            weights = _sigmoid_part(q, k, mask, scale, bias, is_causal, start, stop, keys)
-            change = logits(grad[:, :, start:stop], v[:, :, :keys], 1.0, grouped)  # of the weights after dropout
-            dropped, change = dropout(weights, change)
-            total.v[:, :, :keys] += _back(dropped, grad[:, :, start:stop], k.shape[1])
-            wide = weights.to(total.wide)
-            total.add_logits(change * wide * (1 - wide), start, stop, keys)
-    return total.result()
-
-
-def _fake_sigmoid(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[-1])
-
-
-_sigmoid_blocks.register_fake(_fake_sigmoid)
-
-
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-_sigmoid_blocks_backward.register_fake(_fake_gradients)
-_sigmoid_blocks_backward.register_autograd(partial(_second, "sigmoid"), setup_context=_nothing)
-
-
-def _sigmoid_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, mask, ctx.scale, ctx.bias, ctx.is_causal, ctx.dropout_p, seed = inputs
-    ctx.save_for_backward(q, k, v, mask, seed)
-
-
-def _sigmoid_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, seed = ctx.saved_tensors
-    change = _sigmoid_blocks_backward(grad, q, k, v, mask, ctx.scale, ctx.bias, ctx.is_causal, ctx.dropout_p, seed)
-    return (*change, *[None] * 6)
-
-
-_sigmoid_blocks.register_autograd(_sigmoid_grad, setup_context=_sigmoid_setup)
-
-
-@operator(
-    "quest::sinkhorn_attention",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, int iterations, float dropout_p, Tensor? seed) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _sinkhorn_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    iterations: int,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [B, H, N, Dv] and the log factors of rows and columns: [steps, B, H, N, 1], [steps, B, H, 1, M]."""
-    batch, heads, n = q.shape[:3]
-    m = k.shape[2]
-    wide = wider(q.dtype)
-    out = q.new_empty(batch, heads, n, v.shape[-1])
-    f = q.new_empty(iterations // 2, batch, heads, n, 1, dtype=wide)
-    g = q.new_empty(iterations // 2, batch, heads, 1, m, dtype=wide)
-    grouped = heads != k.shape[1]
-    dropout = _Dropout(dropout_p, seed, q.device)
-    with no_autocast(q.device.type):
-        target = _log_column_sum(mask, f.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
-        for step in range(iterations // 2):
-            columns = g.new_full((batch, heads, 1, m), -math.inf)
-            for start, stop, _ in _blocks(q, k):
-                z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
-                rows = f[step, :, :, start:stop]
-                rows.copy_(_negated((z if step == 0 else z + g[step - 1]).logsumexp(-1, keepdim=True)))
-                torch.logaddexp(columns, z.add_(rows).logsumexp(-2, keepdim=True), out=columns)
-            g[step] = _negated(columns, target)
-        for start, stop, _ in _blocks(q, k):
-            z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
-            weights = _last_step(z, f, g, iterations, start, stop)
-            out[:, :, start:stop] = apply_weights(dropout(weights)[0].to(v.dtype), v, grouped)
-    return out, f, g
-
-
-def _negated(x: Tensor, target: Tensor | float = 0.0) -> Tensor:
-    """target − x, 0 where x is −inf: padding has no factor."""
-    return (target - x).masked_fill_(x == -math.inf, 0)
-
-
-def _last_step(z: Tensor, f: Tensor, g: Tensor, iterations: int, start: int, stop: int) -> Tensor:
-    """The weights of a block [B, H, rows, M] from its logits and the factors; an odd last row step finds its own."""
-    z = z + g[-1]
-    return z.add_(_negated(z.logsumexp(-1, keepdim=True)) if iterations % 2 else f[-1, :, :, start:stop]).exp_()
-
-
-@operator(
-    "quest::sinkhorn_attention_backward",
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor f, Tensor g, float scale, "
-    "int iterations, float dropout_p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-)
-def _sinkhorn_blocks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    f: Tensor,
-    g: Tensor,
-    scale: float,
-    iterations: int,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n, m = q.shape[2], k.shape[2]
-    total = _Gradients(q, k, v, scale)
-    grouped = total.grouped
-    dropout = _Dropout(dropout_p, seed, q.device)
-    grad_f, grad_g = torch.zeros_like(f[0]), torch.zeros_like(g[0])  # [B, H, N, 1], [B, H, 1, M]
-    with no_autocast(q.device.type):
-        target = _log_column_sum(mask, g.new_zeros(1, 1, n, 1).expand(1, 1, n, m))
-        for start, stop, _ in _blocks(q, k):
-            z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
-            weights = _last_step(z, f, g, iterations, start, stop)
-            change = logits(grad[:, :, start:stop], v, 1.0, grouped)  # of the weights after dropout
-            dropped, change = dropout(weights, change)
-            total.v += _back(dropped.to(v.dtype), grad[:, :, start:stop], k.shape[1])
-            change = change * weights  # of the log weights
-            row_sums = change.sum(-1, keepdim=True)
-            if iterations % 2:
-                change.addcmul_(weights, row_sums, value=-1)
-            else:
-                grad_f[:, :, start:stop] = row_sums
-            grad_g += change.sum(-2, keepdim=True)
-            total.add_logits(change, start, stop, m)
-        # Back through the pairs of steps: g_s = target − lse_i(z + f_s), before it f_s = −lse_j(z + g_{s−1}).
-        for step in reversed(range(iterations // 2)):
-            earlier_g = torch.zeros_like(grad_g)
-            for start, stop, _ in _blocks(q, k):
-                z = _masked(logits(q[:, :, start:stop], k, scale, grouped), _part(mask, start, stop, m))
-                z += f[step, :, :, start:stop]
-                by_columns = (z + (g[step] - target)).exp_().mul_(grad_g)
-                grad_rows = grad_f[:, :, start:stop] - by_columns.sum(-1, keepdim=True)
-                by_rows = (z if step == 0 else z.add_(g[step - 1])).exp_().mul_(grad_rows)
-                earlier_g -= by_rows.sum(-2, keepdim=True)
-                total.add_logits(by_rows.add_(by_columns).neg_(), start, stop, m)
-            grad_g = earlier_g
-            grad_f.zero_()
-    return total.result()
-
-
-def _fake_sinkhorn(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, iterations: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    steps, wide = iterations // 2, wider(q.dtype)
-    f = q.new_empty(steps, *q.shape[:3], 1, dtype=wide)
-    g = q.new_empty(steps, *q.shape[:2], 1, k.shape[2], dtype=wide)
-    return q.new_empty(*q.shape[:3], v.shape[-1]), f, g
-
-
-_sinkhorn_blocks.register_fake(_fake_sinkhorn)
-_sinkhorn_blocks_backward.register_fake(_fake_gradients)
-_sinkhorn_blocks_backward.register_autograd(partial(_second, "sinkhorn"), setup_context=_nothing)
-
-
-def _sinkhorn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.scale, ctx.iterations, ctx.dropout_p, seed = inputs
-    ctx.save_for_backward(q, k, v, mask, output[1], output[2], seed)
-
-
-def _sinkhorn_grad(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, f, g, seed = ctx.saved_tensors
-    change = _sinkhorn_blocks_backward(grad, q, k, v, mask, f, g, ctx.scale, ctx.iterations, ctx.dropout_p, seed)
-    return (*change, *[None] * 5)
-
-
-_sinkhorn_blocks.register_autograd(_sinkhorn_grad, setup_context=_sinkhorn_setup)
-
-
-_IN_BLOCKS = "O(N·M·D) time, O(N + M) memory in blocks of queries"
+_IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
 
 PARTS = (
     Part(
@@ -658,6 +328,6 @@ PARTS = (
         cross=True,
         dropout=True,
         reads=("tokens", "queries"),
-        complexity="O(iterations·N·M·D) time, O(N + M) memory in blocks of queries",
+        complexity=f"O(iterations·{_IN_BLOCKS[2:]}",
     ),
 )

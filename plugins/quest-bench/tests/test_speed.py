@@ -14,7 +14,6 @@ import quest_core
 from quest_bench import scaling, speed
 from quest_bench.cli import app_main
 from quest_core.errors import QuestError
-from quest_core.mechanisms import reference_aft, reference_linear
 
 SHAPE = (2, 4, 5, 8)
 
@@ -28,7 +27,7 @@ def test_contenders_compute_what_their_names_say() -> None:
     torch.testing.assert_close(alone[speed.FORMULA](q, k, v), alone["quest"](q, k, v))
     linear = speed.contenders(plan, speed.NAIVE, SHAPE)
     assert list(linear) == [speed.NAIVE, "linear"]
-    want = reference_linear.linear(q, k, v)
+    want = speed.naive_linear(q.double(), k.double(), v.double())
     for attend in linear.values():
         torch.testing.assert_close(attend(q, k, v).double(), want, rtol=1e-5, atol=1e-5)
 
@@ -44,12 +43,13 @@ def test_layers_have_the_projections_of_their_peer() -> None:
     assert layers["standard in MultiheadAttention"](x).shape == (2, 5, 32)
 
 
-def test_the_broadcast_formula_is_that_of_the_reference() -> None:
+def test_the_broadcast_formula_is_aft_full() -> None:
     q, k, v = torch.randn(3, *SHAPE)
     w = torch.randn(5, 5)
-    flat = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
-    want = reference_aft.aft(*flat, w, torch.ones(1, 5, 5, dtype=torch.bool)).unflatten(2, (4, 8)).transpose(1, 2)
-    torch.testing.assert_close(speed.broadcast_aft(q, k, v, w).double(), want, rtol=1e-5, atol=1e-5)
+    full = quest_core.Mechanism("aft-full(rank=null, max_length=5)", num_heads=4, head_dim=8)
+    with torch.no_grad():
+        full.family.table.copy_(w)
+    torch.testing.assert_close(speed.broadcast_aft(q, k, v, w), full(q, k, v))
     plan = speed.Plan(attentions=("aft-simple",))
     assert speed.BROADCAST in speed.contenders(plan, speed.PEER, SHAPE)
     assert speed.BROADCAST not in speed.contenders(plan, speed.PEER, (1, 8, 2048, 64))
