@@ -355,7 +355,9 @@ def test_dropout_must_be_a_probability() -> None:
 
 def test_grouped_functional_needs_a_divisor() -> None:
     q, k, v = tensors(1, 4, 3, 2, 2, 2)
-    with pytest.raises(quest_core.InputError, match="4 heads, which the 3 key/value heads do not divide"):
+    with pytest.raises(
+        quest_core.InputError, match="kv_heads is 3, which does not divide the 4 heads; choose from: 1, 2, 4"
+    ):
         quest_core.attention(q, k, v, "quest+gqa")
 
 

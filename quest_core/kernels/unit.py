@@ -61,7 +61,7 @@ class _Unit(torch.autograd.Function):
         out, inverse = ctx.saved_tensors
         wide = out.to(inverse.dtype)
         total = None
-        if grad is not None and grad.grad_fn is not None and grad.grad_fn.name() == "NotImplemented":
+        if grad is not None and grad.grad_fn is not None and grad.grad_fn.name().endswith("NotImplemented"):
             raise UnsupportedError(
                 "softmax attention has no second derivative (create_graph=True) through PyTorch's fused kernel; run "
                 f"the forward pass inside {MATH_KERNEL}"

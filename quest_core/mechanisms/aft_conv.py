@@ -45,11 +45,6 @@ def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
     return torch.where(inside & (here[:, :1] >= 0), bins, size ** place.shape[1])
 
 
-def _table(w: Tensor) -> Tensor:
-    """Biases and a zero at the end: [h, s, ...] -> [h, s^dims + 1]."""
-    return functional.pad(w.flatten(1), (0, 1))
-
-
 def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
     """The average of v [B, h, T, D] with weights exp(k + w): k [B, h, T], bins [N, T] -> [B, h, N, D]; 0 without keys.
 
@@ -183,7 +178,10 @@ class AttentionFreeConv(Family):
             return empty
         keys, values = hide(widen(k), key_mask).squeeze(3), widen(v)
         w = self._positions().to(keys.dtype)
-        place, table = _places(grid, self.prefix, w.shape[1], w.device), _table(w)
+        place, table = (
+            _places(grid, self.prefix, w.shape[1], w.device),
+            functional.pad(w.flatten(1), (0, 1)),
+        )  # [h, s^dims + 1]
         step = block_rows(tokens, keys.numel())
 
         def rows(here: Tensor) -> Tensor:

@@ -20,8 +20,6 @@ MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value he
 EQUAL = 1e-6
 """Norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32."""
 
-_NO_KV_HEADS = "attention '{name}' needs 'kv_heads', the number of key/value heads: write {name}(kv_heads=2)"
-
 
 class MultiHead(Grouping):
     """Every query head has a key/value head of its own."""
@@ -50,21 +48,24 @@ class Grouped(Grouping):
 
     def kv_heads(self, num_heads: int) -> int:
         if self.requested is None:
-            raise ConfigError(_NO_KV_HEADS.format(name=self.name))
-        if num_heads % self.requested:
-            fitting = [str(g) for g in range(1, num_heads + 1) if num_heads % g == 0]
             raise ConfigError(
-                f"attention '{self.name}': kv_heads is {self.requested}, which does not divide the {num_heads} heads; "
-                f"choose from: {', '.join(fitting)}"
+                f"attention '{self.name}' needs 'kv_heads', the number of key/value heads: "
+                f"write {self.name}(kv_heads=2)"
             )
+        if why := self._misfit(num_heads, self.requested):
+            raise ConfigError(f"attention '{self.name}': {why}")
         return self.requested
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
         if self.requested is not None and kv_heads != self.requested:
             return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
-        if kv_heads == 0 or num_heads % kv_heads:
-            return f"q has {num_heads} heads, which the {kv_heads} key/value heads do not divide"
-        return None
+        return self._misfit(num_heads, kv_heads)
+
+    def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
+        if kv_heads and num_heads % kv_heads == 0:
+            return None
+        fitting = ", ".join(str(g) for g in range(1, num_heads + 1) if num_heads % g == 0)
+        return f"kv_heads is {kv_heads}, which does not divide the {num_heads} heads; choose from: {fitting}"
 
 
 class MultiQuery(Grouped):
@@ -121,31 +122,20 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     return norms
 
 
-class KeyDriven(Grouping):
+class KeyDriven(Grouped):
     """Key heads with larger norms serve more query heads, anew in every forward pass ([G], equations 1-3)."""
 
     name: ClassVar[str] = "kdgqa"
+    shares = False
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None, min_queries: int) -> None:
-        super().__init__()
-        self.requested, self.min_queries = kv_heads, min_queries
+        super().__init__(dims, kv_heads=kv_heads)
+        self.min_queries = min_queries
 
-    def kv_heads(self, num_heads: int) -> int:
-        if self.requested is None:
-            raise ConfigError(_NO_KV_HEADS.format(name=self.name))
-        if not self.requested * max(1, self.min_queries) <= num_heads:
-            raise ConfigError(
-                f"attention '{self.name}': kv_heads={self.requested} with min_queries={self.min_queries} "
-                f"needs more than the {num_heads} query heads"
-            )
-        return self.requested
-
-    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        if self.requested is not None and kv_heads != self.requested:
-            return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
-        if kv_heads * max(1, self.min_queries) > num_heads:
-            return f"{kv_heads} key heads with min_queries={self.min_queries} need more than the {num_heads} of q"
-        return None
+    def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
+        if kv_heads * max(1, self.min_queries) <= num_heads:
+            return None
+        return f"kv_heads={kv_heads} with min_queries={self.min_queries} needs more than the {num_heads} query heads"
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         norms = key_norms(k, mask).mean(0)  # [G]
@@ -159,7 +149,8 @@ class DynamicKeyDriven(KeyDriven):
     """As KeyDriven, but sizes follow how the norms evolve, and stay for `window` training steps ([G], section 3.2).
 
     The state lives in float32 buffers, so that it is saved and resumed, and survives averaging of checkpoints.
-    Evaluation and the second forward pass of activation checkpointing do not change it.
+    Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the keys and
+    values of all H query heads, as assigned when they came.
 
     Where torch.distributed is initialised, a training step takes the mean over the batches of all ranks, so that all
     hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to

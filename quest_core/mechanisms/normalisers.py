@@ -151,27 +151,15 @@ class Sinkhorn(Normaliser):
         self.softmax = Softmax(dims)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        grouped: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, grouped: bool, **how: Any
     ) -> Tensor:
         """See `Normaliser.forward`."""
         if self.iterations == 1:
             mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
-            return self.softmax.forward(
-                q, k, v, scale=scale / self.eps, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
-            )
+            return self.softmax.forward(q, k, v, scale=scale / self.eps, mask=mask, grouped=grouped, **how)
         if block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]) is None:
-            return super().forward(
-                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
-            )
+            return super().forward(q, k, v, scale=scale, mask=mask, grouped=grouped, **how)
+        dropout_p = how["dropout_p"]
         before, last = self.columns(q, k, scale, mask, grouped)
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
