@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from reference_attention import attention as reference
 from torch import Tensor
 
 import quest_core
 from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import PARTS, allocate, head_index, key_norms
-from quest_core.mechanisms.reference import attention as reference
 
 KEY_DRIVEN = ("kdgqa", "dgqa")
 

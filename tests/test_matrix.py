@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import reference_attention as truth
 import torch
 
 import quest_core
 from quest_core.mechanisms import PARTS
-from quest_core.mechanisms import reference as truth
 
 SPECIFIED = {
     "score": [

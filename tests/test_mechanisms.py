@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import reference_attention as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from torch import Tensor
 
 import quest_core
 from quest_core.kernels import unit
-from quest_core.mechanisms import reference
 from quest_core.mechanisms.scores import PARTS
 from quest_core.testing import versions
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import reference_attention as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core.kernels import blocks
-from quest_core.mechanisms import reference
 
 SPECS: list[tuple[str, str, dict[str, float]]] = [
     ("quest+sigmoid", "sigmoid", {}),

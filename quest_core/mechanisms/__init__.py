@@ -1,4 +1,4 @@
-"""The maths, one family a file, beside `reference`: the slow float64 truth that MechanismConformance compares with."""
+"""The maths, one family a file, beside `reference`: the float64 normalisers that MechanismConformance compares with."""
 
 from . import aft, aft_conv, elliptical, groupings, linear, normalisers, scores
 
