@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quest_core.cli import AXIS_TITLES
+from quest_core.cli.mechanisms import AXIS_TITLES
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.hosts.torch import TorchAdapter
