@@ -17,7 +17,14 @@ from .checkpoints import Spelled
 from .checks import check_inputs
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
-from .kernels.pytorch import is_tracing, size, tokens_are_divided, transform
+from .kernels.pytorch import (
+    is_tracing,
+    name_second_derivative,
+    second_derivative,
+    size,
+    tokens_are_divided,
+    transform,
+)
 from .mechanisms.base import (
     Dims,
     Family,
@@ -123,6 +130,7 @@ class Mechanism(Spelled):
                 "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
             )
         super().__init__(config, keeps=dims is not None)
+        self._second_derivative = second_derivative(str(config))
         self.observer: Callable[[Observation], None] | None = None
         self.head_share = (0, 1)
         self.keys_divided = True
@@ -192,10 +200,10 @@ class Mechanism(Spelled):
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
         head = parts["grouping"].assign(k, q.shape[1], new)
         q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
         if cache is not None:
             k, v = cache.append("k", k), cache.append("v", v)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
         self._show(*raw, (q, k), mask, is_causal, residual)
         return q, k, v
 
@@ -211,6 +219,8 @@ class Mechanism(Spelled):
         out: Tensor = parts["normaliser"].forward(
             q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouping.shares
         )
+        if out.requires_grad:
+            name_second_derivative(out, self._second_derivative)
         return out
 
     def _by_weights(

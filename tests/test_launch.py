@@ -167,6 +167,8 @@ def test_the_command_begins_where_our_options_end(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("trian.py", "no script 'trian.py' in "),
+        ("-- python -W error lost.py", "no script 'lost.py' in "),
         ("-- python -Wx -uE train.py", "Python's option -E ignores PYTHONPATH or sitecustomize"),
         ("-- python -S -m x", "so the command would run without them; leave out -S"),
         ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),

@@ -10,9 +10,7 @@ processes are served alike.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -93,7 +91,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
     Raises:
         PluginError: a plugin does not exist or cannot be used here; or none can.
-        QuestError: there is no such program, or Python is told to ignore the environment.
+        QuestError: there is no such program or script, or Python is told to ignore the environment.
     """
     variables = environment(wanted(hosts))
     words = complete(command)
@@ -147,11 +145,37 @@ def complete(command: Sequence[str]) -> list[str]:
         hint = f"; '{words[0]}' is a file that cannot be executed" if Path(words[0]).exists() else ""
         raise QuestError(f"quest run: no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
     words[0] = program
-    options = itertools.takewhile(lambda word: word.startswith("-") and word[1:2] not in ("m", "c", ""), words[1:])
-    for word in options if Path(program).name.startswith("python") else ():
-        if found := re.match(r"-[^-WXmc]*([IES])", word):  # letters may share a dash: -uI is -u -I
-            raise QuestError(
-                f"quest run: Python's option -{found[1]} ignores PYTHONPATH or sitecustomize, by which plugins are "
-                f"installed, so the command would run without them; leave out -{found[1]}"
-            )
+    if Path(program).name.startswith("python"):
+        script = _script(words[1:])
+        if script is not None and not Path(script).exists():
+            raise QuestError(f"quest run: no script '{script}' in {Path.cwd()}")
     return words
+
+
+def _script(arguments: Sequence[str]) -> str | None:
+    """The script among Python's arguments; None where there is none (-m, -c, standard input).
+
+    Raises:
+        QuestError: an option keeps Python from importing what installs the plugins.
+    """
+    rest = iter(arguments)
+    for word in rest:
+        if word == "-" or not word.startswith("-"):
+            return None if word == "-" else word
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(rest, None)
+            continue
+        for i, letter in enumerate(word[1:], 2):  # letters may share a dash: -um is -u -m
+            if letter in "mc":
+                return None
+            if letter in "IES":
+                raise QuestError(
+                    f"quest run: Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
+                    f"installed, so the command would run without them; leave out -{letter}"
+                )
+            if letter in "WX":  # the rest of the word is their value, or else the next word
+                if i == len(word):
+                    next(rest, None)
+                break
+    return None

@@ -5,6 +5,7 @@ This is the only file of quest_core that reads a private name of PyTorch.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -135,6 +136,33 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off: it would run products in half precision. Does nothing if autocast is off already."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
+def second_derivative(name: str) -> Callable[[Any], None]:
+    """Return the hook of attention `name` for `name_second_derivative`."""
+    return functools.partial(_refuse_second_derivative, name)
+
+
+def name_second_derivative(out: Tensor, hook: Callable[[Any], None]) -> None:
+    """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
+
+    Args:
+        out: what an attention returned; it requires a gradient.
+        hook: what `second_derivative` returned.
+    """
+    if is_compiling():
+        return
+    node = out.grad_fn
+    if node is not None and node.name().startswith("ScaledDotProduct"):
+        node.register_prehook(hook)
+
+
+def _refuse_second_derivative(name: str, grads: Any) -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise UnsupportedError(
+            f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
+            f"kernel; run the forward pass inside {MATH_KERNEL}"
+        )
 
 
 def require(what: str, version: tuple[int, int]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from .pytorch import MATH_KERNEL, is_eager, wider
+from .pytorch import is_eager, wider
 
 
 def unit(x: Tensor) -> Tensor:
@@ -61,11 +60,6 @@ class _Unit(torch.autograd.Function):
         out, inverse = ctx.saved_tensors
         wide = out.to(inverse.dtype)
         total = None
-        if grad is not None and grad.grad_fn is not None and grad.grad_fn.name().endswith("NotImplemented"):
-            raise UnsupportedError(
-                "softmax attention has no second derivative (create_graph=True) through PyTorch's fused kernel; run "
-                f"the forward pass inside {MATH_KERNEL}"
-            )
         if grad is not None:  # d x̄ = (dx − (dx·x̄) x̄) / ‖x‖
             grad = grad.to(inverse.dtype)
             along = (grad * wide).sum(-1, keepdim=True)  # [..., 1]

@@ -537,8 +537,6 @@ def judge(subject: Subject, transform: str, error: BaseException, spec: str | No
     """
     name = spec or subject.name
     found = refusal(error)
-    if found is None and "derivative for aten::_scaled_dot_product" in str(error):
-        return "PyTorch says that its fused kernel has no second derivative (create_graph=True)"  # as beside the host's
     if found is None:
         first = (str(error).strip().splitlines() or [""])[0][:200]
         raise Raw(f"{name}, {transform}: {type(error).__name__}: {first}") from error
