@@ -24,6 +24,7 @@ else:
 from quest_core.hosts.discovery import API_VERSION, load_info
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
 HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
 on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
@@ -103,7 +104,7 @@ def test_a_wheel_carries_licence_types_and_links(folder: Path) -> None:
     assert wheel == {"packages": [f"src/{package(folder)}"]}  # every file below that git does not ignore
     assert [r for r in about["dependencies"] if r.startswith("quest-core")] == ["quest-core>=0.1"]
     assert {"Homepage", "Documentation", "Source", "Issues"} <= about["urls"].keys()
-    assert all(url.startswith("https://github.com/quest-attention/quest") for url in about["urls"].values())
+    assert all(url.startswith(("https://github.com/quest-attention/quest", SITE)) for url in about["urls"].values())
 
 
 @pytest.mark.parametrize("folder", [ROOT, *(p.parent for p in PROJECTS)], ids=lambda p: p.name)
