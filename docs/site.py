@@ -62,7 +62,7 @@ def sources() -> dict[str, Path]:
 
 
 def on_config(config: Any) -> Any:
-    """Fill the two sections of the navigation that list what there is."""
+    """Fill the sections of the navigation that list what there is."""
     pages: dict[str, list[Any]] = {}
     for path, name in reference().items():
         pages.setdefault(path.split("/")[1], []).append({name.rpartition(".")[2]: path})
@@ -71,6 +71,9 @@ def on_config(config: Any) -> Any:
             section["Frameworks"] = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
         if "Reference" in section:
             section["Reference"] = [{module: listed} for module, listed in pages.items()]
+        if "Extending" in section:
+            guides = sorted(path.name for path in (ROOT / "docs").glob("writing-*.md"))
+            section["Extending"] = [*guides, *section["Extending"]]
         if "Results" in section:
             others = sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs" / "results").rglob("*.md"))
             section["Results"] = ["results/README.md", *(p for p in others if p != "results/README.md")]

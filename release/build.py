@@ -128,9 +128,8 @@ def release(dry: bool) -> None:
                     raise Failure(f"two builds of {first.name} differ")
         check_wheel(made[1])
         for path in made:
-            print(
-                f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.stat().st_size // 1024:5} KiB  {path.name}"
-            )
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            print(f"{digest}  {path.stat().st_size // 1024:5} KiB  {path.name}")
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir()))], ROOT)
     print("every distribution builds twice to the same bytes, and twine accepts it")
 

@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "runs" / "install"
 TABLE = ROOT / "docs" / "results" / "install.md"
-LIMIT_S = 45 * 60
+LIMIT_S = 90 * 60
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 RUN = ("bash", "python")

@@ -22,6 +22,8 @@ from .torch import TorchAdapter
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 
+GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -185,7 +187,7 @@ def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str
     return (
         f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which are "
         f"attention by their name and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
-        "or write an adapter for them (docs/writing-an-adapter.md)"
+        f"or write an adapter for them ({GUIDE})"
     )
 
 
@@ -229,4 +231,4 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter]) -> str:
     others = [r for r in discover() if r.status != "ok" and "module" in r.info]
     if others:
         text += "; plugins that could not be used: " + "; ".join(f"{r.name} ({r.detail})" for r in others)
-    return text + "; write an adapter (docs/writing-an-adapter.md) or use quest_core.Attention in your model"
+    return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"
