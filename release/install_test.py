@@ -7,6 +7,7 @@ an empty folder with an empty HOME and an empty pip cache, in the order of the R
 - A Python block runs after the Python blocks before it, as in a notebook.
 - A block with title="FILE" becomes that file.
 - A block after the line `<!-- not run: REASON -->` is skipped, and the reason is printed.
+- A README with the line `<!-- slow: REASON -->` is left out by --quick.
 - From the first `git clone` on, blocks need a checkout: --repo PATH is cloned in place of the URL, and --online clones
   the URL.
 
@@ -35,6 +36,7 @@ RESULTS = ROOT / "runs" / "install"
 TABLE = ROOT / "docs" / "results" / "install.md"
 LIMIT_S = 90 * 60
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
+SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 RUN = ("bash", "python")
 CLONE = re.compile(r"git clone (?:-\S+ )*(https://\S+)")
@@ -273,6 +275,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names())}; all by default")
     parser.add_argument("--repo", type=Path, metavar="PATH", help="a checkout or mirror of the host of the one NAME")
+    parser.add_argument("--quick", action="store_true", help="leave out READMEs that say that they are slow")
     parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
     parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
     parser.add_argument("--torch", metavar="VERSION", help="constrain PyTorch, for example to a CPU build pip can find")
@@ -287,6 +290,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no README for {', '.join(unknown)}; choose from: {', '.join(names())}")
     if given.repo and len(chosen) != 1:
         parser.error("--repo goes with one NAME, whose README clones it")
+    for name in [name for name in chosen if given.quick]:
+        if slow := SLOW.search(readme(name).read_text()):
+            print(f"left out {name}: {slow[1]}")
+            chosen = [other for other in chosen if other != name]
     RESULTS.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
     try:
