@@ -20,7 +20,7 @@ REPOSITORY = "https://github.com/quest-attention/quest"
 RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
-MODULES = {  # what authors of plugins import, beside the names of quest_core itself
+MODULES = {  # what authors of plugins import, besides the names of quest_core itself
     "quest_core": "quest_core",
     "quest_core.testing": "quest_core.testing",
 }

@@ -189,23 +189,25 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     seconds = time.monotonic() - start
-    told = (home / "doctor").read_text() if (home / "doctor").exists() else ""
+    doctor = (home / "doctor").read_text() if (home / "doctor").exists() else ""
     package = "quest-core" if name == "core" else f"quest-{name}"
     # quest-core heads the list; a plugin has a line of its own, which says that it works.
-    works = "quest-core" in told and (name in ("core", "bench") or re.search(rf"{package}\b.*\bok\b", told) is not None)
+    works = "quest-core" in doctor and (
+        name in ("core", "bench") or re.search(rf"{package}\b.*\bok\b", doctor) is not None
+    )
     times = [line.split() for line in (home / "times").read_text().splitlines()] if (home / "times").exists() else []
     ended = [float(at) for _, at in times]
     freeze = (home / "freeze").read_text().splitlines() if (home / "freeze").exists() else []
     return {
         "name": name,
         "ok": status == 0 and works,
-        "why": f"exit status {status}, log: {log}" if status else "" if works else f"quest doctor says:\n{told}",
+        "why": f"exit status {status}, log: {log}" if status else "" if works else f"quest doctor says:\n{doctor}",
         "seconds": seconds,
         "blocks": [[int(line), b - a] for (line, _), a, b in zip(times, ended, ended[1:], strict=False)],
         "not_run": [[block.line, block.not_run] for block in wanted if block.not_run],
         "size_mib": int((home / "size").read_text().split()[0]) if (home / "size").exists() else None,
         "packages": [line for line in freeze if "==" in line],
-        "doctor": told,
+        "doctor": doctor,
         "python": platform.python_version(),
         "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
         "date": time.strftime("%Y-%m-%d"),

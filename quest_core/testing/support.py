@@ -1,6 +1,6 @@
 """The table of support: every mechanism, trained for one step in a host's default model.
 
-A plugin's tests call `check` with a function that trains. The outcomes lie in a file beside the tests, from which
+A plugin's tests call `check` with a function that trains. The outcomes lie in a file next to the tests, from which
 docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
 """
 
@@ -38,9 +38,10 @@ def outcomes(train: Train, settings: Mapping[str, Mapping[str, Any]]) -> dict[st
         "works", "with <setting>" or "refused" for every mechanism.
     """
     found = {}
+    tries: dict[str, Mapping[str, Any]] = {"": {}, **settings}
     for name, spec in specs().items():
         found[name] = "refused"
-        for label, keywords in ({"": {}} | dict(settings)).items():
+        for label, keywords in tries.items():
             others = {key: value for key, value in keywords.items() if key != "options"}
             text = f"{name}({keywords['options']})" if "options" in keywords else spec
             try:
@@ -56,7 +57,7 @@ def check(path: Path, host: str, train: Train, settings: Mapping[str, Mapping[st
     """Assert that the outcomes are those of the file at `path`.
 
     Args:
-        path: the file, `support.json` beside the tests.
+        path: the file, `support.json` next to the tests.
         host: the head of the column.
         train: see `outcomes`.
         settings: see `outcomes`.
