@@ -68,6 +68,15 @@ def test_attentions_in_examples_are_valid(page: Path) -> None:
         AttentionConfig.parse(line.strip())
 
 
+def test_the_code_of_the_quick_start_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quick-start.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["stats"]["layers.0.self_attn/max_logit/head0"]
+    assert names["out"].shape == (24, 8, 32)
+
+
 def test_the_example_of_a_cache_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "concepts.md").read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "Cache(" in block]
