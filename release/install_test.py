@@ -206,12 +206,14 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
         "blocks": [[int(line), b - a] for (line, _), a, b in zip(times, ended, ended[1:], strict=False)],
         "not_run": [[block.line, block.not_run] for block in wanted if block.not_run],
         "size_mib": int((home / "size").read_text().split()[0]) if (home / "size").exists() else None,
+        "compiled": re.findall(r"^\s*Created wheel for (\S+): .*linux_", log.read_text(), re.MULTILINE),
         "packages": [line for line in freeze if "==" in line],
         "doctor": doctor,
         "python": platform.python_version(),
         "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -248,26 +250,32 @@ def table() -> str:
         "# Installation",
         "",
         "Every code block of every README, typed in an empty folder with an empty HOME and an empty pip cache, by",
-        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step.",
+        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step. pip",
+        "chose the versions; where PyTorch is a CPU build, `--torch` chose it. A package under *compiles* was built here;",
+        "--find-links may have had a wheel of it.",
         "",
-        "| README | result | installs | first block | all blocks | environment | Python | commit | date |",
-        "|---|---|---|---:|---:|---:|---|---|---|",
+        "| README | result | installs | compiles | first block | all blocks | environment | Python | commit | date |",
+        "|---|---|---|---|---:|---:|---:|---|---|---|",
     ]
     for one in every:
         packages = ", ".join(line.replace("==", " ") for line in one["packages"] if shown.match(line))
         first = f"{one['blocks'][0][1]:.0f} s" if one["blocks"] else "–"
+        compiled = ", ".join(one["compiled"]) or "–"
         size = f"{one['size_mib'] / 1024:.1f} GiB" if one["size_mib"] else "–"
         lines.append(
-            f"| {one['name']} | {'works' if one['ok'] else 'fails'} | {packages} | {first} | {one['seconds']:.0f} s "
+            f"| {one['name']} | {'works' if one['ok'] else 'fails'} | {packages} | {compiled} "
+            f"| {first} | {one['seconds']:.0f} s "
             f"| {size} | {one['python']} | {one['commit']} | {one['date']} |"
         )
-    lines += ["", f"Machine: {', '.join(sorted({one['machine'] for one in every}))}, shared with other work.", ""]
+    loads = [one["load"] for one in every if "load" in one]
+    busy = f"; load average {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+    lines += ["", f"Machine: {', '.join(sorted({one['machine'] for one in every}))}{busy}.", ""]
     lines += ["## Not run", ""]
     skipped = [f"- {one['name']}, line {line}: {why}" for one in every for line, why in one["not_run"]]
     lines += skipped or ["Nothing was left out."]
     lines += ["", "## What `quest doctor` printed", "", "```text"]
     for one in every:
-        lines += [line for line in one["doctor"].splitlines() if line.strip() and "Warning" not in line]
+        lines += [line for line in one["doctor"].splitlines() if "quest-" in line and "no plugins" not in line]
     return "\n".join([*lines, "```", ""])
 
 
