@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("svg")
+matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
 
@@ -35,7 +35,7 @@ def weight_of_a_growing_key(name: str, norms: torch.Tensor) -> list[float]:
 
 def main() -> None:
     HERE.mkdir(exist_ok=True)
-    plt.rcParams.update({"svg.hashsalt": "quest", "font.size": 11})
+    plt.rcParams.update({"font.size": 11})
     norms = torch.linspace(0.25, 8, 100)
     figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
     for name, colour in (("standard", "#b03a2e"), ("quest", "#1f618d")):
@@ -43,7 +43,7 @@ def main() -> None:
     axes.set(xlabel="norm of one key, times that of the others", ylabel="attention it gets", ylim=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(HERE / "growing-key.svg", metadata={"Date": None})
+    figure.savefig(HERE / "growing-key.png", dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, source in sources().items():
         files.append(File.generated(config, path, content=source.read_text()))
     for path, name in reference().items():
-        files.append(File.generated(config, path, content=f"# {name}\n\n::: {name}\n"))
+        files.append(File.generated(config, path, content=f"::: {name}\n"))
     for report in sorted((ROOT / "docs" / "results").rglob("report.html")):
         # report.md becomes report.html, so the interactive report needs another name.
         uri = str(report.with_name(INTERACTIVE).relative_to(ROOT / "docs"))
