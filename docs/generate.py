@@ -1,4 +1,4 @@
-"""Writes the tables of the README and of docs/ from what mechanisms and plugins declare, and what tests/grid has run.
+"""Writes the tables of the README and of docs/ from what mechanisms declare and what tests have run.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 if what is there differs
@@ -9,12 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from quest_core.cli.mechanisms import AXIS_TITLES
-from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms import PARTS
 from quest_core.mechanisms.part import Part
 
@@ -22,32 +18,24 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"
 
 
-def hosts() -> dict[str, Capabilities]:
-    """Every host with what it offers: PyTorch itself, and each plugin of this repository by its info.py."""
-    found = {"PyTorch": TorchAdapter.capabilities}
-    for path in sorted(ROOT.glob("plugins/*/src/*/info.py")):
-        scope: dict[str, Any] = {"__file__": str(path), "__name__": "info"}
-        exec(compile(path.read_text(), path, "exec"), scope)
-        if "host" in scope["INFO"]:
-            found[scope["INFO"]["host"]] = Capabilities(**scope["INFO"]["capabilities"])
-    return found
-
-
-def spec(part: Part) -> AttentionConfig:
-    """The shortest configuration that uses a part."""
-    needs = any(o.name == "kv_heads" for o in part.options)
-    return AttentionConfig.parse(f"{part.name}(kv_heads=2)" if needs else part.name)
-
-
 def support() -> str:
-    """Frameworks across, mechanisms down."""
-    columns = hosts()
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
-    for part in PARTS:
-        if part.name not in ("softmax", "mha"):  # what every combination has unless it says otherwise
-            cells = ["–" if refusal(spec(part), asked) else "✓" for asked in columns.values()]
-            lines.append(f"| `{part.name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Frameworks across, mechanisms down, from what the tests of each plugin have run."""
+    files = [ROOT / "tests" / "support.json", *sorted(ROOT.glob("plugins/quest-*/tests/support.json"))]
+    columns = [json.loads(path.read_text()) for path in files]
+    settings: list[str] = []
+
+    def cell(said: str) -> str:
+        if said.startswith("with "):
+            if said not in settings:
+                settings.append(said)
+            return str(settings.index(said) + 1)
+        return {"works": "✓", "refused": "–"}[said]
+
+    lines = ["| | " + " | ".join(column["host"] for column in columns) + " |", "|---|" + ":-:|" * len(columns)]
+    for name in columns[0]["mechanisms"]:
+        lines.append(f"| `{name}` | " + " | ".join(cell(column["mechanisms"][name]) for column in columns) + " |")
+    lines += ["", "✓ trains in the framework's default model · – refused, with the reason", ""]
+    return "\n".join(lines + [f"{i}. {setting}" for i, setting in enumerate(settings, 1)])
 
 
 def mechanisms() -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +19,10 @@ import quest_core
 from quest_core import AttentionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+SITE = "https://quest-attention.github.io/quest/"
+REPOSITORY = "https://github.com/quest-attention/quest/"
+RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
+SHOWN_ELSEWHERE = [ROOT / "README.md", *sorted(ROOT.glob("plugins/quest-*/README.md"))]  # on PyPI and on the site
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "plugins/quest-*/README.md")
@@ -34,6 +42,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+    assert [target for target in targets if not exists(target)] == []
+    assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
+
+
+def exists(url: str) -> bool:
+    """Whether an address of this project leads to a file of this clone; other addresses are not looked up."""
+    path = url.removeprefix(SITE).strip("/")
+    if url.startswith(f"{SITE}hosts/"):
+        return (ROOT / "plugins" / f"quest-{path.removeprefix('hosts/')}" / "README.md").exists()
+    if url.startswith(SITE):
+        pages = (ROOT / "docs" / path, ROOT / "docs" / f"{path}.md", ROOT / "docs" / path / "README.md")
+        return path in ("", "changelog") or any(page.exists() for page in pages)
+    if url.startswith((f"{REPOSITORY}blob/main/", f"{REPOSITORY}tree/main/")):
+        return (ROOT / url.removeprefix(REPOSITORY).split("/", 2)[2]).exists()
+    return not url.startswith(RAW) or (ROOT / url.removeprefix(RAW)).exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -45,6 +68,15 @@ def test_attentions_in_examples_are_valid(page: Path) -> None:
         AttentionConfig.parse(line.strip())
 
 
+def test_the_code_of_the_quick_start_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quick-start.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["stats"]["layers.0.self_attn/max_logit/head0"]
+    assert names["out"].shape == (24, 8, 32)
+
+
 def test_the_example_of_a_cache_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "concepts.md").read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "Cache(" in block]
@@ -53,3 +85,95 @@ def test_the_example_of_a_cache_runs() -> None:
     assert len(names["cache"]) == 0
     assert len(names["draft"]) == 21
     assert names["y"].shape == (4, 1, 256)
+
+
+def test_what_code_says_about_addresses_is_true() -> None:
+    """Messages and templates point to pages, too; a wheel carries no docs/."""
+    files = [
+        *(ROOT / "quest_core").rglob("*.py"),
+        *ROOT.glob("plugins/*/src/**/*.py"),
+        *ROOT.glob("plugins/_template/**/*"),
+    ]
+    text = "".join(path.read_text() for path in files if path.is_file())
+    urls = {url.rstrip(".,;:)") for url in re.findall(rf"(?:{SITE}|{REPOSITORY})[\w./-]*", text)}
+    assert [url for url in urls if not exists(url)] == []
+
+
+# --- README blocks that ./dev install-test runs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", SHOWN_ELSEWHERE, ids=lambda p: p.parent.name)
+def test_code_blocks_say_what_they_are(page: Path) -> None:
+    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+    found = install["blocks"](page.read_text())
+    assert page.read_text().count("\n```") == 2 * len(found)
+    assert {block.language for block in found} <= {"bash", "python", "yaml", "text", "json"}
+    first = found[0]
+    assert first.language == "bash", "a README starts with what its reader types"
+    assert first.not_run is None
+    for said in ("python3 -m venv", "pip install", "quest doctor"):
+        assert said in first.code
+
+
+def test_every_python_block_of_a_readme_parses() -> None:
+    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+    for page in SHOWN_ELSEWHERE:
+        for block in install["blocks"](page.read_text()):
+            if block.language == "python":
+                ast.parse(block.code)
+
+
+def test_blocks_are_read_as_the_rules_say() -> None:
+    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+    text = (
+        "```bash\none\n```\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```bash\ntwo\n```\n"
+        '```yaml title="a.yaml"\nb: 1\n```\n```yaml\nshown: only\n```\n```python\nprint(x)\n```\n'
+        "```bash\ngit clone https://example.org/x\n```\n```bash\nlast\n```\n"
+    )
+    wanted = install["plan"](install["blocks"](text), may_clone=False)
+    assert [block.not_run and block.not_run[:13] for block in wanted] == [
+        None, None, "needs a GPU", None, None, "needs a check", "needs a check",
+    ]  # fmt: skip
+    made = install["script"](wanted, Path("folder"))
+    assert "x = 1\nprint(x)\n" in made
+    assert "cat > a.yaml" in made
+    assert "two" not in made
+    assert "last" not in made
+    assert "last" in install["script"](install["plan"](install["blocks"](text), may_clone=True), Path("folder"))
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
+    for name in (name for name, value in vars(quest_core).items() if hasattr(value, "__module__")):
+        page = site / "reference" / "quest_core" / f"{name}.html"
+        assert name.startswith("_") or f'id="quest_core.{name}"' in page.read_text(), name
+    for readme in SHOWN_ELSEWHERE[1:]:
+        assert (site / "hosts" / f"{readme.parent.name.removeprefix('quest-')}.html").exists()
+
+
+@pytest.mark.slow
+def test_the_site_works_without_a_server(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert any("attention_is_not_standard" in page["text"] for page in index["docs"])
+    assert "__index" in (site / "search" / "search_index.js").read_text()
+    for page in site.rglob("*.html"):
+        if page.name == "interactive.html":
+            continue
+        text = page.read_text()
+        assert re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?:[^"]+\.(?:js|css))"', text) == []
+        for target in re.findall(r'(?:href|src)="([^"#?]+)', text):
+            if "://" not in target and not target.startswith(("mailto:", "data:", "/")):
+                assert (page.parent / target).exists(), f"{page.relative_to(site)} links to {target}"

@@ -21,9 +21,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import quest_core
 from quest_core.hosts.discovery import API_VERSION, load_info
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
 HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
 on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
@@ -103,12 +105,46 @@ def test_a_wheel_carries_licence_types_and_links(folder: Path) -> None:
     assert wheel == {"packages": [f"src/{package(folder)}"]}  # every file below that git does not ignore
     assert [r for r in about["dependencies"] if r.startswith("quest-core")] == ["quest-core>=0.1"]
     assert {"Homepage", "Documentation", "Source", "Issues"} <= about["urls"].keys()
-    assert all(url.startswith("https://github.com/quest-attention/quest") for url in about["urls"].values())
+    assert all(url.startswith(("https://github.com/quest-attention/quest", SITE)) for url in about["urls"].values())
 
 
 @pytest.mark.parametrize("folder", [ROOT, *(p.parent for p in PROJECTS)], ids=lambda p: p.name)
 def test_dependencies_are_ranges_not_pins(folder: Path) -> None:
     assert [r for r in project(folder).get("dependencies", []) if re.search(r"===?", r)] == []
+
+
+def test_every_distribution_has_the_version_of_the_core_and_a_change_log() -> None:
+    release = runpy.run_path(str(ROOT / "release" / "build.py"), run_name="release")
+    release["check_versions"]()
+    assert {project(p.parent)["version"] for p in PROJECTS} == {quest_core.__version__}
+    assert f"version: {quest_core.__version__}" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_a_version_is_written_everywhere(tmp_path: Path) -> None:
+    for path in (ROOT / "quest_core" / "__init__.py", ROOT / "CHANGELOG.md", *(p for p in PROJECTS)):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    release = runpy.run_path(str(ROOT / "release" / "build.py"), run_name="release")
+    release["version"].__globals__.update(ROOT=tmp_path, SOURCE=tmp_path / "quest_core" / "__init__.py")
+    release["set_version"]("7.8.9")
+    assert release["version"]() == "7.8.9"
+    assert {project(p.parent)["version"] for p in tmp_path.glob("plugins/*/pyproject.toml")} == {"7.8.9"}
+    with pytest.raises(release["Failure"], match="CHANGELOG.md has no section '## 7.8.9'"):
+        release["check_versions"]()
+
+
+def test_pre_commit_and_ci_use_the_same_ruff() -> None:
+    (version,) = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"rev: v{version}" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_workflows_call_commands_of_dev_that_exist() -> None:
+    text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    help_ = subprocess.run([sys.executable, ROOT / "dev", "--help"], capture_output=True, text=True, check=True).stdout
+    used = set(re.findall(r"(?:\./|python3 )dev ([\w-]+)", text))
+    assert used == {"lint", "docs", "release", "test", "install-test", "environments"}
+    assert [name for name in used if name not in help_] == []
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -163,7 +199,7 @@ def test_dev_help_teaches_every_command() -> None:
     # -I and -S: no site-packages, as on a machine where nothing is installed yet.
     command = [sys.executable, "-I", "-S", str(ROOT / "dev"), "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in ("setup", "lint", "test", "demo", "wheels", "gpu"):
+    for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "wheels", "gpu"):
         assert f"./dev {name}" in text
 
 

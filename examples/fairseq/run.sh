@@ -4,7 +4,7 @@
 set -euo pipefail
 attention="${1:-quest}"
 out="$(mkdir -p "${2:-runs/fairseq}" && cd "${2:-runs/fairseq}" && pwd)"
-quest="$(python -m quest_fairseq)"  # the folder that fairseq wants as --user-dir
+quest="$(python -m quest_fairseq)"  # the folder of the plugin, with its configs
 
 python - "$out" <<'PYTHON'
 import sys
@@ -23,13 +23,13 @@ PYTHON
 
 # The same command goes on where it stopped; with another attention it is an error, so each has its own folder.
 checkpoints="$out/${attention//[^a-z0-9]/-}"
-fairseq-hydra-train --config-dir "$quest/configs" --config-name pydocs hydra.run.dir=. \
-    common.user_dir="$quest" common.cpu=true common.log_format=simple task.data="$out/data-bin" \
+quest run fairseq-hydra-train --config-dir "$quest/configs" --config-name pydocs hydra.run.dir=. \
+    common.cpu=true common.log_format=simple task.data="$out/data-bin" \
     model.attention="'$attention'" checkpoint.save_dir="$checkpoints" 2>&1 | grep -E "quest_core|train_inner|valid on"
 
-fairseq-eval-lm "$out/data-bin" --user-dir "$quest" --cpu --path "$checkpoints/checkpoint_best.pt" --gen-subset test \
+quest run fairseq-eval-lm "$out/data-bin" --cpu --path "$checkpoints/checkpoint_best.pt" --gen-subset test \
     --sample-break-mode none --tokens-per-sample 128 --context-window 64 --batch-size 32 \
     --required-batch-size-multiple 1 --post-process "@@ " 2>&1 | grep Perplexity
 
-echo "The return statement" | fairseq-interactive "$out/data-bin" --user-dir "$quest" --cpu --task language_modeling \
+echo "The return statement" | quest run fairseq-interactive "$out/data-bin" --cpu --task language_modeling \
     --path "$checkpoints/checkpoint_best.pt" --beam 4 --max-len-b 24 --post-process "@@ " 2>/dev/null | grep -E "^D-"

@@ -88,3 +88,24 @@ def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path:
     assert re.findall(r"num_updates=(\d)", train("quest", 4)) == ["3", "4"]
     with pytest.raises(AssertionError, match="trained with attention 'quest', and the model has 'qnorm'"):
         train("qnorm", 6)
+
+
+def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(data: Path, tmp_path: Path) -> None:
+    """Started as the README says, with `quest run`; what fairseq prints counts sequences over all processes."""
+
+    def command(folder: str, *more: str) -> list[object]:
+        given = [f"task.data={data}", f"checkpoint.save_dir={tmp_path / folder}", "common.cpu=true", "hydra.run.dir=."]
+        given += ["optimization.max_update=4", "lr_scheduler.warmup_updates=2", "common.log_interval=1", *more]
+        given += ["task.tokens_per_sample=8", "common.seed=3", "model.decoder_layers=1"]
+        train = [TOOLS / "quest", "run", TOOLS / "fairseq-hydra-train", "--config-dir", f"{USER_DIR}/configs"]
+        return [*train, "--config-name", "pydocs", *given]
+
+    one = run(command("one"))
+    cluster = ["distributed_training.distributed_world_size=2", "distributed_training.distributed_backend=gloo"]
+    cluster += [f"distributed_training.distributed_init_method=file://{tmp_path}/meeting"]
+    cluster += ["distributed_training.distributed_no_spawn=true", "distributed_training.ddp_backend=legacy_ddp"]
+    ranks = [command("two", *cluster, f"distributed_training.distributed_rank={rank}") for rank in (0, 1)]
+    two = run(*ranks)
+    for key, count in (("bsz", 4), ("lr", 4)):
+        values = [re.findall(rf'"{key}": "([^"]+)"', output)[:count] for output in (one, two)]
+        assert values[0] == values[1] != [], key

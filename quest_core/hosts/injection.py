@@ -28,6 +28,8 @@ REPORT = "attention_report"
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
 
+GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -286,7 +288,7 @@ def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str
     return (
         f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which are "
         f"attention by their name and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
-        "or write an adapter for them (docs/writing-an-adapter.md)"
+        f"or write an adapter for them ({GUIDE})"
     )
 
 
@@ -330,4 +332,4 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter]) -> str:
     others = [r for r in discover() if r.status != "ok" and "module" in r.info]
     if others:
         text += "; plugins that could not be used: " + "; ".join(f"{r.name} ({r.detail})" for r in others)
-    return text + "; write an adapter (docs/writing-an-adapter.md) or use quest_core.Attention in your model"
+    return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"

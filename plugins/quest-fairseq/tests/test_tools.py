@@ -201,6 +201,34 @@ def test_the_papers_models_have_the_papers_size(size: str, parameters: int) -> N
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56), ("wikitext103-transformer-xl", 60)]
+
+
+@pytest.mark.parametrize(("name", "total"), SHIPPED)
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_shipped_yamls_keep_the_sequences_an_update(name: str, total: int, processes: int) -> None:
+    cfg = configuration(name)
+    cfg.distributed_training.distributed_world_size = processes
+    if total % processes:
+        with pytest.raises(
+            Exception, match=f"{total} sequences an update cannot be divided among {processes} processes"
+        ):
+            _ = cfg.dataset.batch_size
+        return
+    assert cfg.dataset.batch_size * processes == total
+    cfg.optimization.update_freq = [2]
+    if total % (2 * processes) == 0:
+        assert cfg.dataset.batch_size * processes * 2 == total
+    cfg.optimization.update_freq = [2, 1]
+    with pytest.raises(Exception, match="which changes"):
+        _ = cfg.dataset.batch_size
+
+
+def test_torchruns_number_of_processes_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert configuration("wikitext103-small").dataset.batch_size == 24
+
+
 def test_refusals_say_why() -> None:
     for attention, why in (
         ("sinkhorn", "a lower-triangular doubly stochastic matrix is the identity"),

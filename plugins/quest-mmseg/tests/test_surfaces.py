@@ -698,3 +698,20 @@ def test_each_refusal_is_of_a_class_that_exists(name):
     nn.Module.__init__(made)  # the refusal looks at what a module is, and some of these cannot be built without a GPU
     with pytest.raises(UnsupportedError, match=f"with {name} .at '0'.: "):
         quest_core.inject(nn.Sequential(made), "quest", adapter="mmseg")
+
+
+@pytest.mark.parametrize(
+    "variables", [("WORLD_SIZE",), ("SLURM_NTASKS", "--launcher=slurm")], ids=["torchrun", "slurm"]
+)
+@pytest.mark.parametrize("size", ["t", "s"])
+def test_shipped_configs_keep_the_images_an_iteration(size, variables, monkeypatch) -> None:
+    name = f"segmenter_vit-{size}_mask_quest_1xb8-160k_ade20k-512x512.py"
+    path = Path(quest_mmseg.__file__).parent / "configs" / name
+    variable, *arguments = variables
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    for processes in (1, 2, 4, 8):
+        monkeypatch.setenv(variable, str(processes))
+        assert Config.fromfile(path).train_dataloader.batch_size * processes == 8
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(ValueError, match="among 3 processes; start 1, 2, 4 or 8"):
+        Config.fromfile(path)

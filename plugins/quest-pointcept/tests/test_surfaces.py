@@ -7,6 +7,8 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import subprocess
+import sys
 import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -567,3 +569,20 @@ def test_every_configuration_is_its_base_and_three_lines(tmp_path):
     made = install_configs(tmp_path)
     assert [path.relative_to(tmp_path / "configs") for path in made] == [path.relative_to(CONFIGS) for path in paths]
     assert all(path.is_file() for path in made)
+    edited = made[0]
+    edited.write_text("# mine")
+    with pytest.raises(ConfigError, match=f"{edited.name} differ.*--force"):
+        install_configs(tmp_path)
+    assert edited.read_text() == "# mine"
+    install_configs(tmp_path, force=True)
+    assert edited.read_bytes() == paths[0].read_bytes()
+
+
+def test_the_installer_imports_no_host(tmp_path) -> None:
+    for host in ("pointcept", "torch_pointcloud"):
+        (tmp_path / f"{host}.py").write_text(f"raise SystemExit('{host} was imported')")
+    command = [sys.executable, "-m", "quest_pointcept", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is it Pointcept's checkout?" in done.stderr

@@ -4,6 +4,8 @@ This file is without ``from __future__ import annotations`` because fairseq read
 objects.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError
 
 HELP = {
     "attention": "attention: a name (quest), a text with options ('quest+gqa(kv_heads=4)') or a mapping",
@@ -54,3 +57,33 @@ def read(options: Any) -> tuple[AttentionConfig, AttentionConfig | None]:
 
     trained = getattr(options, "attention_from", None)
     return sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained)
+
+
+def share(total: int, processes: int, update_freq: Sequence[int]) -> int:
+    """Return the batch size of one process if an update is to have `total` sequences.
+
+    The shipped yamls call it, so that schedule and sequences an update do not depend on the number of processes.
+
+    Args:
+        total: sequences an update, over all processes.
+        processes: fairseq's distributed_world_size; torchrun's WORLD_SIZE comes first if it is set.
+        update_freq: batches that are accumulated for an update; one number for all epochs.
+
+    Raises:
+        ConfigError: `total` cannot be divided, or accumulation changes from epoch to epoch.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", processes))
+    accumulated = set(update_freq)
+    if len(accumulated) != 1:
+        raise ConfigError(f"optimization.update_freq is {list(update_freq)}, which changes; set dataset.batch_size too")
+    parts = processes * accumulated.pop()
+    if total % parts:
+        possible = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise ConfigError(
+            f"{total} sequences an update cannot be divided among {processes} processes with update_freq "
+            f"{update_freq[0]}; their product may be {possible}; or set dataset.batch_size and the schedule"
+        )
+    return total // parts
+
+
+OmegaConf.register_new_resolver("quest.share", share, replace=True)

@@ -13,6 +13,11 @@ With torch-pointcloud:
 
 from __future__ import annotations
 
+import sys
+
 from .adapter import PointceptAdapter as PointceptAdapter
 
-PointceptAdapter().install()
+if sys.argv[:1] != [
+    "-m"
+]:  # Python is locating a module to run: `python -m quest_pointcept` copies files, without a host
+    PointceptAdapter().install()

@@ -13,4 +13,9 @@ model = dict(
     data_preprocessor=data_preprocessor,
     backbone=dict(patch_bias=True),
 )
-train_dataloader = dict(batch_size=8)
+# 8 images an iteration over all processes. torchrun sets WORLD_SIZE; under Slurm mmengine sets it later.
+slurm = "--launcher slurm" in " ".join(__import__("sys").argv).replace("=", " ")
+processes = int(__import__("os").environ.get("SLURM_NTASKS" if slurm else "WORLD_SIZE", 1))
+if 8 % processes:
+    raise ValueError(f"8 images an iteration cannot be divided among {processes} processes; start 1, 2, 4 or 8")
+train_dataloader = dict(batch_size=8 // processes)

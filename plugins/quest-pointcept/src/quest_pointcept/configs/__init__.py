@@ -5,6 +5,7 @@ Their base is a file in the same folder, so `install_configs` copies them into a
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -13,23 +14,38 @@ from quest_core.errors import ConfigError
 HERE = Path(__file__).parent
 
 
-def install_configs(root: Path) -> list[Path]:
-    """Copy every configuration into the folder of its base in a checkout of Pointcept; return the new paths.
+def install_configs(root: Path, *, force: bool = False) -> list[Path]:
+    """Copy every configuration into the folder of its base in a checkout of Pointcept; return their paths there.
+
+    Nothing is copied if one file cannot be. A file that is there already and equal stays as it is.
+
+    Args:
+        root: the checkout.
+        force: overwrite files that differ.
 
     Raises:
-        ConfigError: `root` is not a checkout, or lacks a base.
+        ConfigError: `root` is not a checkout, lacks a base, or has an edited file and `force` is false.
     """
-    made: list[Path] = []
-    for path in sorted(HERE.glob("*/*.py")):
-        target = root / "configs" / path.parent.name / path.name
-        scope: dict[str, object] = {}
-        exec(compile(path.read_text(), path, "exec"), scope)
-        for base in scope["_base_"]:  # type: ignore[attr-defined]
+    pairs = {path: root / "configs" / path.parent.name / path.name for path in sorted(HERE.glob("*/*.py"))}
+    for source, target in pairs.items():
+        for base in _bases(source):
             if not (target.parent / base).is_file():
                 raise ConfigError(
                     f"{root} has no {target.parent.relative_to(root) / base}; is it Pointcept's checkout?"
                 )
-        made.append(target)
-    for target in made:
-        shutil.copyfile(HERE / target.parent.name / target.name, target)
-    return made
+    edited = [to for source, to in pairs.items() if to.exists() and to.read_bytes() != source.read_bytes()]
+    if edited and not force:
+        listed = ", ".join(str(path.relative_to(root)) for path in edited)
+        raise ConfigError(f"{listed} differ from this plugin's files; rename them, or overwrite them with --force")
+    for source, target in pairs.items():
+        shutil.copyfile(source, target)
+    return list(pairs.values())
+
+
+def _bases(path: Path) -> list[str]:
+    """Return the `_base_` of a configuration without running it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_base_":
+            bases: list[str] = ast.literal_eval(node.value)
+            return bases
+    raise ConfigError(f"{path} has no _base_")

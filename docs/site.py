@@ -1,0 +1,130 @@
+"""What ./dev docs adds to the pages in docs/: READMEs, the changelog, a page for each public name. See mkdocs.yml.
+
+A page may link to any file of the repository by its path, to a page of the site by its address, or to a file on
+GitHub. This hook turns the first two into links within the site where the site has the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = "https://quest-attention.github.io/quest/"
+REPOSITORY = "https://github.com/quest-attention/quest"
+RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
+INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
+LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
+MODULES = {  # what authors of plugins import, besides the names of quest_core itself
+    "quest_core": "quest_core",
+    "quest_core.testing": "quest_core.testing",
+}
+
+
+def plugins() -> dict[str, Path]:
+    """Every plugin by its name, in order."""
+    return {p.parent.name: p.parent for p in sorted(ROOT.glob("plugins/quest-*/pyproject.toml"))}
+
+
+def public(module: str, path: Path) -> list[str]:
+    """The public names of a package: in its `__init__`, what is imported as itself or defined without underscore."""
+    names: list[str] = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names if alias.asname == alias.name]
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            names.append(node.name)
+    return [f"{module}.{name}" for name in sorted(names)]
+
+
+def reference() -> dict[str, str]:
+    """Pages of the reference: path -> dotted name."""
+    packages = {module: ROOT / module.replace(".", "/") / "__init__.py" for module in MODULES}
+    for name, folder in plugins().items():
+        package = name.replace("-", "_")
+        packages[package] = folder / "src" / package / "__init__.py"
+    return {
+        f"reference/{module}/{name.rpartition('.')[2]}.md": name
+        for module, path in packages.items()
+        for name in public(module, path)
+    }
+
+
+def sources() -> dict[str, Path]:
+    """Pages whose source lies outside of docs/: path in the site -> file."""
+    pages = {"index.md": ROOT / "README.md", "changelog.md": ROOT / "CHANGELOG.md"}
+    return pages | {f"hosts/{name.removeprefix('quest-')}.md": path / "README.md" for name, path in plugins().items()}
+
+
+def on_config(config: Any) -> Any:
+    """Fill the sections of the navigation that list what there is."""
+    pages: dict[str, list[Any]] = {}
+    for path, name in reference().items():
+        pages.setdefault(path.split("/")[1], []).append({name.rpartition(".")[2]: path})
+    for section in config["nav"]:
+        if "Frameworks" in section:
+            section["Frameworks"] = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
+        if "Reference" in section:
+            section["Reference"] = [{module: listed} for module, listed in pages.items()]
+        if "Extending" in section:
+            guides = sorted(path.name for path in (ROOT / "docs").glob("writing-*.md"))
+            section["Extending"] = [*guides, *section["Extending"]]
+        if "Results" in section:
+            others = sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs" / "results").rglob("*.md"))
+            section["Results"] = ["results/README.md", *(p for p in others if p != "results/README.md")]
+    return config
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the pages from outside of docs/ and the reference."""
+    for path, source in sources().items():
+        files.append(File.generated(config, path, content=source.read_text()))
+    for path, name in reference().items():
+        files.append(File.generated(config, path, content=f"::: {name}\n"))
+    for report in sorted((ROOT / "docs" / "results").rglob("report.html")):
+        # report.md becomes report.html, so the interactive report needs another name.
+        uri = str(report.with_name(INTERACTIVE).relative_to(ROOT / "docs"))
+        files.append(File.generated(config, uri, abs_src_path=str(report)))
+    return files
+
+
+def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
+    """Make links lead to pages of the site where it has them, else to GitHub."""
+    own = page.file.src_uri
+    source = sources().get(own, ROOT / "docs" / own)
+    inside = {str(path): uri for uri, path in sources().items()}
+
+    def replace(match: re.Match[str]) -> str:
+        target, _, anchor = match["target"].partition("#")
+        if target.startswith(SITE):
+            path = target.removeprefix(SITE).strip("/")
+            file: Path | None = ROOT / "docs" / f"{path}.md" if path and "." not in path else ROOT / "docs" / path
+            if path.startswith("hosts/"):
+                file = sources().get(f"{path}.md")
+        elif target.startswith(f"{REPOSITORY}/blob/main/"):
+            file = ROOT / target.removeprefix(f"{REPOSITORY}/blob/main/")
+        elif target.startswith(RAW):
+            file = ROOT / target.removeprefix(RAW)
+        elif "://" in target or not target:
+            return match[0]
+        else:
+            file = Path(os.path.normpath(source.parent / target))
+        assert file is not None, target
+        uri = inside.get(str(file))
+        if uri is None and file.is_relative_to(ROOT / "docs"):
+            uri = str(
+                file.with_name(INTERACTIVE if file.name == "report.html" else file.name).relative_to(ROOT / "docs")
+            )
+        if uri is None or files.get_file_from_path(uri) is None:
+            kind = "tree" if file.is_dir() else "blob"
+            new = f"{REPOSITORY}/{kind}/main/{file.relative_to(ROOT)}" if file.exists() else target
+        else:
+            new = os.path.relpath(uri, Path(own).parent)
+        return f"{match['start']}{new}{'#' + anchor if anchor else ''}{match['end']}"
+
+    return LINK.sub(replace, text)

@@ -1,0 +1,22 @@
+"""What fairseq's transformer_lm takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from conftest import SHAPE, build
+
+from quest_core.testing.support import check
+from quest_fairseq.info import INFO
+
+
+def train(attention: str) -> None:
+    model = build("quest_transformer_lm", *SHAPE, "--attention", attention)
+    loss = model(torch.randint(4, 9, (2, 7)))[0].pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    check(Path(__file__).with_name("support.json"), INFO["host"], train, {})

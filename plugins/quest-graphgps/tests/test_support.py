@@ -1,0 +1,29 @@
+"""What a model of PyTorch Geometric's GPSConv takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch_geometric.nn import GINConv, GPSConv
+
+import quest_core
+import quest_graphgps  # noqa: F401
+from quest_core.testing.support import check
+from quest_graphgps.info import INFO
+
+
+def train(attention: str) -> None:
+    layers = nn.ModuleList(GPSConv(16, GINConv(nn.Linear(16, 16)), heads=4) for _ in range(2))
+    layers, _ = quest_core.inject(layers, attention)
+    x, edges, batch = torch.randn(12, 16), torch.randint(12, (2, 30)), torch.tensor([0] * 5 + [1] * 7)
+    for layer in layers:
+        x = layer(x, edges, batch)
+    loss = x.pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    check(Path(__file__).with_name("support.json"), INFO["host"], train, {})

@@ -1,0 +1,27 @@
+"""What tsai's TSTPlus takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tsai.models.TSTPlus import TSTPlus
+
+import quest_tsai  # noqa: F401
+from quest_core.testing.support import check
+from quest_tsai.info import INFO
+
+
+def train(attention: str, **options: object) -> None:
+    loss = TSTPlus(3, 2, 12, attention=attention, **options)(torch.randn(4, 3, 12)).pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    settings = {
+        "`res_attention=False`": {"res_attention": False},
+        "`attn_dropout=0`": {"attn_dropout": 0.0},
+        "`res_attention=False, attn_dropout=0`": {"res_attention": False, "attn_dropout": 0.0},
+    }
+    check(Path(__file__).with_name("support.json"), INFO["host"], train, settings)

@@ -1,0 +1,71 @@
+"""The table of support: every mechanism, trained for one step in a host's default model.
+
+A plugin's tests call `check` with a function that trains. The outcomes lie in a file next to the tests, from which
+docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import QuestError
+from ..mechanisms import PARTS
+
+Train = Callable[..., None]
+
+
+def specs() -> dict[str, str]:
+    """Every mechanism but the defaults `softmax` and `mha`: its name and the shortest text that configures it."""
+    shown = [part for part in PARTS if part.name not in ("softmax", "mha")]
+    needs_heads = {part.name for part in shown if any(o.name == "kv_heads" for o in part.options)}
+    return {part.name: f"{part.name}(kv_heads=2)" if part.name in needs_heads else part.name for part in shown}
+
+
+def outcomes(train: Train, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Train every mechanism in the default model, and if the host refuses it, with each setting in turn.
+
+    Args:
+        train: builds the host's default model with an attention and the keywords of a setting, and makes one training
+            step; raises QuestError if the host refuses.
+        settings: keywords of `train`, by what a user writes. The keyword `options` is a text of options for the
+            mechanism, such as `"dims=1"`, and is not passed on.
+
+    Returns:
+        "works", "with <setting>" or "refused" for every mechanism.
+    """
+    found = {}
+    tries: dict[str, Mapping[str, Any]] = {"": {}, **settings}
+    for name, spec in specs().items():
+        found[name] = "refused"
+        for label, keywords in tries.items():
+            others = {key: value for key, value in keywords.items() if key != "options"}
+            text = f"{name}({keywords['options']})" if "options" in keywords else spec
+            try:
+                train(text, **others)
+            except QuestError:
+                continue
+            found[name] = f"with {label}" if label else "works"
+            break
+    return found
+
+
+def check(path: Path, host: str, train: Train, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Assert that the outcomes are those of the file at `path`.
+
+    Args:
+        path: the file, `support.json` next to the tests.
+        host: the head of the column.
+        train: see `outcomes`.
+        settings: see `outcomes`.
+
+    Raises:
+        AssertionError: an outcome differs.
+    """
+    found = {"host": host, "mechanisms": outcomes(train, settings)}
+    if os.environ.get("QUEST_WRITE_SUPPORT") == "1":
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    assert json.loads(path.read_text()) == found, f"QUEST_WRITE_SUPPORT=1 writes {path.name}, then docs/generate.py"

@@ -1,0 +1,333 @@
+"""Run the code blocks of a README in an empty environment: ./dev install-test [NAME ...].
+
+The packages are built from this clone. Everything else comes from where pip is configured to look. The commands run in
+an empty folder with an empty HOME and an empty pip cache, in the order of the README, in one shell:
+
+- A bash block is typed as it stands.
+- A Python block runs after the Python blocks before it, as in a notebook.
+- A block with title="FILE" becomes that file.
+- A block after the line `<!-- not run: REASON -->` is skipped, and the reason is printed.
+- A README with the line `<!-- slow: REASON -->` is left out by --quick.
+- From the first `git clone` on, blocks need a checkout: --repo PATH is cloned in place of the URL, and --online clones
+  the URL.
+
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "runs" / "install"
+TABLE = ROOT / "docs" / "results" / "install.md"
+LIMIT_S = 90 * 60
+FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
+SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
+NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
+RUN = ("bash", "python")
+CLONE = re.compile(r"git clone (?:-\S+ )*(https://\S+)")
+
+
+class Failure(Exception):
+    """Something went wrong that the message explains."""
+
+
+@dataclass
+class Block:
+    """One fenced code block of a page."""
+
+    line: int  # of its first line of code
+    language: str
+    title: str | None
+    code: str
+    not_run: str | None = None  # the reason to skip it
+
+
+def names() -> list[str]:
+    """Every README: "core", and the plugins by folder."""
+    found = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+    return ["core", *(name.removeprefix("quest-") for name in found if not name.startswith("_"))]
+
+
+def readme(name: str) -> Path:
+    """The README of `name`."""
+    return ROOT / "README.md" if name == "core" else ROOT / "plugins" / f"quest-{name}" / "README.md"
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a page, in order."""
+    found: list[Block] = []
+    reason: str | None = None
+    block: Block | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if block is not None:
+            if line.strip() == "```":
+                found.append(block)
+                block = None
+            else:
+                block.code += line + "\n"
+        elif match := NOT_RUN.match(line):
+            reason = match[1]
+        elif match := FENCE.match(line):
+            block = Block(number + 1, match["language"], match["title"], "", reason)
+            reason = None
+        elif line.strip():
+            reason = None
+    return found
+
+
+def plan(found: Sequence[Block], may_clone: bool) -> list[Block]:
+    """The blocks that are commands or files, each with the reason if it cannot run here."""
+    wanted = [block for block in found if block.language in RUN or block.title]
+    missing: str | None = None
+    for block in wanted:
+        clone = CLONE.search(block.code)
+        if clone and not may_clone:
+            missing = missing or f"needs a checkout of {clone[1]}: --repo PATH, or --online"
+        block.not_run = block.not_run or missing
+    return wanted
+
+
+def script(wanted: Sequence[Block], folder: Path) -> str:
+    """A bash script that runs the blocks and notes when each starts."""
+    lines = ["set -eo pipefail", f"cd {folder / 'work'}"]
+    python = ""
+    for block in wanted:
+        if block.not_run:
+            continue
+        lines.append(f'echo "== line {block.line}"; echo "{block.line} $EPOCHREALTIME" >> {folder / "times"}')
+        if block.title:
+            lines.append(f"cat > {block.title} <<'QUEST_END'\n{block.code}QUEST_END")
+        elif block.language == "python":
+            python += block.code
+            lines.append(f"python - <<'QUEST_END'\n{python}QUEST_END")
+        else:
+            lines.append(block.code)
+    lines.append(f'echo "end $EPOCHREALTIME" >> {folder / "times"}')
+    lines.append(f"(pip freeze > {folder / 'freeze'}; du -sm $VIRTUAL_ENV > {folder / 'size'}) 2>/dev/null")
+    lines.append(f"quest doctor 2>&1 | tee {folder / 'doctor'}")
+    return "\n".join(lines) + "\n"
+
+
+def build(folder: Path) -> None:
+    """Build the wheel of every package of this clone."""
+    projects = [ROOT, *(readme(name).parent for name in names() if name != "core")]
+    maker = folder / "maker"
+    subprocess.run([sys.executable, "-m", "venv", maker], check=True)
+    pip = [maker / "bin" / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "wheels"]
+    done = subprocess.run([*pip, *projects], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failure(f"the packages cannot be built\n{done.stdout}{done.stderr}")
+
+
+def environment(
+    folder: Path, home: Path, torch: str | None, repo: Path | None, found: Sequence[Block]
+) -> dict[str, str]:
+    """The variables of a new user's shell: our own packages from `folder`, nothing else from this clone."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT")
+    variables = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith("QUEST_")}
+    constraints = home / "constraints.txt"
+    constraints.write_text(f"torch=={torch}\n" if torch else "")
+    base = Path(getattr(sys, "_base_executable", sys.executable))
+    variables |= {
+        "HOME": str(home),
+        "PATH": f"{base.parent}:{variables['PATH']}",
+        "PIP_CONSTRAINT": str(constraints),
+        "PIP_FIND_LINKS": f"{variables.get('PIP_FIND_LINKS', '')} {folder / 'wheels'}".strip(),
+        "PIP_CACHE_DIR": str(folder / "cache"),
+        "PYTHONNOUSERSITE": "1",
+        "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1"),
+    }
+    if repo is not None:
+        urls = {match[1] for block in found if (match := CLONE.search(block.code))}
+        settings = [("safe.directory", "*"), *((f"url.{repo}.insteadOf", url) for url in urls)]
+        variables["GIT_CONFIG_COUNT"] = str(len(settings))
+        for i, (key, value) in enumerate(settings):
+            variables |= {f"GIT_CONFIG_KEY_{i}": key, f"GIT_CONFIG_VALUE_{i}": value}
+    return variables
+
+
+def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
+    """Run one README; returns the facts for the table."""
+    found = blocks(readme(name).read_text())
+    wanted = plan(found, online or repo is not None)
+    home = folder / name
+    (home / "work").mkdir(parents=True)
+    (home / "run.sh").write_text(script(wanted, home))
+    log = RESULTS / f"{name}.log"
+    start = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            ["bash", home / "run.sh"],
+            cwd=home / "work",
+            env=environment(folder, home, torch, repo, found),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = 124
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    seconds = time.monotonic() - start
+    doctor = (home / "doctor").read_text() if (home / "doctor").exists() else ""
+    package = "quest-core" if name == "core" else f"quest-{name}"
+    # quest-core heads the list; a plugin has a line of its own, which says that it works.
+    works = "quest-core" in doctor and (
+        name in ("core", "bench") or re.search(rf"{package}\b.*\bok\b", doctor) is not None
+    )
+    times = [line.split() for line in (home / "times").read_text().splitlines()] if (home / "times").exists() else []
+    ended = [float(at) for _, at in times]
+    freeze = (home / "freeze").read_text().splitlines() if (home / "freeze").exists() else []
+    return {
+        "name": name,
+        "ok": status == 0 and works,
+        "why": f"exit status {status}, log: {log}" if status else "" if works else f"quest doctor says:\n{doctor}",
+        "seconds": seconds,
+        "blocks": [[int(line), b - a] for (line, _), a, b in zip(times, ended, ended[1:], strict=False)],
+        "not_run": [[block.line, block.not_run] for block in wanted if block.not_run],
+        "size_mib": int((home / "size").read_text().split()[0]) if (home / "size").exists() else None,
+        "compiled": re.findall(r"^\s*Created wheel for (\S+): .*linux_", log.read_text(), re.MULTILINE),
+        "packages": [line for line in freeze if "==" in line],
+        "doctor": doctor,
+        "python": platform.python_version(),
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    """The processor and the number of cores."""
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"^model name\s*: (.+)$", about, re.MULTILINE)
+    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+
+
+def report(result: dict[str, object]) -> None:
+    """Print what came of one README."""
+    print(f"{'ok    ' if result['ok'] else 'FAILED'}  {result['name']:<12} {result['seconds']:6.0f} s", flush=True)
+    for line, reason in result["not_run"]:  # type: ignore[attr-defined]
+        print(f"        line {line} not run: {reason}")
+    if not result["ok"]:
+        print(f"        {result['why']}")
+        print(
+            "".join(f"        {line}\n" for line in (RESULTS / f"{result['name']}.log").read_text().splitlines()[-40:])
+        )
+
+
+def table() -> str:
+    """docs/results/install.md, from the latest result of every README."""
+    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    shown = re.compile(
+        r"^(torch|tsai|torch-geometric|mmsegmentation|mmcv|ve-fairseq|torch-pointcloud|timm|transformers)=="
+    )
+    lines = [
+        "# Installation",
+        "",
+        "Every code block of every README, typed in an empty folder with an empty HOME and an empty pip cache, by",
+        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step. pip",
+        "chose the versions; where PyTorch is a CPU build, `--torch` chose it. A package under *compiles* was built in",
+        "this run; otherwise pip found a wheel.",
+        "",
+        "| README | result | installs | compiles | first block | all blocks | environment | Python | commit | date |",
+        "|---|---|---|---|---:|---:|---:|---|---|---|",
+    ]
+    for one in every:
+        packages = ", ".join(line.replace("==", " ") for line in one["packages"] if shown.match(line))
+        first = f"{one['blocks'][0][1]:.0f} s" if one["blocks"] else "–"
+        compiled = ", ".join(one["compiled"]) or "–"
+        size = f"{one['size_mib'] / 1024:.1f} GiB" if one["size_mib"] else "–"
+        lines.append(
+            f"| {one['name']} | {'works' if one['ok'] else 'fails'} | {packages} | {compiled} "
+            f"| {first} | {one['seconds']:.0f} s "
+            f"| {size} | {one['python']} | {one['commit']} | {one['date']} |"
+        )
+    loads = [one["load"] for one in every if "load" in one]
+    busy = f"; load average {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+    lines += ["", f"Machine: {', '.join(sorted({one['machine'] for one in every}))}{busy}.", ""]
+    lines += ["## Not run", ""]
+    skipped = [f"- {one['name']}, line {line}: {why}" for one in every for line, why in one["not_run"]]
+    lines += skipped or ["Nothing was left out."]
+    lines += ["", "## What `quest doctor` printed", "", "```text"]
+    for one in every:
+        lines += [line for line in one["doctor"].splitlines() if "quest-" in line and "no plugins" not in line]
+    return "\n".join([*lines, "```", ""])
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="./dev install-test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names())}; all by default")
+    parser.add_argument("--repo", type=Path, metavar="PATH", help="a checkout or mirror of the host of the one NAME")
+    parser.add_argument("--quick", action="store_true", help="leave out READMEs that say that they are slow")
+    parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
+    parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
+    parser.add_argument("--torch", metavar="VERSION", help="constrain PyTorch, for example to a CPU build pip can find")
+    parser.add_argument("--table", action="store_true", help="then write docs/results/install.md from all results")
+    parser.add_argument("--keep", action="store_true", help="keep the environments and print where they are")
+    given = parser.parse_args(arguments)
+    if given.list:
+        print(json.dumps(names()))
+        return 0
+    chosen = given.names or names()
+    if unknown := [name for name in chosen if name not in names()]:
+        parser.error(f"no README for {', '.join(unknown)}; choose from: {', '.join(names())}")
+    if given.repo and len(chosen) != 1:
+        parser.error("--repo goes with one NAME, whose README clones it")
+    for name in [name for name in chosen if given.quick]:
+        if slow := SLOW.search(readme(name).read_text()):
+            print(f"left out {name}: {slow[1]}")
+            chosen = [other for other in chosen if other != name]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
+    try:
+        build(folder)
+        results = []
+        for name in chosen:
+            print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
+            result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
+            results.append(result)
+            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
+            report(result)
+            if not given.keep:
+                shutil.rmtree(folder / name)  # one environment at a time takes up to 6 GiB
+        if given.table:
+            TABLE.write_text(table())
+        return 0 if all(result["ok"] for result in results) else 1
+    except Failure as failure:
+        print(f"./dev install-test: {failure}", file=sys.stderr)
+        return 1
+    finally:
+        print(f"kept: {folder}" if given.keep else "", end="\n" if given.keep else "")
+        if not given.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""What PyTorch's own Transformer takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+from quest_core.testing.support import check
+
+
+def train(attention: str, **layer: float) -> None:
+    made = nn.TransformerEncoderLayer(16, 4, batch_first=True, **layer)
+    model, _ = quest_core.inject(nn.TransformerEncoder(made, 2, enable_nested_tensor=False), attention)
+    loss = model(torch.randn(2, 9, 16)).pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+@pytest.mark.needs_torch("2.4", "the custom operators of aft-full and aft-local")
+def test_the_table_of_support() -> None:
+    check(Path(__file__).with_name("support.json"), "PyTorch", train, {"`dropout=0`": {"dropout": 0.0}})

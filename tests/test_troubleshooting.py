@@ -1,0 +1,83 @@
+"""docs/troubleshooting.md quotes messages: each heading is produced here, and each message here has a heading."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+from quest_core import AttentionConfig
+from quest_core.hosts import launching
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
+HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
+
+
+class HouseAttention(nn.Module):
+    """An attention by its name that no adapter knows."""
+
+
+def encoder(dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=dropout)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def injected(attention: str) -> nn.Module:
+    return quest_core.inject(encoder(), attention)[0]
+
+
+def warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        injected("quest").load_state_dict(encoder().state_dict())
+
+
+def no_plugin() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "discover", lambda: [])
+        launching.wanted(None)
+
+
+def heads(*dims: int) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, 3, dim) for dim in dims]  # [B, H, N, D]
+
+
+PRODUCERS: dict[str, Callable[[], object]] = {
+    "is not a mechanism": lambda: AttentionConfig.parse("qest"),
+    "has no option": lambda: AttentionConfig.parse("quest(colour=1)"),
+    "which does not divide": lambda: quest_core.inject(encoder(), "quest+gqa(kv_heads=3)"),
+    "has no attention that": lambda: quest_core.inject(nn.Linear(2, 2), "quest"),
+    "would replace": lambda: quest_core.inject(nn.ModuleList([encoder(), HouseAttention()]), "quest"),
+    "attention dropout": lambda: quest_core.inject(encoder(0.1), "linear"),
+    "is wrapped in": lambda: quest_core.inject(nn.DataParallel(encoder()), "quest"),
+    "no plugin for": lambda: quest_core.inject(encoder(), "quest", adapter="nothing"),
+    "this checkpoint was trained": lambda: injected("sigmoid").load_state_dict(injected("quest").state_dict()),
+    "Unexpected key(s)": lambda: encoder().load_state_dict(injected("quest").state_dict()),
+    "these weights were trained": warned,
+    "features a head": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),
+    "has a state": lambda: quest_core.attention(*heads(4, 4, 4), "elliptical"),
+    "cannot be causal": lambda: quest_core.attention(*heads(4, 4, 4), "sinkhorn", is_causal=True),
+    "nothing to run": lambda: launching.main([]),
+    "no plugin can be used": no_plugin,
+}
+
+
+def test_every_heading_has_one_producer() -> None:
+    assert [h for h in HEADINGS if sum(key in h for key in PRODUCERS) != 1] == []
+    assert [key for key in PRODUCERS if not any(key in h for h in HEADINGS)] == []
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_the_message_is_the_one_on_the_page(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (produce,) = (made for key, made in PRODUCERS.items() if key in heading)
+    with pytest.raises((Exception, SystemExit)) as caught:  # the pattern below is the check
+        produce()
+    said = str(caught.value) + capsys.readouterr().err
+    pattern = ".*".join(re.escape(part) for part in heading.split("…"))
+    assert re.search(pattern, said, re.DOTALL), said
