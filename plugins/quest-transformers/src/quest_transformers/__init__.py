@@ -1,0 +1,12 @@
+"""QUEST attention in Hugging Face transformers: import this package, and `attn_implementation="quest"` works.
+
+>>> import quest_transformers
+>>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="quest")
+"""
+
+from __future__ import annotations
+
+from .adapter import TransformersAdapter as TransformersAdapter
+from .conversion import convert as convert
+
+TransformersAdapter().install()
