@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import transformers as hf
 
+from quest_transformers.layers import is_attention
+
 BERT = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -47,6 +49,8 @@ CONFIGS = {
         vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
     ),
 }
+if not any(is_attention(module) for module in hf.T5Model(CONFIGS["t5"]()).modules()):
+    del CONFIGS["t5"]  # an older transformers, where T5 does not call the AttentionInterface; it is refused by name
 SITES = {"bart": 6, "t5": 6}
 CLASSES = {
     "bert": hf.AutoModelForMaskedLM,
@@ -55,6 +59,7 @@ CLASSES = {
     "bart": hf.AutoModelForSeq2SeqLM,
     "t5": hf.AutoModelForSeq2SeqLM,
 }
+SEQ2SEQ_MODELS = tuple(name for name in ("bart", "t5") if name in CONFIGS)
 CAUSAL = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
 
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from models import CAUSAL, CLASSES, CONFIGS, LLAMA, SITES, build, inputs
+from models import CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
 
 import quest_core
 from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
@@ -169,7 +169,7 @@ def test_copies_and_pickles():
 # --- encoder and decoder apart ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("name", SEQ2SEQ_MODELS)
 def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
     chosen = {"encoder": "quest", "decoder": "standard", "cross": "qknorm-hs"}
     model = build(name, attention=chosen).eval()
@@ -210,7 +210,7 @@ GENERATE = {
     ("name", "way", "attention"),
     [
         (name, way, attention)
-        for name in (*CAUSAL, "bart", "t5")
+        for name in (*CAUSAL, *SEQ2SEQ_MODELS)
         for way in GENERATE
         for attention in ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest")
         if attention != "elliptical-quest" or (name != "mistral" and way != "static")  # refused; see below

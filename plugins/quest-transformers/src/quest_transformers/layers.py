@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
+from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
-from quest_core.errors import InjectionError, UnsupportedError
+from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.projections import HeadSizes, Projections, Separate, shallow_copy
 
@@ -148,8 +150,8 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made.rules = Rules.of(made.mechanism, anatomy)
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
-        if getattr(host, "mechanism", None) is None:
-            made.register_load_state_dict_pre_hook(pool_on_load)
+    if getattr(host, "mechanism", None) is None:
+        made.register_load_state_dict_pre_hook(before_load)
     if hasattr(host, "num_key_value_groups"):
         made.num_key_value_groups = anatomy.num_heads // made.head_sizes.kv_heads
     if hasattr(host, "num_key_value_heads"):
@@ -169,8 +171,17 @@ def sizes_of(anatomy: Anatomy, config: AttentionConfig) -> HeadSizes:
     return HeadSizes(sizes.num_heads, kept, sizes.head_dim, sizes.key_dim, sizes.value_dim, own)
 
 
-def pool_on_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Pool the key/value heads of a checkpoint that has all of the host's; a hook of load_state_dict."""
+def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Prepare a state dict for a module, in place; a hook of load_state_dict.
+
+    The key/value heads of a checkpoint that has all of the host's are pooled. One with none of the module's own
+    weights, such as that of a LoRA adapter, says nothing of its attention.
+    """
+    names = [name for name in module._modules if name != "mechanism"]
+    if not any(f"{prefix}{name}{leaf}" in state_dict for name in names for leaf in (".weight", ".base_layer.weight")):
+        own = module.mechanism.attention_is_not_standard
+        if own is not None:
+            state_dict[f"{prefix}mechanism.{ENTRY}"] = own
     projections = examine(module).projections
     if projections is not None:
         projections.load(module, state_dict, prefix, module.head_sizes)
@@ -231,7 +242,7 @@ def attend(
         options: `output_attentions`; what transformers' sdpa ignores is ignored.
 
     Returns:
-        The output [B, N, H, Dv], and the weights [B, H, N, M] if output_attentions is true, else None.
+        The output [B, N, H, Dv], and the weights [B, H, N, M] if the call of the model wants them, else None.
 
     Raises:
         InjectionError: the module has no mechanism.
@@ -258,6 +269,12 @@ def attend(
             "build the model with the scaling that it shall have"
         )
     n, m = query.shape[2], key.shape[2]
+    if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
+        raise InputError(
+            f"{type(module).__name__} was given a mask of another implementation of attention ("
+            f"{_described(attention_mask)}, not [B, H, N, M]): model.config._attn_implementation was changed after the "
+            "model was built; use model.set_attn_implementation"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     implied = n > 1 and attention_mask is None and causal
     if implied and m > n:  # a static cache holds room for tokens to come
@@ -269,7 +286,9 @@ def attend(
         attention_mask = _hide_queries(attention_mask)
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
-    compute = mechanism.forward_with_weights if options.get("output_attentions") else mechanism
+    collected = _active_collector.get()  # what the call of the model records
+    wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
+    compute = mechanism.forward_with_weights if wanted else mechanism
     out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
     out, weights = out if isinstance(out, tuple) else (out, None)
     return out.transpose(1, 2).contiguous(), weights
@@ -281,6 +300,10 @@ _REFUSED = {
     "cache": "continuous batching pages the cache; use generate()",
 }
 """Options of an attention function that would be dropped silently."""
+
+
+def _described(mask: Any) -> str:
+    return f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 
 def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: int) -> bool:

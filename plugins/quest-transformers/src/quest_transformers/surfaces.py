@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quest_core.checkpoints import ENTRY, compare, read
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import CheckpointError, ConfigError, UnsupportedError
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.injection import REPORT, inject
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
@@ -71,6 +71,7 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)
     patches.wrap(PreTrainedModel, "set_attn_implementation", functools.partial(_inject_instead, adapter))
     patches.wrap(PreTrainedModel, "post_init", functools.partial(_inject_new, adapter))
+    patches.wrap(PreTrainedModel, "load_state_dict", _refuse_unread)
     _wrap_method(patches, PreTrainedModel, "_from_config", _copy_config)
     _wrap_method(patches, PreTrainedModel, "from_pretrained", _remember_loading)
     _wrap_method(patches, PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
@@ -243,6 +244,15 @@ def fulfil(
             continue
         chosen[site.path] = held.config if asked is None else asked.of(_role(module))
         changed = changed or held is None or held.config != chosen[site.path]
+    asked = choice or _choice(model.config)
+    if (
+        asked is not None
+        and not chosen
+        and (kept or any("attention" in _kind(part).lower() for part in model.modules()))
+    ):
+        inject(model, asked.encoder, adapter=adapter.only({}, ()))  # which says that there is no site
+    if asked is not None:
+        kept = set()  # what does not follow this model's config is left by mistake
     if chosen:
         configs = sorted({*chosen.values()}, key=str)
         # inject links layers if what it is told is chained.
@@ -250,6 +260,10 @@ def fulfil(
         _, report = inject(model, told, adapter=adapter.only(chosen, kept), fresh=fresh, **options)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
     return changed
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def _has_mechanism(module: nn.Module) -> bool:
@@ -269,12 +283,24 @@ def _inject_new(adapter: TransformersAdapter, stock: Any) -> Any:
     return post_init
 
 
+def _refuse_nothing(model: Any) -> None:
+    """Raise InjectionError if a model asks for an attention and has none of quest."""
+    if _attention(model.config) is not None and not _has_mechanism(model):
+        raise InjectionError(
+            f"attention '{_attention(model.config)}' was given to {type(model).__name__}, and no module of it was "
+            "replaced: none calls transformers' AttentionInterface, or the weights were loaded by a door that this "
+            "plugin does not know"
+        )
+
+
 def _copy_config(stock: Any) -> Any:
     """Wrap from_config, which writes its option into the config: models that were built from it before keep theirs."""
 
     @functools.wraps(stock)
     def _from_config(cls: Any, config: Any, **options: Any) -> Any:
-        return stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+        made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+        _refuse_nothing(made)
+        return made
 
     return _from_config
 
@@ -316,9 +342,11 @@ def _remember_loading(stock: Any) -> Any:
         trained = None if attention_from is None else AttentionConfig.parse(attention_from)
         token = _loading.set(Loading(trained, allow_partial))
         try:
-            return stock(cls, *arguments, **options)
+            made = stock(cls, *arguments, **options)
         finally:
             _loading.reset(token)
+        _refuse_nothing(made[0] if isinstance(made, tuple) else made)
+        return made
 
     return from_pretrained
 
@@ -366,11 +394,7 @@ def _fits(adapter: TransformersAdapter, model: Any, stored: Mapping[str, Tensor]
         trained = read(spelled)
         if not any(config.means(trained) for config in special):
             if not wanted:
-                raise CheckpointError(
-                    f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's "
-                    f"own; load it with attn_implementation='{trained}', or with attn_implementation='standard' and "
-                    f"attention_from='{trained}' if you mean to go on from these weights with standard attention"
-                )
+                raise _unread(key, spelled)
             config = special[0] if special else next(iter(wanted))
             compare(spelled, config, loading.attention_from, key.removesuffix(f".{ENTRY}"), loading)
             return False
@@ -418,6 +442,29 @@ def _verify(model: Any, info: Any) -> None:
             spelled = module.attention_is_not_standard
             if spelled is not None and not module.config.means(read(spelled)):
                 compare(spelled, module.config, None, path, info)
+
+
+def _refuse_unread(stock: Any) -> Any:
+    """Wrap load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
+
+    @functools.wraps(stock)
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, *arguments: Any, **options: Any) -> Any:
+        if not strict and not _has_mechanism(self):
+            for key in state_dict:
+                if key.endswith(ENTRY):
+                    raise _unread(key, state_dict[key])
+        return stock(self, state_dict, strict, *arguments, **options)
+
+    return load_state_dict
+
+
+def _unread(key: str, spelled: Tensor) -> CheckpointError:
+    trained = read(spelled)
+    return CheckpointError(
+        f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's own; build it "
+        f"with attn_implementation='{trained}', or with attn_implementation='standard' and attention_from='{trained}' "
+        "if you mean to go on from these weights with standard attention"
+    )
 
 
 def _inject_loaded(adapter: TransformersAdapter, stock: Any) -> Any:
