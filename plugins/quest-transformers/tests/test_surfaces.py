@@ -241,7 +241,7 @@ def test_what_looks_at_all_tokens_is_refused_where_a_mask_hides_some():
         build("mistral", attention="elliptical-quest")
     model = build("gpt2", attention="elliptical-quest").eval()
     arguments = {k: v for k, v in inputs("gpt2", padded=True).items() if k != "position_ids"}
-    with pytest.raises(UnsupportedError, match="cannot tell which of 16 keys are of the past.*static cache"):
+    with pytest.raises(UnsupportedError, match="cannot see which of 16 keys are of the past.*static cache"):
         model.generate(**arguments, max_new_tokens=8, cache_implementation="static", pad_token_id=0)
     with pytest.raises(UnsupportedError, match="needs a key/value head for each of the 4 query heads, and has 2"):
         hf.AutoModelForCausalLM.from_config(

@@ -113,10 +113,10 @@ class TransformersAdapter(Adapter):
         surfaces.uninstall()
 
     def only(self, chosen: Mapping[str, AttentionConfig], left_alone: Iterable[str]) -> TransformersAdapter:
-        """Return an adapter that gives some of the sites an attention each, whatever inject is told.
+        """Return an adapter that gives some of the sites an attention each; it overrides that of inject.
 
         Args:
-            chosen: the attention of each path; others are no sites.
+            chosen: the attention of each path; other sites are left out.
             left_alone: classes of attention modules that keep the host's own on purpose.
         """
         made: Any = _Some()

@@ -194,7 +194,7 @@ class Rules:
     Attributes:
         scaling: the factor on q·k that the mechanism was built for.
         family: it never forms weights, so masks are of keys only.
-        order: a mask does not tell it which tokens are of the past, because it counts all that any query sees.
+        order: a mask does not make it causal, because it counts every token that any query sees.
         counts_queries: padding must not take part as a query either.
     """
 
@@ -237,7 +237,7 @@ def attend(
         attention_mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
         dropout: on the weights.
         scaling: the host's factor on q·k.
-        is_causal: where there is no mask, whether the first query sees only the first key; module.is_causal by default.
+        is_causal: without a mask, whether the first query sees only the first key; module.is_causal by default.
         position_bias: added to the logits, broadcastable to [B, H, N, M].
         options: `output_attentions`; what transformers' sdpa ignores is ignored.
 
@@ -319,7 +319,7 @@ def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: in
     if n == 1 and mechanism.family is None:  # a single query sees all of the past
         return False
     raise UnsupportedError(
-        f"attention '{mechanism.config}' in {type(module).__name__} cannot tell which of {m} keys are of the past for "
+        f"attention '{mechanism.config}' in {type(module).__name__} cannot see which of {m} keys are of the past for "
         f"{n} queries, as with a static cache, padding or assisted decoding; use a dynamic cache without padding, or "
         "use_cache=False"
     )

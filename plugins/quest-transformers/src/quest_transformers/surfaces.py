@@ -87,7 +87,7 @@ def uninstall() -> None:
 
 
 def _wrap_method(patches: Patches, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """As `Patches.wrap`, for a classmethod or staticmethod."""
+    """As `Patches.wrap`, but for a classmethod or a staticmethod."""
     stock = vars(owner)[name]
     if not any(holder is owner and wrapped == name for holder, wrapped, _ in patches):
         patches.put(owner, name, type(stock)(make(stock.__func__)))
@@ -250,14 +250,14 @@ def fulfil(
         and not chosen
         and (kept or any("attention" in _kind(part).lower() for part in model.modules()))
     ):
-        inject(model, asked.encoder, adapter=adapter.only({}, ()))  # which says that there is no site
+        inject(model, asked.encoder, adapter=adapter.only({}, ()))  # raises: nothing to replace
     if asked is not None:
         kept = set()  # what does not follow this model's config is left by mistake
     if chosen:
         configs = sorted({*chosen.values()}, key=str)
-        # inject links layers if what it is told is chained.
-        told = next((config for config in configs if any(part.chained for part in config.specs())), configs[0])
-        _, report = inject(model, told, adapter=adapter.only(chosen, kept), fresh=fresh, **options)
+        # inject links layers if its own argument is chained.
+        main = next((config for config in configs if any(part.chained for part in config.specs())), configs[0])
+        _, report = inject(model, main, adapter=adapter.only(chosen, kept), fresh=fresh, **options)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
     return changed
 
