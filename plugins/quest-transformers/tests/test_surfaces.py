@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from models import CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
+from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
 
 import quest_core
 from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
@@ -188,6 +188,61 @@ def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
     swapped = {"encoder": "standard", "decoder": "quest", "cross": "qknorm-hs"}
     with pytest.raises(CheckpointError):
         type(model).from_pretrained(tmp_path, attn_implementation=swapped)
+
+
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ("quest", ("quest", "quest", "quest")),
+        ({"vision_config": "quest"}, (None, "quest", None)),
+        ({"vision_config": "quest", "text_config": "sigmoid"}, (None, "quest", "sigmoid")),
+    ],
+)
+def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found, tmp_path):
+    config = hf.CLIPConfig(
+        text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**VISION, "intermediate_size": 48},
+        projection_dim=16,
+    )
+    model = hf.AutoModel.from_config(config, attn_implementation=chosen).eval()
+    model.save_pretrained(tmp_path)
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    for each in (model, hf.AutoModel.from_pretrained(tmp_path)):
+        configs = (each.config, each.config.vision_config, each.config.text_config)
+        assert tuple(config.attention for config in configs) == found
+        assert each.vision_model.config is each.config.vision_config
+        torch.testing.assert_close(each(**arguments).logits_per_image, model(**arguments).logits_per_image)
+
+
+OTHERS = {
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+    ),  # it scales queries itself
+    "neox": lambda: hf.GPTNeoXConfig(**BERT),  # one layer makes q, k and v
+    "phi3": lambda: hf.Phi3Config(**LLAMA, pad_token_id=0),
+    "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_model_that_calls_the_interface(name):
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7))}
+    models = {}
+    for attention in ("eager", "standard", "quest"):
+        torch.manual_seed(0)
+        models[attention] = hf.AutoModelForCausalLM.from_config(OTHERS[name](), attn_implementation=attention).eval()
+    torch.testing.assert_close(
+        logits(models["standard"], arguments), logits(models["eager"], arguments), rtol=1e-6, atol=1e-6
+    )
+    assert not torch.allclose(logits(models["quest"], arguments), logits(models["eager"], arguments), atol=1e-6)
+    common = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = arguments["input_ids"]
+    assert torch.equal(
+        models["quest"].generate(ids, **common), models["quest"].generate(ids, **common, use_cache=False)
+    )
 
 
 def test_a_mapping_names_every_role():

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from models import CAUSAL, CONFIGS, build, inputs
+from models import CAUSAL, CONFIGS, LLAMA, build, inputs
 
 import quest_core
 from quest_core import CheckpointError, InjectionError, Mechanism
@@ -163,19 +163,24 @@ def test_flash_masks_are_refused():
         model(**inputs("bert", padded=True))
 
 
-def test_soft_caps_are_refused():
-    config = hf.Gemma2Config(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, head_dim=8,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="softcap"):
-        hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest")(torch.ones(1, 4, dtype=torch.long))
+def test_what_is_a_part_of_the_hosts_own_softmax_is_refused():
+    sizes = {**LLAMA, "head_dim": 8}
+    with pytest.raises(UnsupportedError, match="caps its logits"):
+        hf.AutoModelForCausalLM.from_config(hf.Gemma2Config(**sizes), attn_implementation="quest")
+    with pytest.raises(UnsupportedError, match="attention sinks"):
+        hf.AutoModelForCausalLM.from_config(
+            hf.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1), attn_implementation="quest"
+        )
 
 
 def test_a_model_without_the_interface_is_refused():
     config = hf.XLNetConfig(vocab_size=50, d_model=32, n_layer=1, n_head=4, d_inner=48)
-    with pytest.raises(InjectionError, match="XLNet"):
+    with pytest.raises(InjectionError, match="XLNetModel has no attention that an adapter knows"):
         hf.AutoModel.from_config(config, attn_implementation="quest")
+    with pytest.raises(InjectionError, match="given to ResNetModel, and no module of it was replaced"):
+        hf.AutoModel.from_config(
+            hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]), attn_implementation="quest"
+        )
 
 
 @pytest.mark.parametrize("attention", ["cosine", "aft-simple", "aft-full(max_length=32)"])

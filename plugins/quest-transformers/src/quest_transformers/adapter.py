@@ -39,12 +39,15 @@ class TransformersAdapter(Adapter):
         return replace(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: its capabilities, its key/value heads, or a sliding window."""
+        """Return why a site cannot honour `config`: what it offers, its key/value heads, or its masks."""
         why = refusal(config, site.capabilities)
         if why is not None:
             return why
         module: Any = site.module
         anatomy = examine(module)
+        for name, what in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has attention sinks")):
+            if getattr(module, name, None) is not None:
+                return f"the host {what} ({name}), which is a part of its own softmax"
         if config.family and anatomy.kv_heads != anatomy.num_heads:
             return (
                 f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"

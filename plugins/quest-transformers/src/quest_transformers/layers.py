@@ -34,7 +34,7 @@ SEPARATE = (
 """Projections of one role each: their heads can be reduced and scaled."""
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "qk_head_dim")
 _DROPOUT = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "dropout_p")
 
 
@@ -263,11 +263,8 @@ def attend(
                 f"{type(module).__name__} calls its attention with {name}, which '{mechanism.config}' cannot honour: "
                 f"{_REFUSED[name]}"
             )
-    if scaling is not None and scaling != rules.scaling:
-        raise UnsupportedError(
-            f"{type(module).__name__} calls its attention with scaling={scaling}, but was built with {rules.scaling}; "
-            "build the model with the scaling that it shall have"
-        )
+    if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
+        query = query * (scaling / rules.scaling)
     n, m = query.shape[2], key.shape[2]
     if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
         raise InputError(

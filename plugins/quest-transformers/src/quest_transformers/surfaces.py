@@ -150,9 +150,11 @@ def write_configs(model: nn.Module) -> None:
     wanted: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            found = [part for part in module.modules() if is_attention(part) and hasattr(part, "mechanism")]
+            found: list[Any] = [part for part in module.modules() if is_attention(part)]
+            if not found or not all(hasattr(part, "mechanism") for part in found):
+                continue  # parts of it have configs of their own
             choice = _choice(module.config)
-            if found and not (choice and all(choice.of(_role(part)) == part.mechanism.config for part in found)):
+            if not (choice and all(choice.of(_role(part)) == part.mechanism.config for part in found)):
                 wanted[id(module.config)] = (module.config, _summary(found))
     if not wanted:
         return
@@ -233,14 +235,14 @@ def fulfil(
         As quest_core.inject.
     """
     chosen: dict[str, AttentionConfig] = {}
-    kept: set[str] = set()
+    kept: list[str] = []
     changed = False
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
         asked = choice or (_choice(module.config) if held is None else None)
         if asked is None and held is None:
-            kept.add(type(module).__name__)
+            kept.append(site.path)
             continue
         chosen[site.path] = held.config if asked is None else asked.of(_role(module))
         changed = changed or held is None or held.config != chosen[site.path]
@@ -251,15 +253,21 @@ def fulfil(
         and (kept or any("attention" in _kind(part).lower() for part in model.modules()))
     ):
         inject(model, asked.encoder, adapter=adapter.only({}, ()))  # raises: nothing to replace
-    if asked is not None:
-        kept = set()  # what does not follow this model's config is left by mistake
     if chosen:
+        # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
+        apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
         configs = sorted({*chosen.values()}, key=str)
         # inject links layers if its own argument is chained.
         main = next((config for config in configs if any(part.chained for part in config.specs())), configs[0])
-        _, report = inject(model, main, adapter=adapter.only(chosen, kept), fresh=fresh, **options)
+        _, report = inject(model, main, adapter=adapter.only(chosen, apart), fresh=fresh, **options)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
     return changed
+
+
+def _along(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way to a path, and the one there."""
+    names = path.split(".")
+    return [model.get_submodule(".".join(names[: i + 1])) for i in range(len(names))]
 
 
 def _kind(module: nn.Module) -> str:
@@ -299,7 +307,8 @@ def _copy_config(stock: Any) -> Any:
     @functools.wraps(stock)
     def _from_config(cls: Any, config: Any, **options: Any) -> Any:
         made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
-        _refuse_nothing(made)
+        if _loading.get() is None:  # else a part of a model that from_pretrained builds
+            _refuse_nothing(made)
         return made
 
     return _from_config
