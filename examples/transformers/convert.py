@@ -1,6 +1,6 @@
 """Convert a trained GPT-2 from standard attention to QUEST, and measure its perplexity before and after.
 
-    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 1500] [--tune 300] [--seed 0]
+    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 800] [--tune 150] [--seed 0]
 
 The model is a small GPT-2 on bytes, trained here from random weights on Python's own documentation (pydoc_data.topics,
 in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
@@ -21,16 +21,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import quest_core
 import quest_transformers
 
-LENGTH, BATCH = 128, 16
+LENGTH, BATCH, PIECE = 64, 16, 2048
 
 
 def text() -> tuple[Tensor, Tensor]:
-    """Return training and held-out bytes: every tenth topic is held out."""
-    parts: tuple[list[str], list[str]] = ([], [])
-    for index, name in enumerate(sorted(topics)):
-        parts[index % 10 == 9].append(topics[name])
-    train, held_out = (torch.tensor(list("\n".join(part).encode())) for part in parts)
-    return train, held_out
+    """Return training and held-out bytes: every tenth piece of the text is held out."""
+    data = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
+    pieces = data.split(PIECE)
+    return torch.cat([x for i, x in enumerate(pieces) if i % 10]), torch.cat(pieces[::10])
 
 
 def batch(data: Tensor, generator: torch.Generator) -> Tensor:
@@ -67,16 +65,16 @@ def perplexity(model: nn.Module, data: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", default="quest")
-    parser.add_argument("--steps", type=int, default=1500, help="updates of the stock model")
-    parser.add_argument("--tune", type=int, default=300, help="updates after the conversion")
+    parser.add_argument("--steps", type=int, default=800, help="updates of the stock model")
+    parser.add_argument("--tune", type=int, default=150, help="updates after the conversion")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     data, held_out = text()
     torch.manual_seed(options.seed)
     stock = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     )
-    train(stock, data, options.steps, 2e-3, options.seed)
+    train(stock, data, options.steps, 3e-3, options.seed)
     generator = torch.Generator().manual_seed(options.seed + 1)
     calibration = [batch(data, generator) for _ in range(8)]
 
@@ -86,7 +84,7 @@ def main() -> None:
     print("perplexity per byte on held-out text: before and after fine-tuning")
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("converted", converted)):
         before = perplexity(model, held_out)
-        train(model, data, options.tune, 5e-4, options.seed + 2)
+        train(model, data, options.tune, 1e-3, options.seed + 2)
         print(f"{name:<26}{before:8.3f}{perplexity(model, held_out):8.3f}")
 
     with tempfile.TemporaryDirectory() as folder:

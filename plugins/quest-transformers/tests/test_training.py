@@ -84,6 +84,23 @@ def test_peft_on_top(name, tmp_path):
     torch.testing.assert_close(tuned.merge_and_unload()(**arguments).logits, want, rtol=1e-4, atol=1e-5)
 
 
+def test_peft_trains_what_a_mechanism_learns(tmp_path):
+    model = build("llama", attention="qknorm")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mechanism"])
+    tuned = peft.get_peft_model(model, config)
+    arguments = inputs("llama")
+    tuned(**arguments).logits.square().sum().backward()
+    learned = [p for name, p in tuned.named_parameters() if "modules_to_save" in name]
+    assert len(learned) == 4
+    assert all(p.grad is not None for p in learned)
+    with torch.no_grad():
+        for parameter in learned:
+            parameter.add_(0.1)
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build("llama", attention="qknorm"), tmp_path)
+    torch.testing.assert_close(again.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral", "bart"])
 def test_compiles_with_gradients(name):
     model = build(name, attention="quest").eval()

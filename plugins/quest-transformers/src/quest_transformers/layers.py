@@ -179,9 +179,9 @@ def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
     """
     names = [name for name in module._modules if name != "mechanism"]
     if not any(f"{prefix}{name}{leaf}" in state_dict for name in names for leaf in (".weight", ".base_layer.weight")):
-        own = module.mechanism.attention_is_not_standard
-        if own is not None:
-            state_dict[f"{prefix}mechanism.{ENTRY}"] = own
+        for path, part in module.named_modules():
+            if isinstance(part, Mechanism) and part.attention_is_not_standard is not None:
+                state_dict.setdefault(f"{prefix}{path}.{ENTRY}", part.attention_is_not_standard)
     projections = examine(module).projections
     if projections is not None:
         projections.load(module, state_dict, prefix, module.head_sizes)
