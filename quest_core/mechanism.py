@@ -15,7 +15,7 @@ from .cache import Cache
 from .catalogue import parts
 from .checkpoints import Spelled
 from .checks import check_inputs
-from .config import AttentionConfig, AttentionSpec
+from .config import DEFAULTS, AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
 from .kernels.pytorch import (
     is_tracing,
@@ -79,7 +79,8 @@ class Mechanism(Spelled):
         num_heads: query heads H. Together with `head_dim` it is needed by every mechanism that keeps something;
             without both, nothing is added to a state dict either.
         head_dim: features D of a query/key head.
-        num_kv_heads: key/value heads G; by default what the attention says.
+        num_kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
+            heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
         standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
 
     Raises:
@@ -137,7 +138,10 @@ class Mechanism(Spelled):
         if config.family is None:
             self.family: Family | None = None
         for part in specs:
-            self.add_module(part.axis, part.build(dims, **config.build_arguments(part)))
+            arguments = config.build_arguments(part)
+            if part.name == DEFAULTS["grouping"] and dims is not None and dims.kv_heads < dims.num_heads:
+                part, arguments = parts()["gqa"], {"kv_heads": dims.kv_heads}  # the host's own groups
+            self.add_module(part.axis, part.build(dims, **arguments))
         self._key_features = specs[0].key_features
         self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))

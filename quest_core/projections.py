@@ -84,6 +84,7 @@ class HeadSizes:
         head_dim: features D of a query head.
         key_dim: features Dk of a key head; D except for aft-conv.
         value_dim: features Dv of a value head.
+        host_kv_heads: key/value heads of the host's own model, where it has fewer than query heads.
     """
 
     num_heads: int
@@ -91,6 +92,7 @@ class HeadSizes:
     head_dim: int
     key_dim: int
     value_dim: int
+    host_kv_heads: int | None = None
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -99,8 +101,8 @@ class HeadSizes:
 
     @property
     def full(self) -> HeadSizes:
-        """The sizes of the host: every query head has a key/value head of its own, of D key features."""
-        return replace(self, kv_heads=self.num_heads, key_dim=self.head_dim)
+        """The sizes of the host: all its key/value heads, of D key features."""
+        return replace(self, kv_heads=self.host_kv_heads or self.num_heads, key_dim=self.head_dim)
 
     def rows(self, roles: str) -> int:
         """Return the number of rows of `roles`, such as "qkv" or "k"."""
@@ -404,7 +406,7 @@ def _reduced(full: Tensor, roles: str, sizes: HeadSizes, pool: Pool) -> Tensor:
         raise InputError(f"a projection of shape {list(full.shape)} does not have {sizes.full.rows(roles)} rows")
     for role, rows in zip(roles, full.movedim(axis, 0).split([sizes.full.rows(r) for r in roles]), strict=True):
         if role != "q":
-            rows = pool(rows, sizes.num_heads, sizes.kv_heads)
+            rows = pool(rows, sizes.full.kv_heads, sizes.kv_heads)
         if role == "k":  # the features of a head are reduced as heads of one feature each would be
             rows = pool(rows, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.key_dim)
         parts.append(rows)

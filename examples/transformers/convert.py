@@ -1,0 +1,97 @@
+"""Convert a trained GPT-2 from standard attention to QUEST, and measure its perplexity before and after.
+
+    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 800] [--tune 150] [--seed 0]
+
+The model is a small GPT-2 on bytes, trained here from random weights on Python's own documentation (pydoc_data.topics,
+in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import tempfile
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import quest_core
+import quest_transformers
+
+LENGTH, BATCH, PIECE = 64, 16, 2048
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Return training and held-out bytes: every tenth piece of the text is held out."""
+    data = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
+    pieces = data.split(PIECE)
+    return torch.cat([x for i, x in enumerate(pieces) if i % 10]), torch.cat(pieces[::10])
+
+
+def batch(data: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random windows [BATCH, LENGTH]."""
+    starts = torch.randint(len(data) - LENGTH, (BATCH,), generator=generator)
+    return torch.stack([data[start : start + LENGTH] for start in starts])
+
+
+def train(model: nn.Module, data: Tensor, steps: int, rate: float, seed: int) -> None:
+    """Train with AdamW and a linear decay to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1) * (1 - step / steps))
+    model.train()
+    for _ in range(steps):
+        ids = batch(data, generator)
+        model(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, data: Tensor) -> float:
+    """Return the perplexity per byte over all whole windows."""
+    model.eval()
+    windows = data[: len(data) // LENGTH * LENGTH].view(-1, LENGTH)
+    losses = [model(input_ids=ids, labels=ids).loss.item() * len(ids) for ids in windows.split(64)]
+    return math.exp(sum(losses) / len(windows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", default="quest")
+    parser.add_argument("--steps", type=int, default=800, help="updates of the stock model")
+    parser.add_argument("--tune", type=int, default=150, help="updates after the conversion")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    data, held_out = text()
+    torch.manual_seed(options.seed)
+    stock = GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
+    train(stock, data, options.steps, 3e-3, options.seed)
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    calibration = [batch(data, generator) for _ in range(8)]
+
+    plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
+    converted, report = quest_transformers.convert(copy.deepcopy(stock), options.attention, calibration)
+    print(report)
+    print("perplexity per byte on held-out text: before and after fine-tuning")
+    for name, model in (("standard", stock), ("injected, not calibrated", plain), ("converted", converted)):
+        before = perplexity(model, held_out)
+        train(model, data, options.tune, 1e-3, options.seed + 2)
+        print(f"{name:<26}{before:8.3f}{perplexity(model, held_out):8.3f}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        converted.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        print(f"saved and loaded: {perplexity(again, held_out):.3f}, attention {again.config.attention}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""TransformersAdapter: where the attention of a transformers model is, and how `attn_implementation` reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.discovery import require_host
+
+from . import surfaces
+from .info import INFO
+from .layers import Anatomy, examine, is_attention, replace, sizes_of
+
+
+class TransformersAdapter(Adapter):
+    """Adapter for every module of transformers that calls its AttentionInterface."""
+
+    name: ClassVar[str] = "transformers"
+    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Yield the attention modules in the order of registration, which is that of the forward pass."""
+        found = ((path, module) for path, module in model.named_modules() if is_attention(module))
+        for index, (path, module) in enumerate(found):
+            anatomy = examine(module)
+            yield Site(path, module, index, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""
+        held = getattr(site.module, "mechanism", None)
+        if held is not None and held.config == config:
+            return site.module
+        return replace(site.module, config, fresh=site.fresh)
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Return why a site cannot honour `config`: what it offers, its key/value heads, or its masks."""
+        why = refusal(config, site.capabilities)
+        if why is not None:
+            return why
+        module: Any = site.module
+        anatomy = examine(module)
+        for name, what in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has attention sinks")):
+            if getattr(module, name, None) is not None:
+                return f"the host {what} ({name}), which is a part of its own softmax"
+        if config.family and anatomy.kv_heads != anatomy.num_heads:
+            return (
+                f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"
+            )
+        window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+        if window is not None and (config.family or any(part.chained for part in config.specs())):
+            return f"it looks at all tokens, and the model has a sliding window of {window}"
+        try:
+            wanted = sizes_of(anatomy, config).kv_heads
+        except ConfigError:  # kv_heads is missing or does not divide the heads: an error of its own
+            return None
+        if anatomy.kv_heads % wanted:
+            return f"its {anatomy.kv_heads} key/value heads cannot be reduced to {wanted}"
+        return None
+
+    def connect(self, model: nn.Module) -> None:
+        """Write the attention into the model's configs, in copies of those that have to change."""
+        surfaces.write_configs(model)
+
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        """Multiply each head's query projection, bias included, in place.
+
+        Args:
+            module: as `replace` made it.
+            factor: [H], or [G] for a model with fewer key/value heads than query heads.
+
+        Raises:
+            UnsupportedError: the queries are made in a way that is not known.
+        """
+        host: Any = module
+        sizes, projections = host.head_sizes, examine(host).projections
+        norms = [name for name, _ in module.named_children() if "norm" in name]
+        if norms:
+            raise UnsupportedError(
+                f"{type(module).__name__} normalises queries or keys after their projections ({', '.join(norms)}), so "
+                "no factor on a projection changes them; use quest_core.inject and fine-tune without calibration"
+            )
+        factor = factor.repeat_interleave(sizes.num_heads // len(factor))
+        if projections is not None:
+            projections.scale(host, sizes, "q", factor)
+            return
+        packed: Any = getattr(host, "q_attn", None) or getattr(host, "c_attn", None)
+        if type(packed).__name__ != "Conv1D":
+            raise UnsupportedError(
+                f"the queries of {type(module).__name__} cannot be scaled, because its projections are not known; use "
+                "quest_core.inject and fine-tune without calibration"
+            )
+        rows = factor.repeat_interleave(sizes.head_dim)  # [H·D]
+        with torch.no_grad():
+            for parameter in (packed.weight, packed.bias):  # [E, H·D ...] and [H·D ...]
+                queries = parameter[..., : len(rows)]
+                queries.copy_(queries.double() * rows.to(parameter.device))
+
+    def install(self) -> None:
+        """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints.
+
+        Raises:
+            PluginError: transformers is not installed or of a version that this plugin does not support.
+        """
+        require_host(self.name)
+        surfaces.install(self, self.patches)
+
+    def uninstall(self) -> None:
+        """Undo `install`: the host is as it was before."""
+        super().uninstall()
+        surfaces.uninstall()
+
+    def only(self, chosen: Mapping[str, AttentionConfig], left_alone: Iterable[str]) -> TransformersAdapter:
+        """Return an adapter that gives some of the sites an attention each; it overrides that of inject.
+
+        Args:
+            chosen: the attention of each path; other sites are left out.
+            left_alone: classes of attention modules that keep the host's own on purpose.
+        """
+        made: Any = _Some()
+        made.chosen, made.leaves_alone = chosen, frozenset(left_alone)
+        return made  # type: ignore[no-any-return]
+
+
+class _Some(TransformersAdapter):
+    """An adapter that knows some of the sites, and the attention of each."""
+
+    chosen: Mapping[str, AttentionConfig]
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        return (site for site in super().sites(model) if site.path in self.chosen)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        return super().replace(site, self.chosen[site.path])
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        asked = config in self.chosen.values()  # else inject looks for those that are possible
+        return super().refusal(site, self.chosen[site.path] if asked else config)
+
+
+def _capabilities(anatomy: Anatomy) -> Capabilities:
+    return Capabilities(
+        causal=anatomy.role == "decoder",
+        cross=anatomy.role == "cross",
+        cached=anatomy.role == "decoder",
+        dropout=anatomy.dropout > 0,
+        regroups=anatomy.projections is not None,
+    )

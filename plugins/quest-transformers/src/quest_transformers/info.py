@@ -1,0 +1,15 @@
+"""The plugin's description as data. Standard library only, because listing plugins executes only this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INFO: dict[str, Any] = {
+    "name": "transformers",
+    "host": "transformers",
+    "module": "transformers",
+    "api": (1, 0),
+    "summary": "every model of Hugging Face transformers that calls its AttentionInterface",
+    "capabilities": {"ordered": True},
+    "architectures": ["BERT", "RoBERTa", "ViT", "GPT-2", "Llama", "Qwen2", "Qwen3", "Mistral", "BART", "T5"],
+}

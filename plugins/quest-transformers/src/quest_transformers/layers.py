@@ -1,0 +1,346 @@
+"""An attention module of transformers with a mechanism of its own, and the function that its forward calls.
+
+A module of transformers projects, applies RoPE and extends its cache, then calls the function that
+``config._attn_implementation`` names. A replacement is a copy of such a module that holds a `Mechanism`, with a config
+of its own that names `attend`; so nothing else that the model does changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
+
+from quest_core.checkpoints import ENTRY
+from quest_core.config import AttentionConfig
+from quest_core.errors import InjectionError, InputError, UnsupportedError
+from quest_core.mechanism import Mechanism, head_sizes
+from quest_core.projections import HeadSizes, Projections, Separate, shallow_copy
+
+INTERFACE = "quest_transformers"
+"""The name under which `attend` and `mask` are registered with transformers."""
+
+SEPARATE = (
+    Separate("q_proj", "k_proj", "v_proj"),
+    Separate("query", "key", "value"),
+    Separate("q", "k", "v"),
+    Separate("q_lin", "k_lin", "v_lin"),
+)
+"""Projections of one role each: their heads can be reduced and scaled."""
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "qk_head_dim")
+_DROPOUT = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "dropout_p")
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What an attention module of transformers is made of.
+
+    Attributes:
+        num_heads: query heads H.
+        kv_heads: key/value heads G of the host's own model.
+        head_dim: features D of a query/key head.
+        scaling: the host's factor on q·k.
+        role: "encoder", "decoder" or "cross"; see quest_transformers.choice.
+        dropout: on the attention weights, in training.
+        projections: where queries, keys and values are made, if each is a Linear of its own; else None.
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    role: str
+    dropout: float
+    projections: Projections | None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module's forward calls the function that its config names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
+
+
+def examine(module: Any) -> Anatomy:
+    """Read what an attention module is made of.
+
+    Raises:
+        UnsupportedError: the module does not say how many heads it has, or how wide they are.
+    """
+    heads = _first(module, _HEADS) or _first(module.config, _HEADS)
+    projections = next((each for each in SEPARATE if _is_separate(module, each)), None)
+    query, key = (getattr(module, name) for name, _ in projections.entries[:2]) if projections else (None, None)
+    head_dim = _first(module, _HEAD_DIM)
+    if head_dim is None and query is not None and heads:
+        head_dim = query.out_features // heads
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        raise UnsupportedError(
+            f"{type(module).__name__} says neither in {', '.join(_HEADS)} how many heads it has nor in "
+            f"{', '.join(_HEAD_DIM)} how wide they are, so no attention can take its place"
+        )
+    held = getattr(module, "mechanism", None)
+    if held is not None:
+        kv_heads = module.head_sizes.full.kv_heads
+    elif key is not None:
+        kv_heads = key.out_features // head_dim
+    else:
+        kv_heads = heads // getattr(module, "num_key_value_groups", 1)
+    drop = _first(module, _DROPOUT)
+    dropout = float(getattr(drop, "p", drop) or 0.0)
+    scaling = getattr(module, "scaling", None)
+    return Anatomy(
+        heads, kv_heads, head_dim, head_dim**-0.5 if scaling is None else scaling, _role(module), dropout, projections
+    )
+
+
+def _first(holder: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := getattr(holder, name, None)) is not None), None)
+
+
+def _is_separate(module: nn.Module, projections: Projections) -> bool:
+    # Layers with adapters or quantised weights count too: core refuses to change those by name.
+    return all(hasattr(getattr(module, name, None), "out_features") for name, _ in projections.entries)
+
+
+def _role(module: Any) -> str:
+    causal = getattr(module, "is_causal", True)
+    named = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if named or (getattr(module, "is_decoder", False) and not causal):
+        return "cross"
+    return "decoder" if causal else "encoder"
+
+
+def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
+    """Return a copy of an attention module with the same parameters and a mechanism; `host` is not changed.
+
+    Args:
+        host: an attention module of transformers, or what this function made of one.
+        config: the mechanism.
+        fresh: the weights have only been initialised; see quest_core.Site.
+
+    Raises:
+        ConfigError: kv_heads does not divide the heads.
+        InputError: keys and values were reduced already.
+        UnsupportedError: a projection cannot be changed, because it is quantised or has an adapter.
+    """
+    anatomy = examine(host)
+    made: Any = shallow_copy(host)
+    made.config = copy.copy(host.config)
+    made.config._attn_implementation_internal = INTERFACE
+    made.head_sizes = sizes_of(anatomy, config)
+    made.mechanism = Mechanism(
+        config,
+        num_heads=anatomy.num_heads,
+        head_dim=anatomy.head_dim,
+        num_kv_heads=made.head_sizes.kv_heads,
+        standard_scale=anatomy.scaling,
+    )
+    made.mechanism.train(host.training)
+    anchor = next(parameter for parameter in host.parameters())
+    made.mechanism.to(
+        device=None if anchor.is_meta else anchor.device, dtype=anchor.dtype if anchor.is_floating_point() else None
+    )
+    made.rules = Rules.of(made.mechanism, anatomy)
+    if anatomy.projections is not None:
+        anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
+    if getattr(host, "mechanism", None) is None:
+        made.register_load_state_dict_pre_hook(before_load)
+    if hasattr(host, "num_key_value_groups"):
+        made.num_key_value_groups = anatomy.num_heads // made.head_sizes.kv_heads
+    if hasattr(host, "num_key_value_heads"):
+        made.num_key_value_heads = made.head_sizes.kv_heads
+    return made  # type: ignore[no-any-return]
+
+
+def sizes_of(anatomy: Anatomy, config: AttentionConfig) -> HeadSizes:
+    """Return the sizes of the heads; without a grouping the host's key/value heads stay.
+
+    Raises:
+        ConfigError: kv_heads does not divide the query heads.
+    """
+    sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim)
+    kept = sizes.kv_heads if any(part.reshapes for part in config.specs()) else anatomy.kv_heads
+    own = None if anatomy.kv_heads == anatomy.num_heads else anatomy.kv_heads
+    return HeadSizes(sizes.num_heads, kept, sizes.head_dim, sizes.key_dim, sizes.value_dim, own)
+
+
+def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Prepare a state dict for a module, in place; a hook of load_state_dict.
+
+    The key/value heads of a checkpoint that has all of the host's are pooled. One with none of the module's own
+    weights, such as that of a LoRA adapter, says nothing of its attention.
+    """
+    names = [name for name in module._modules if name != "mechanism"]
+    if not any(f"{prefix}{name}{leaf}" in state_dict for name in names for leaf in (".weight", ".base_layer.weight")):
+        for path, part in module.named_modules():
+            if isinstance(part, Mechanism) and part.attention_is_not_standard is not None:
+                state_dict.setdefault(f"{prefix}{path}.{ENTRY}", part.attention_is_not_standard)
+    projections = examine(module).projections
+    if projections is not None:
+        projections.load(module, state_dict, prefix, module.head_sizes)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What `attend` must know of a mechanism in every call.
+
+    Attributes:
+        scaling: the factor on q·k that the mechanism was built for.
+        family: it never forms weights, so masks are of keys only.
+        order: a mask does not make it causal, because it counts every token that any query sees.
+        counts_queries: padding must not take part as a query either.
+    """
+
+    scaling: float
+    family: bool
+    order: bool
+    counts_queries: bool
+
+    @classmethod
+    def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
+        """Return the rules of a mechanism in a module."""
+        specs = list(mechanism.config.specs())
+        return cls(
+            anatomy.scaling,
+            mechanism.family is not None,
+            mechanism.family is not None or any(part.chained for part in specs),
+            any(part.counts_queries for part in specs),
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a module with its mechanism; what transformers' AttentionInterface calls.
+
+    Args:
+        module: the attention module.
+        query: [B, H, N, D].
+        key: [B, G, M, D], with the tokens of the cache.
+        value: [B, G, M, Dv].
+        attention_mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+        dropout: on the weights.
+        scaling: the host's factor on q·k.
+        is_causal: without a mask, whether the first query sees only the first key; module.is_causal by default.
+        position_bias: added to the logits, broadcastable to [B, H, N, M].
+        options: `output_attentions`; what transformers' sdpa ignores is ignored.
+
+    Returns:
+        The output [B, N, H, Dv], and the weights [B, H, N, M] if the call of the model wants them, else None.
+
+    Raises:
+        InjectionError: the module has no mechanism.
+        UnsupportedError: an option that the mechanism cannot honour.
+        InputError: tensors that do not fit together.
+    """
+    mechanism: Mechanism | None = module._modules.get("mechanism")
+    if mechanism is None:
+        raise InjectionError(
+            f"{type(module).__name__} has no mechanism, but its config says attention "
+            f"'{getattr(module.config, 'attention', None)}': the config was changed after the model was built; give "
+            "each model a config of its own, and change a built model with quest_core.inject"
+        )
+    rules: Rules = module.rules
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} calls its attention with {name}, which '{mechanism.config}' cannot honour: "
+                f"{_REFUSED[name]}"
+            )
+    if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
+        query = query * (scaling / rules.scaling)
+    n, m = query.shape[2], key.shape[2]
+    if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
+        raise InputError(
+            f"{type(module).__name__} was given a mask of another implementation of attention ("
+            f"{_described(attention_mask)}, not [B, H, N, M]): model.config._attn_implementation was changed after the "
+            "model was built; use model.set_attn_implementation"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    implied = n > 1 and attention_mask is None and causal
+    if implied and m > n:  # a static cache holds room for tokens to come
+        key, value, m = key[:, :, :n], value[:, :, :n], n
+        position_bias = None if position_bias is None else position_bias[..., :n]
+    if causal and rules.order:
+        implied = _order(module, mechanism, attention_mask, n, m)
+    if rules.counts_queries and attention_mask is not None and n == m:
+        attention_mask = _hide_queries(attention_mask)
+    if position_bias is not None:
+        attention_mask = _biased(position_bias, attention_mask)
+    collected = _active_collector.get()  # what the call of the model records
+    wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
+    compute = mechanism.forward_with_weights if wanted else mechanism
+    out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
+    out, weights = out if isinstance(out, tuple) else (out, None)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+_REFUSED = {
+    "softcap": "it caps logits before the softmax; set the config's soft cap to None",
+    "s_aux": "attention sinks are a part of the host's own softmax",
+    "cache": "continuous batching pages the cache; use generate()",
+}
+"""Options of an attention function that would be dropped silently."""
+
+
+def _described(mask: Any) -> str:
+    return f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+
+
+def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: int) -> bool:
+    """Whether to say is_causal to a mechanism with `Rules.order`.
+
+    With more keys than queries, only a mask says which keys are of the past; without one, all are.
+
+    Raises:
+        UnsupportedError: a mask, and more keys than queries.
+    """
+    if mask is None or n == m:
+        return n > 1 or mechanism.family is not None
+    if n == 1 and mechanism.family is None:  # a single query sees all of the past
+        return False
+    raise UnsupportedError(
+        f"attention '{mechanism.config}' in {type(module).__name__} cannot see which of {m} keys are of the past for "
+        f"{n} queries, as with a static cache, padding or assisted decoding; use a dynamic cache without padding, or "
+        "use_cache=False"
+    )
+
+
+def _hide_queries(mask: Tensor) -> Tensor:
+    """Hide the rows of tokens that no query sees, which is padding: mask [B or 1, 1 or H, N or 1, M]."""
+    if mask.dtype == torch.bool:
+        return mask & mask.any(-2, keepdim=True).mT
+    real = (mask > torch.finfo(mask.dtype).min / 2).any(-2, keepdim=True).mT
+    return mask.masked_fill(~real, -torch.inf)
+
+
+def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """Build the mask for `attend`: as for sdpa, but [B, 1, 1, M] where only padding is hidden."""
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    made: Tensor | None = sdpa_mask(*arguments, **options)
+    if made is not None and options.get("mask_function") is bidirectional_mask_function:
+        return made[:, :, :1]
+    return made

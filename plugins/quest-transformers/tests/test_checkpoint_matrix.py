@@ -1,0 +1,158 @@
+"""Every way to load weights: which attention a checkpoint was trained with against which the model has."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from models import build
+from safetensors.torch import load_file
+
+from quest_core import AttentionMismatchWarning, CheckpointError
+from quest_core.checkpoints import ENTRY, accept
+from quest_core.testing import matrix
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+SPECS = {
+    "stock": None,
+    "standard": "standard",
+    "quest": "quest",
+    "gqa": "quest+gqa(kv_heads=1)",
+    "sigmoid": "sigmoid",
+}
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("checkpoints")
+    for i, (name, attention) in enumerate(SPECS.items()):
+        model = build("llama", seed=i, attention=attention)
+        model.save_pretrained(made / name)
+        torch.save(model.state_dict(), made / name / "state.pt")
+    return made
+
+
+def from_pretrained(folder, checkpoint, model, attention_from=None):
+    return hf.AutoModelForCausalLM.from_pretrained(
+        folder / checkpoint, attn_implementation=SPECS[model] or "sdpa", attention_from=attention_from
+    )
+
+
+def in_parts(folder, checkpoint, model, attention_from=None):
+    parts = folder / f"{checkpoint}-parts"
+    if not parts.exists():
+        hf.AutoModelForCausalLM.from_pretrained(folder / checkpoint).save_pretrained(parts, max_shard_size="20KB")
+        assert len(list(parts.glob("*.safetensors"))) > 1
+    return from_pretrained(folder, parts.name, model, attention_from)
+
+
+def with_a_config(folder, checkpoint, model, attention_from=None):
+    config = hf.AutoConfig.from_pretrained(folder / "stock")
+    config.attention = SPECS[model]
+    return hf.LlamaForCausalLM.from_pretrained(folder / checkpoint, config=config, attention_from=attention_from)
+
+
+def from_a_state_dict(folder, checkpoint, model, attention_from=None):
+    config = hf.AutoConfig.from_pretrained(folder / "stock")
+    state = torch.load(folder / checkpoint / "state.pt", weights_only=True)
+    return hf.LlamaForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        attn_implementation=SPECS[model] or "sdpa",
+        attention_from=attention_from,
+    )
+
+
+def plain(folder, checkpoint, model, attention_from=None, strict=True):
+    made = build("llama", seed=9, attention=SPECS[model])
+    if attention_from is not None:
+        accept(made, attention_from)
+    made.load_state_dict(torch.load(folder / checkpoint / "state.pt", weights_only=True), strict=strict)
+    return made
+
+
+def resume(folder, checkpoint, model, attention_from=None):
+    return plain(folder, checkpoint, model, attention_from, strict=False)
+
+
+def trainer(folder, checkpoint, model, attention_from=None):
+    made = build("llama", seed=9, attention=SPECS[model])
+    if attention_from is not None:
+        accept(made, attention_from)
+    arguments = hf.TrainingArguments(folder / "trainer", use_cpu=True, report_to=[])
+    hf.Trainer(made, arguments)._load_from_checkpoint(str(folder / checkpoint))
+    return made
+
+
+DOORS = {
+    "`from_pretrained(attn_implementation=)`": from_pretrained,
+    "`from_pretrained`, several files": in_parts,
+    "`from_pretrained(config=)`": with_a_config,
+    "`from_pretrained(state_dict=)`": from_a_state_dict,
+    "`Trainer.train(resume_from_checkpoint=)`": trainer,
+    "`load_state_dict`": plain,
+    "`load_state_dict(strict=False)`": resume,
+}
+
+
+def outcome(door, folder, checkpoint, *arguments):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = door(folder, checkpoint, *arguments)
+        except CheckpointError:
+            return "refused"
+        except RuntimeError as error:
+            if "Unexpected key" in str(error) and ENTRY in str(error):
+                return "unexpected"
+            raise
+    stored = load_file(folder / checkpoint / "model.safetensors")[WEIGHT]
+    torch.testing.assert_close(made.state_dict()[WEIGHT], stored)
+    said = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
+    assert len(said) <= 1  # and not one a layer
+    return "warns" if said else "loads"
+
+
+def test_no_door_lets_another_attention_in_silently(folder):
+    found = {
+        (name, checkpoint, model): outcome(door, folder, checkpoint, model)
+        for name, door in DOORS.items()
+        for checkpoint in SPECS
+        for model in SPECS
+    }
+    for (_, checkpoint, model), result in found.items():
+        plain_pair = {checkpoint, model} <= {"stock", "standard"}
+        assert (result == "loads") == (checkpoint == model or plain_pair)
+    written = matrix.table(found)
+    assert matrix.committed(PAGE, "checkpoints-transformers") == written, f"write into {PAGE.name}:\n{written}"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "model"), [("quest", "sigmoid"), ("quest", "standard"), ("stock", "quest"), ("stock", "gqa")]
+)
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_attention_from_opens_every_door(folder, door, checkpoint, model):
+    assert outcome(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
+    assert outcome(door, folder, checkpoint, model, "qknorm") == "refused"
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_heads_are_pooled_by_every_door(folder, door):
+    made = door(folder, "stock", "gqa", "standard")
+    for name in ("k_proj", "v_proj"):
+        key = WEIGHT.replace("q_proj", name)
+        stored = load_file(folder / "stock" / "model.safetensors")[key]
+        torch.testing.assert_close(made.state_dict()[key], stored.view(2, 8, 32).mean(0))
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "stock"])
+def test_a_checkpoint_is_loaded_as_it_was_saved(folder, name):
+    made = hf.AutoModelForCausalLM.from_pretrained(folder / name)
+    assert made.config.attention == SPECS[name]
+    assert json.loads((folder / name / "config.json").read_text())["attn_implementation"] == SPECS[name]

@@ -1,0 +1,87 @@
+"""Every architecture that the plugin names, through the suite that all adapters inherit."""
+
+from __future__ import annotations
+
+import torch
+from models import CONFIGS, SITES, build, inputs
+
+from quest_core.testing import AdapterConformance
+from quest_transformers import TransformersAdapter
+
+
+class Model(AdapterConformance):
+    adapter = TransformersAdapter()
+    sites = 2
+    model = ""
+
+    def __init_subclass__(cls):
+        cls.model = cls.__name__.removeprefix("Test").lower()
+        cls.sites = SITES.get(cls.model, 2)
+        super().__init_subclass__()
+
+    def make_model(self):
+        return build(self.model)
+
+    def make_inputs(self):
+        return (inputs(self.model),)
+
+    def run(self, model, arguments):
+        return model(**arguments[0]).logits
+
+
+class Padded(Model):
+    def make_padded(self):
+        one = inputs(self.model, padded=True)
+        real = one["attention_mask"].bool()
+        other = {**one, "input_ids": torch.where(real, one["input_ids"], 3)}
+        if self.model in ("bart", "t5"):
+            return (one,), (other,), lambda out: out
+        return (one,), (other,), lambda out: out[real]
+
+
+class Causal(Padded):
+    mechanisms = tuple(name for name in AdapterConformance.mechanisms if name != "sinkhorn")
+    refused = ("sinkhorn", "quest+kdgqa(kv_heads=2)", "linear")
+
+
+class TestBert(Padded):
+    refused = ("linear",)  # the model has dropout, and linear attention has no weights to drop
+
+
+class TestRoberta(Padded):
+    refused = ("linear",)
+
+
+class TestVit(Model):
+    refused = ("linear",)
+
+
+class TestGpt2(Causal):
+    refused = ("sinkhorn", "quest+gqa(kv_heads=2)")  # one layer makes q, k and v, and is split into equal parts
+    test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+
+class TestLlama(Causal):
+    pass
+
+
+class TestQwen2(Causal):
+    pass
+
+
+class TestQwen3(Causal):
+    calibrates = False  # it normalises queries after their projection
+
+
+class TestMistral(Causal):
+    pass
+
+
+class TestBart(Causal):
+    pass
+
+
+if "t5" in CONFIGS:
+
+    class TestT5(Causal):
+        pass

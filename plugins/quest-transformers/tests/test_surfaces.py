@@ -1,0 +1,304 @@
+"""What users touch: attn_implementation, config.attention, from_pretrained, save_pretrained, generate, Trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
+
+import quest_core
+from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
+from quest_core.errors import UnsupportedError
+from quest_core.hosts import discovery
+from quest_transformers import TransformersAdapter
+from quest_transformers.choice import Choice
+from quest_transformers.info import INFO
+
+
+def mechanisms(model):
+    return [module for module in model.modules() if isinstance(module, Mechanism)]
+
+
+def logits(model, arguments):
+    return model(**arguments).logits
+
+
+def test_the_installed_plugin_is_found_and_ok():
+    assert isinstance(discovery.adapter("transformers"), TransformersAdapter)
+    assert discovery.load_info("quest_transformers.info:INFO") == INFO
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_door_builds_the_same_model(name, capsys):
+    config = CONFIGS[name]()
+    kind = CLASSES.get(name, hf.AutoModelForCausalLM)
+    arguments = inputs(name)
+    torch.manual_seed(0)
+    one = kind.from_config(config, attn_implementation="quest").eval()
+    assert config.attention is None
+    assert capsys.readouterr().err.count("attention=quest in") >= 1
+    config.attention = "quest"
+    torch.manual_seed(0)
+    two = type(one)(config).eval()
+    torch.manual_seed(0)
+    three = type(one)(type(config)(**{**CONFIGS[name]().to_dict(), "attention": "quest"})).eval()
+    four = build(name).eval()
+    four.set_attn_implementation("quest")
+    five = quest_core.inject(build(name).eval(), "quest")[0]
+    for model in (one, two, three, four, five):
+        assert model.config.attention == "quest"
+        assert model.base_model.config is model.config
+        assert [str(mechanism.config) for mechanism in mechanisms(model)] == ["quest"] * SITES.get(name, 2)
+        assert len(model.attention_report.replacements) == SITES.get(name, 2)
+        torch.testing.assert_close(logits(model, arguments), logits(one, arguments))
+    if name != "qwen3":  # its keys have norm √D, so its standard attention is nearly quest until its norms are trained
+        assert not torch.allclose(logits(one, arguments), logits(build(name).eval(), arguments), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_standard_equals_the_host(name, implementation, padded):
+    """To 1e-6, in outputs and gradients, of real tokens."""
+    arguments = inputs(name, padded)
+    results = []
+    for attention in (None, "standard"):
+        options = {"attn_implementation": implementation} if attention is None else {}
+        model = build(name, attention=attention, **options).eval()
+        out = logits(model, arguments)
+        if padded and name in CAUSAL:
+            out = out[arguments["attention_mask"].bool()]
+        out.square().sum().backward()
+        results.append((out, {n: p.grad for n, p in model.named_parameters()}))
+    (want, theirs), (got, ours) = results
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert theirs.keys() == ours.keys()
+    for parameter, grad in theirs.items():
+        if grad is not None:
+            torch.testing.assert_close(ours[parameter], grad, rtol=1e-4, atol=1e-6 * max(1, grad.abs().max().item()))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm", "qknorm-hs+sigmoid"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_save_and_load(name, attention, tmp_path):
+    model = build(name, attention=attention).eval()
+    with torch.no_grad():
+        for mechanism in mechanisms(model):
+            for parameter in mechanism.parameters():
+                parameter.add_(0.1)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert again.config.attention == attention
+    arguments = inputs(name)
+    torch.testing.assert_close(logits(again, arguments), logits(model, arguments))
+    again.save_pretrained(tmp_path / "again")
+    assert type(model).from_pretrained(tmp_path / "again").config.attention == attention
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}}])
+def test_ways_to_load(options, tmp_path):
+    model = build("llama", attention="qknorm-hs").eval()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert not any(x.is_meta for x in (*again.parameters(), *again.buffers()))
+    dtype = options.get("dtype", torch.float32)
+    assert {x.dtype for x in again.parameters()} == {dtype}
+    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-6
+    arguments = inputs("llama")
+    torch.testing.assert_close(
+        logits(again, arguments).float(), logits(model, arguments), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_weights_of_a_base_model_load_into_one_with_a_head(tmp_path):
+    build("bert", attention="quest").bert.save_pretrained(tmp_path)
+    assert hf.BertForMaskedLM.from_pretrained(tmp_path).config.attention == "quest"
+
+
+def test_stock_weights_warn_once_and_mechanisms_are_initialised(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    with pytest.warns(AttentionMismatchWarning) as caught:
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="qknorm")
+    assert len(caught) == 1
+    for mechanism in mechanisms(model):
+        torch.testing.assert_close(mechanism.score.query_scale, torch.full((4, 1, 8), 8**0.25))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="qknorm", attention_from="standard")
+
+
+def test_native_and_pooled_heads(tmp_path):
+    """Llama's own two key/value heads stay with quest, and become one with gqa."""
+    stock = build("llama")
+    stock.save_pretrained(tmp_path)
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="quest+gqa(kv_heads=1)", attention_from="standard"
+    )
+    theirs, ours = (m.model.layers[0].self_attn for m in (stock, model))
+    torch.testing.assert_close(ours.k_proj.weight, theirs.k_proj.weight.view(2, 8, 32).mean(0))
+    assert ours.num_key_value_groups == 4
+    model.save_pretrained(tmp_path / "pooled")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "pooled").eval()
+    arguments = inputs("llama")
+    torch.testing.assert_close(logits(again, arguments), logits(model.eval(), arguments))
+    with pytest.raises(UnsupportedError, match="its 2 key/value heads cannot be reduced to 4"):
+        build("llama", attention="quest+gqa(kv_heads=4)")
+
+
+def test_copies_and_pickles():
+    model = build("gpt2", attention="quest").eval()
+    arguments = inputs("gpt2")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(logits(twin, arguments), logits(model, arguments))
+
+
+# --- encoder and decoder apart ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ_MODELS)
+def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
+    chosen = {"encoder": "quest", "decoder": "standard", "cross": "qknorm-hs"}
+    model = build(name, attention=chosen).eval()
+    found = {}
+    for site in TransformersAdapter().sites(model):
+        role = "encoder" if "encoder." in site.path and "decoder." not in site.path else "decoder"
+        role = "cross" if "encoder_attn" in site.path or "EncDec" in site.path else role
+        found.setdefault(role, set()).add(str(site.module.mechanism.config))
+    assert found == {role: {attention} for role, attention in chosen.items()}
+    assert len(model.attention_report.replacements) == 6
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.attention == str(Choice.parse(chosen))
+    arguments = inputs(name)
+    torch.testing.assert_close(logits(again, arguments), logits(model, arguments))
+    swapped = {"encoder": "standard", "decoder": "quest", "cross": "qknorm-hs"}
+    with pytest.raises(CheckpointError):
+        type(model).from_pretrained(tmp_path, attn_implementation=swapped)
+
+
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ("quest", ("quest", "quest", "quest")),
+        ({"vision_config": "quest"}, (None, "quest", None)),
+        ({"vision_config": "quest", "text_config": "sigmoid"}, (None, "quest", "sigmoid")),
+    ],
+)
+def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found, tmp_path):
+    config = hf.CLIPConfig(
+        text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**VISION, "intermediate_size": 48},
+        projection_dim=16,
+    )
+    model = hf.AutoModel.from_config(config, attn_implementation=chosen).eval()
+    model.save_pretrained(tmp_path)
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    for each in (model, hf.AutoModel.from_pretrained(tmp_path)):
+        configs = (each.config, each.config.vision_config, each.config.text_config)
+        assert tuple(config.attention for config in configs) == found
+        assert each.vision_model.config is each.config.vision_config
+        torch.testing.assert_close(each(**arguments).logits_per_image, model(**arguments).logits_per_image)
+
+
+OTHERS = {
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+    ),  # it scales queries itself
+    "neox": lambda: hf.GPTNeoXConfig(**BERT),  # one layer makes q, k and v
+    "phi3": lambda: hf.Phi3Config(**LLAMA, pad_token_id=0),
+    "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_model_that_calls_the_interface(name):
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7))}
+    models = {}
+    for attention in ("eager", "standard", "quest"):
+        torch.manual_seed(0)
+        models[attention] = hf.AutoModelForCausalLM.from_config(OTHERS[name](), attn_implementation=attention).eval()
+    torch.testing.assert_close(
+        logits(models["standard"], arguments), logits(models["eager"], arguments), rtol=1e-6, atol=1e-6
+    )
+    assert not torch.allclose(logits(models["quest"], arguments), logits(models["eager"], arguments), atol=1e-6)
+    common = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = arguments["input_ids"]
+    assert torch.equal(
+        models["quest"].generate(ids, **common), models["quest"].generate(ids, **common, use_cache=False)
+    )
+
+
+def test_a_mapping_names_every_role():
+    with pytest.raises(ConfigError, match="lacks decoder, cross"):
+        Choice.parse({"encoder": "quest"})
+    with pytest.raises(ConfigError, match="did you mean 'encoder'"):
+        Choice.parse({"encoders": "quest", "decoder": "quest", "cross": "quest"})
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+GENERATE = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "attention"),
+    [
+        (name, way, attention)
+        for name in (*CAUSAL, *SEQ2SEQ_MODELS)
+        for way in GENERATE
+        for attention in ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest")
+        if attention != "elliptical-quest" or (name != "mistral" and way != "static")  # refused; see below
+    ],
+)
+def test_generation_with_a_cache_equals_generation_without(name, way, attention):
+    model = build(name, attention=attention).eval()
+    with torch.no_grad():  # logits far apart, so that rounding decides nothing
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    arguments = {k: v for k, v in inputs(name, padded=True).items() if k in ("input_ids", "attention_mask")}
+    common = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    want = model.generate(**arguments, **common, **{**GENERATE[way], "cache_implementation": None}, use_cache=False)
+    got = model.generate(**arguments, **common, **GENERATE[way])
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_assisted_generation_equals_generation(name):
+    model, assistant = build(name, attention="quest").eval(), build(name, seed=1, attention="standard").eval()
+    ids = inputs(name)["input_ids"][:1]
+    common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **common), model.generate(ids, **common))
+
+
+def test_what_looks_at_all_tokens_is_refused_where_a_mask_hides_some():
+    with pytest.raises(UnsupportedError, match="sliding window of 4"):
+        build("mistral", attention="elliptical-quest")
+    model = build("gpt2", attention="elliptical-quest").eval()
+    arguments = {k: v for k, v in inputs("gpt2", padded=True).items() if k != "position_ids"}
+    with pytest.raises(UnsupportedError, match="cannot see which of 16 keys are of the past.*static cache"):
+        model.generate(**arguments, max_new_tokens=8, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(UnsupportedError, match="needs a key/value head for each of the 4 query heads, and has 2"):
+        hf.AutoModelForCausalLM.from_config(
+            hf.LlamaConfig(**{**LLAMA, "attention_dropout": 0.0}), attn_implementation="linear"
+        )

@@ -1,0 +1,220 @@
+"""Trainer, gradient checkpointing, PEFT, torch.compile, and what a call asks for."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, CONFIGS, LLAMA, build, inputs
+
+import quest_core
+from quest_core import CheckpointError, InjectionError, Mechanism
+from quest_core.errors import InputError, UnsupportedError
+from quest_transformers import TransformersAdapter
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        ids = torch.arange(index, index + 8) % 47 + 3
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(model, folder, **options):
+    arguments = hf.TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    return hf.Trainer(model, arguments, train_dataset=Data())
+
+
+def losses(made):
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_standard_trains_as_the_host_does(name, tmp_path):
+    found = []
+    for attention in (None, "standard"):
+        made = trainer(build(name, attention=attention), tmp_path / str(attention), seed=3, save_strategy="no")
+        made.train()
+        found.append(losses(made))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len(set(found[0])) > 1
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm", "elliptical-quest"])
+def test_trainer_with_gradient_checkpointing_and_resume(attention, tmp_path):
+    plain = trainer(build("gpt2", attention=attention), tmp_path / "plain", seed=3)
+    plain.train()
+    made = trainer(build("gpt2", attention=attention), tmp_path / "checked", seed=3, gradient_checkpointing=True)
+    made.train()
+    assert losses(made) == pytest.approx(losses(plain), rel=1e-5)
+    again = trainer(build("gpt2", seed=1, attention=attention), tmp_path / "checked", seed=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checked" / "checkpoint-2"))
+    assert losses(again) == pytest.approx(losses(made), rel=1e-4)
+    if attention == "quest":
+        other = trainer(build("gpt2", attention="sigmoid"), tmp_path / "other", seed=3)
+        with pytest.raises(CheckpointError, match="trained with attention 'quest'"):
+            other.train(resume_from_checkpoint=str(tmp_path / "checked" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_peft_on_top(name, tmp_path):
+    base = build(name, attention="quest").eval()
+    base.save_pretrained(tmp_path / "base")
+    targets = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    arguments = inputs(name)
+    want = tuned(**arguments).logits
+    assert {type(m).__name__ for m in tuned.modules() if isinstance(m, Mechanism)} == {"Mechanism"}
+    tuned.save_pretrained(tmp_path / "tuned")
+    again = peft.PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / "tuned").eval()
+    torch.testing.assert_close(again(**arguments).logits, want)
+    torch.testing.assert_close(tuned.merge_and_unload()(**arguments).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_peft_trains_what_a_mechanism_learns(tmp_path):
+    model = build("llama", attention="qknorm")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mechanism"])
+    tuned = peft.get_peft_model(model, config)
+    arguments = inputs("llama")
+    tuned(**arguments).logits.square().sum().backward()
+    learned = [p for name, p in tuned.named_parameters() if "modules_to_save" in name]
+    assert len(learned) == 4
+    assert all(p.grad is not None for p in learned)
+    with torch.no_grad():
+        for parameter in learned:
+            parameter.add_(0.1)
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build("llama", attention="qknorm"), tmp_path)
+    torch.testing.assert_close(again.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "mistral", "bart"])
+def test_compiles_with_gradients(name):
+    model = build(name, attention="quest").eval()
+    arguments = inputs(name, padded=True)
+    want = model(**arguments).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = compiled(**arguments).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got.square().mean().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "q_proj" in n or "query" in n)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_returned_on_request(name):
+    model, host = build(name, attention="standard").eval(), build(name, attn_implementation="eager").eval()
+    arguments = inputs(name)
+    kind = "decoder_attentions" if name in ("bart", "t5") else "attentions"
+    got, want = (m(**arguments, output_attentions=True)[kind] for m in (model, host))
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_and_autocast():
+    for name in ("bert", "llama"):
+        model = build(name, attention="quest").eval()
+        arguments = inputs(name, padded=True)
+        want = model(**arguments).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(model(**arguments).logits.float(), want, rtol=0.1, atol=0.1)
+        low = model.to(torch.bfloat16)(**arguments).logits.float()
+        torch.testing.assert_close(low, want, rtol=0.1, atol=0.1)
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    model = build("gpt2", attention="quest")
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for each in (model, again):
+        assert each.lm_head.weight is each.transformer.wte.weight
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_two_models_of_one_config():
+    config = CONFIGS["bert"]()
+    stock = hf.BertModel(config).eval()
+    other, _ = quest_core.inject(hf.BertModel(config).eval(), "quest")
+    assert config.attention is None
+    assert other.config.attention == "quest"
+    arguments = inputs("bert")
+    stock(**arguments)
+    config.attention = "quest"
+    with pytest.raises(InjectionError, match="the config was changed after the model was built"):
+        stock(**arguments)
+
+
+def test_the_implementation_cannot_be_changed_behind_the_mechanisms():
+    model = build("bert", attention="quest").eval()
+    arguments = inputs("bert", padded=True)
+    want = model(**arguments).logits
+    with pytest.raises(UnsupportedError, match="set_attn_implementation\\('standard'\\)"):
+        model.set_attn_implementation("sdpa")
+    for implementation in ("eager", "sdpa"):
+        model.config._attn_implementation = implementation
+        torch.testing.assert_close(model(**arguments).logits, want)
+    model.set_attn_implementation("standard")
+    assert model.config.attention == "standard"
+    torch.testing.assert_close(model(**arguments).logits, build("bert").eval()(**arguments).logits)
+
+
+def test_flash_masks_are_refused():
+    model = build("bert", attention="quest").eval()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(InputError, match="a mask of another implementation"):
+        model(**inputs("bert", padded=True))
+
+
+def test_what_is_a_part_of_the_hosts_own_softmax_is_refused():
+    sizes = {**LLAMA, "head_dim": 8}
+    with pytest.raises(UnsupportedError, match="caps its logits"):
+        hf.AutoModelForCausalLM.from_config(hf.Gemma2Config(**sizes), attn_implementation="quest")
+    with pytest.raises(UnsupportedError, match="attention sinks"):
+        hf.AutoModelForCausalLM.from_config(
+            hf.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1), attn_implementation="quest"
+        )
+
+
+def test_a_model_without_the_interface_is_refused():
+    config = hf.XLNetConfig(vocab_size=50, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    with pytest.raises(InjectionError, match="XLNetModel has no attention that an adapter knows"):
+        hf.AutoModel.from_config(config, attn_implementation="quest")
+    with pytest.raises(InjectionError, match="given to ResNetModel, and no module of it was replaced"):
+        hf.AutoModel.from_config(
+            hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]), attn_implementation="quest"
+        )
+
+
+@pytest.mark.parametrize("attention", ["cosine", "aft-simple", "aft-full(max_length=32)"])
+def test_families_decode_with_a_dynamic_cache(attention):
+    config = hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    ids = inputs("gpt2")["input_ids"]
+    common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **common), model.generate(ids, **common, use_cache=False))
+
+
+def test_adapters_are_found_for_causal_models_only_where_they_can_be_causal():
+    for name in CAUSAL:
+        with pytest.raises(UnsupportedError, match="cannot be causal"):
+            build(name, attention="sinkhorn")
+    assert TransformersAdapter().name == "transformers"
