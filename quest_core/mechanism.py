@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import checkpoints
 from .cache import Cache
 from .catalogue import parts
-from .config import AttentionConfig, AttentionSpec
+from .config import DEFAULTS, AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
 from .kernels.pytorch import (
     autocast_dtype,
@@ -78,7 +78,8 @@ class Mechanism(nn.Module):
         num_heads: query heads H. Together with `head_dim` it is needed by every mechanism that keeps something;
             without both, nothing is added to a state dict either.
         head_dim: features D of a query/key head.
-        num_kv_heads: key/value heads G; by default what the attention says.
+        num_kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
+            heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
         standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
 
     Raises:
@@ -137,7 +138,10 @@ class Mechanism(nn.Module):
         else:
             self.score = _build(config, "score", dims)
             self.normaliser = _build(config, "normaliser", dims)
-            self.grouping = _build(config, "grouping", dims)
+            grouping = config
+            if dims is not None and dims.kv_heads < dims.num_heads and config["grouping"] == DEFAULTS["grouping"]:
+                grouping = AttentionConfig.parse({"name": "standard", "kv_heads": dims.kv_heads})
+            self.grouping = _build(grouping, "grouping", dims)
         self._key_features = specs[0].key_features
         self._chained = any(part.chained for part in specs)
         self._counts_queries = any(part.counts_queries for part in specs)
