@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from .adapter import Adapter, Site, require
 from .discovery import adapter as find_adapter
 from .discovery import discover, running_adapters
 from .torch import TorchAdapter
-from .universal import UniversalAdapter
+from .universal import UniversalAdapter, looks_like_attention
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
@@ -179,13 +178,12 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _left_alone(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules that are attention by their name, outside of the chosen ones and not wrapped around one, by path."""
+    """Modules that look like attention, outside of the chosen ones and not wrapped around one, by path."""
     ours = {id(inner) for module in chosen for inner in module.modules()}
     return {
         path: module
         for path, module in model.named_modules()
-        if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE)
-        and not any(id(inner) in ours for inner in module.modules())
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class Call:
 
     Attributes:
         path: of the module.
-        heads: query heads H; 1 for queries without an axis of heads.
+        heads: query heads H, the last axis but two; 1 for queries without such an axis.
         kv_heads: key/value heads G.
         head_dim: features D of a query head.
         scale: the host's factor on q·k; None for 1/√D.
@@ -48,18 +49,20 @@ class Call:
         masked: a mask hid other pairs of queries and keys than whole keys.
         dropout: weights were dropped.
         repeated: one forward called the function more than once.
+        axes: of the queries. Only with four it is known which axis is that of heads.
     """
 
     path: str
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float | None
-    causal: bool
-    cross: bool
-    masked: bool
-    dropout: bool
+    scale: float | None = None
+    causal: bool = False
+    cross: bool = False
+    masked: bool = False
+    dropout: bool = False
     repeated: bool = False
+    axes: int = 4
 
     def joined(self, other: Call) -> Call:
         """Return what both calls of one module ask for.
@@ -67,7 +70,7 @@ class Call:
         Raises:
             UnsupportedError: they differ in heads, features or scale.
         """
-        for name in ("heads", "kv_heads", "head_dim", "scale"):
+        for name in ("heads", "kv_heads", "head_dim", "scale", "axes"):
             one, two = getattr(self, name), getattr(other, name)
             if one != two:
                 raise UnsupportedError(
@@ -268,8 +271,8 @@ class UniversalAdapter(Adapter):
         softmaxes: set[str] = set()
         if self.example is not None:
             seen, softmaxes = _search(model, self.example)
-            calls.update((path, call) for path, call in seen.items() if not _within(path, self.taken))
-        self._calls = calls
+            calls |= seen
+        self._calls = calls = {path: call for path, call in calls.items() if not _within(path, self.taken)}
         ours = [*calls, *self.taken]
         for path in calls:
             why = _unroutable(modules[path], [other for other in ours if other != path and _within(other, [path])])
@@ -280,7 +283,7 @@ class UniversalAdapter(Adapter):
             self.missed = {
                 path: module
                 for path, module in modules.items()
-                if (type(module) in kinds or path in softmaxes or _has_heads(module))
+                if (type(module) in kinds or path in softmaxes)
                 and not _within(path, ours)
                 and not any(_within(other, [path]) for other in ours)
             }
@@ -290,42 +293,60 @@ class UniversalAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
-        call = self._calls[site.path]
-        made: Any = shallow_copy(site.module, _routed_class(_host(site.module)))
-        made.routed_call = call
-        made.mechanism = Mechanism(
-            config,
-            num_heads=call.heads,
-            head_dim=call.head_dim,
-            num_kv_heads=_kv_heads(config, call),
-            standard_scale=call.scale,
-        )
-        anchor = next((p for p in site.module.parameters() if p.is_floating_point()), None)
-        if anchor is not None:
-            made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        made.mechanism.train(site.module.training)
-        return made  # type: ignore[no-any-return]
+        return route(site.module, self._calls[site.path], config)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the q, k and v of a call, or None."""
-        call = self._calls[site.path]
-        try:
-            groups = _kv_heads(config, call)
-        except ConfigError:  # `replace` says it
-            groups = call.kv_heads
-        if groups != call.kv_heads:
-            return f"the host projects {call.kv_heads} key/value heads, and '{config}' asks for {groups}"
-        for part in config.specs():
-            if call.repeated and (part.learnable or part.stateful or part.chained):
-                return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
-        if config.family is not None and call.masked:
-            return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
-        if config.family is not None and call.heads != call.kv_heads:
-            return f"'{config.family}' needs as many key/value heads ({call.kv_heads}) as query heads ({call.heads})"
-        return refusal(config, site.capabilities)
+        return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
 
     def install(self) -> None:
         """Do nothing: models are injected one by one."""
+
+
+def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
+    """Return `module` as a site; its parameters and sub-modules are the same objects.
+
+    Args:
+        module: its forward calls scaled_dot_product_attention.
+        call: what the calls say.
+        config: the mechanism to which they go.
+    """
+    made: Any = shallow_copy(module, _routed_class(_host(module)))
+    made.routed_call = call
+    made.mechanism = Mechanism(
+        config,
+        num_heads=call.heads,
+        head_dim=call.head_dim,
+        num_kv_heads=_kv_heads(config, call),
+        standard_scale=call.scale,
+    )
+    anchor = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if anchor is not None:
+        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
+    made.mechanism.train(module.training)
+    return made  # type: ignore[no-any-return]
+
+
+def why_not(call: Call, config: AttentionConfig) -> str | None:
+    """Return what `config` needs beyond the q, k and v of a call, or None."""
+    try:
+        groups = _kv_heads(config, call)
+    except ConfigError:  # `route` says it
+        groups = call.kv_heads
+    if groups != call.kv_heads:
+        return f"the host projects {call.kv_heads} key/value heads, and '{config}' asks for {groups}"
+    for part in config.specs():
+        if call.repeated and (part.learnable or part.stateful or part.chained):
+            return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
+        if call.axes != 4 and (part.learnable or part.stateful):
+            return (
+                f"queries have {call.axes} axes, which do not say where the heads are, and '{part.name}' needs to know"
+            )
+    if config.family is not None and call.masked:
+        return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
+    if config.family is not None and call.heads != call.kv_heads:
+        return f"'{config.family}' needs as many key/value heads ({call.kv_heads}) as query heads ({call.heads})"
+    return None
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -361,8 +382,10 @@ def _unroutable(module: nn.Module, inside: list[str]) -> str | None:
     return None
 
 
-def _has_heads(module: nn.Module) -> bool:
-    """Return whether a module has a number of heads and at least two projections."""
+def looks_like_attention(module: nn.Module) -> bool:
+    """Return whether a module is attention by its class name, or has a number of heads and at least two projections."""
+    if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE):
+        return True
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear > 1 and any(isinstance(getattr(module, name, None), int) for name in HEADS)
 
@@ -460,4 +483,5 @@ def _read(
         cross=n != m,
         masked=masked or (attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1),
         dropout=dropout_p > 0,
+        axes=query.dim(),
     )
