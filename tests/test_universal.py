@@ -156,7 +156,8 @@ def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Llama(), (torch.randn(2, 7, 32),)
 
 
-MODELS = pytest.mark.parametrize("make", [gpt, dit, llama], ids=lambda make: make.__name__)
+NATIVE = pytest.mark.needs_torch("2.5", "scaled_dot_product_attention(enable_gqa=True)")
+MODELS = pytest.mark.parametrize("make", [gpt, dit, pytest.param(llama, marks=NATIVE)], ids=lambda make: make.__name__)
 
 
 class Formula(TorchFunctionMode):
@@ -275,6 +276,7 @@ def test_layouts_and_causal_alignment_are_those_of_pytorch(
         torch.testing.assert_close(model[0](q, k, v, mask), stock(q, k, v, mask))
 
 
+@NATIVE
 def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
     model, (x,) = llama()
     quest_core.inject(model, "quest", example=x)
@@ -283,6 +285,7 @@ def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), model(x))
 
 
+@NATIVE
 @pytest.mark.parametrize("attention", ["quest", "qknorm", "quest+sigmoid", "quest+gqa(kv_heads=2)", "quest+kdgqa"])
 def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
     if "kdgqa" in attention:
@@ -304,6 +307,7 @@ def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 @MODELS
 def test_compile_and_export_make_one_graph(make: Callable[[], Any]) -> None:
     model, inputs = make()
@@ -319,16 +323,22 @@ def test_compile_and_export_make_one_graph(make: Callable[[], Any]) -> None:
         torch.testing.assert_close(exported.module()(*inputs), wanted[0])
 
 
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 def test_layers_compiled_one_by_one_share_a_graph() -> None:
     model, inputs = GPT(layers=10), (torch.randint(50, (2, 9)),)
     quest_core.inject(model, "quest", example=inputs)
     wanted = model(*inputs)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
     for block in model.h:
-        block["attn"].compile(backend=counter, fullgraph=True)
+        block["attn"].compile(backend=backend, fullgraph=True)
     torch.testing.assert_close(model(*inputs), wanted)
-    assert counter.frame_count <= 2
+    assert len(graphs) <= 2
 
 
 def test_jit_trace_keeps_the_length_free() -> None:
@@ -400,8 +410,6 @@ def test_copies_pickles_and_checkpoints(make: Callable[[], Any]) -> None:
     torch.save(model, file)
     file.seek(0)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
-        for p in model.parameters():
-            p.data.mul_(1.0)
         torch.testing.assert_close(twin(*inputs), wanted)
         mine = {id(m) for m in model.modules()}
         assert not any(id(m) in mine for m in twin.modules())
@@ -551,6 +559,7 @@ def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention: str, why: str)
     assert "Possible here: " in str(caught.value)
 
 
+@NATIVE
 def test_masks_and_dropout_of_the_example_decide_what_is_possible() -> None:
     with pytest.raises(UnsupportedError, match="takes masks of keys only"):
         quest_core.inject(Llama(native=False), "linear", example=torch.randn(2, 7, 32))
