@@ -168,3 +168,13 @@ def test_moving_windows_refuse_chains():
     ):
         timm.create_model("swin_tiny_patch4_window7_224", attention="elliptical-quest")
     assert vit(attention="elliptical-quest").attention_report
+
+
+def test_parallel_blocks_are_sites_themselves():
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    stock, ours = vit(block_fn=ParallelScalingBlock), vit(block_fn=ParallelScalingBlock, attention="standard")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-6, atol=1e-6)
+    report = vit(block_fn=ParallelScalingBlock, attention="qknorm").attention_report
+    assert [row.path for row in report.replacements] == ["blocks.0", "blocks.1"]

@@ -24,6 +24,8 @@ from quest_core.projections import Packed, Projected, Separate, shallow_copy
 class Replacement(Projected):
     """Attention of timm around a mechanism. A subclass inherits a host class too, and overrides `forward`."""
 
+    config: AttentionConfig
+    mechanism: Mechanism
     host: ClassVar[type[nn.Module]]
     cross: ClassVar[bool] = False
     stacked: ClassVar[bool] = False
