@@ -589,7 +589,7 @@ def test_shapes_and_scales_that_change_are_errors() -> None:
     with pytest.raises(InputError, match="is called with 4 heads of 4 features"):
         model(q[..., :4], q[..., :4], q[..., :4])
     model.said["scale"] = 0.25
-    with pytest.raises(InputError, match=r"scale=0.25, and the example of its injection had 0.5"):
+    with pytest.raises(InputError, match=r"scale=0.25, and was injected for 0.5"):
         model(q, q, q)
 
 
@@ -623,7 +623,8 @@ def test_a_site_inside_a_site_is_refused() -> None:
             return F.scaled_dot_product_attention(x, x, self.inner(x, x, x))
 
     with pytest.raises(
-        InjectionError, match=r"'' \(Outer\) calls the function, and it contains another attention, 'inner'"
+        InjectionError,
+        match=r"'' \(Outer\) calls scaled_dot_product_attention, and it contains another attention, 'inner'",
     ):
         quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
 

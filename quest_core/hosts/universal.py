@@ -140,7 +140,7 @@ class _Route(TorchFunctionMode):
 def _refuse_checkpoint(path: str) -> None:
     """Raise if a checkpoint lies between a site's forward and its call: the second forward would not pass the site."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code is not Routed.forward.__code__:
+    while frame.f_back is not None and frame.f_globals is not globals():  # until Routed.forward
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise UnsupportedError(
                 f"'{path}' calls scaled_dot_product_attention inside an activation checkpoint of its own, which would "
@@ -169,7 +169,7 @@ def _attend(
         is_causal: query i sees keys j ≤ i, as PyTorch aligns them.
 
     Raises:
-        InputError: heads, features or scale are not those of the example.
+        InputError: heads, features or scale are not those that it was injected for.
     """
     if not is_tracing():
         _check(site, query, scale)
@@ -192,15 +192,15 @@ def _check(site: Routed, query: Tensor, scale: float | None) -> None:
     heads = (query.shape[-3] if query.dim() > 3 else 1) * site.mechanism.head_share[1]
     if (heads, query.shape[-1]) != (call.heads, call.head_dim):
         raise InputError(
-            f"'{call.path}' is called with {heads} heads of {query.shape[-1]} features, and the example of its "
-            f"injection had {call.heads} of {call.head_dim}; inject again with an example of this shape"
+            f"'{call.path}' is called with {heads} heads of {query.shape[-1]} features, and was injected for "
+            f"{call.heads} of {call.head_dim}; inject again with an example of this shape"
         )
     default = 1 / math.sqrt(call.head_dim)
     wanted, given = default if call.scale is None else call.scale, default if scale is None else scale
     if abs(wanted - given) > 1e-6 * abs(wanted):
         raise InputError(
-            f"'{call.path}' is called with scale={given}, and the example of its injection had {wanted}; multiply "
-            "the queries by a factor that changes"
+            f"'{call.path}' is called with scale={given}, and was injected for {wanted}; multiply the queries by a "
+            "factor that changes"
         )
 
 
@@ -277,7 +277,8 @@ class UniversalAdapter(Adapter):
         for path in calls:
             why = _unroutable(modules[path], [other for other in ours if other != path and _within(other, [path])])
             if why is not None:
-                raise InjectionError(f"'{path}' ({type(modules[path]).__name__}) calls the function, and {why}")
+                kind = type(modules[path]).__name__
+                raise InjectionError(f"'{path}' ({kind}) calls scaled_dot_product_attention, and {why}")
         if self.example is not None:
             kinds = {_host(modules[path]) for path in calls}
             self.missed = {
@@ -443,15 +444,12 @@ class _Search(TorchFunctionMode):
                 call = _read(path, *args, **kwargs)
                 call = replace(call, repeated=count[0] > 1)
                 self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
-            elif func is F.multi_head_attention_forward or (func in SOFTMAXES and _is_weights(*args, **kwargs)):
+            elif func is F.multi_head_attention_forward or (
+                func in SOFTMAXES and (args[0] if args else kwargs["input"]).dim() > 3  # weights [B, H, N, M]
+            ):
                 outer = [m for m, _ in self.running if not isinstance(m, nn.Softmax)]
                 self.softmaxes.update(self.paths[m] for m in outer[-1:])
         return func(*args, **kwargs)
-
-
-def _is_weights(input: Any, *others: Any, **named: Any) -> bool:
-    """Return whether a softmax of `input` makes attention weights: it has at least four axes, as [B, H, N, M] has."""
-    return isinstance(input, Tensor) and input.dim() >= 4
 
 
 def _read(
