@@ -42,7 +42,7 @@ class Report:
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
-        left_alone: paths of modules that look like attention by their name and that no adapter knew.
+        left_alone: paths of modules that look like attention and that no adapter knew.
     """
 
     attention: str
@@ -97,8 +97,8 @@ def inject(
             averaged; fresh ones keep one head of each group, and with it the spread of the initialisation.
         attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
-        allow_partial: go on where the model holds other modules that are attention by their name and that no adapter
-            replaces. The report names them.
+        allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
+            The report names them.
         example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention and
             that no adapter replaces: ``model(*example)`` for a tuple or list, ``model(**example)`` for a mapping,
             ``example(model)`` for a function, and ``model(example)`` for others. See docs/universal.md.
