@@ -1,4 +1,4 @@
-"""The cost of a training step of a 4-layer ViT-Tiny (4 images of 224×224): stock, replaced, and through universal sites.
+"""The cost of a training step of a 4-layer ViT-Tiny (4 images of 224×224): stock, replaced, and by universal sites.
 
     OMP_NUM_THREADS=1 python plugins/quest-timm/benchmarks/training_step.py --seconds 60
 
