@@ -156,6 +156,49 @@ def test_fully_shard_trains_as_one_process(ranks: Ranks, attention: str, recompu
         check_same(got, wanted)
 
 
+class Host(nn.Module):
+    """A block that no adapter knows: it calls scaled_dot_product_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Hosts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Host() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def universal() -> nn.Module:
+    torch.manual_seed(0)
+    return quest_core.inject(Hosts().double(), "qknorm-hs", example=data(0)[0])[0]
+
+
+def universal_on_two(rank: int, how: str) -> dict[str, Tensor]:
+    model = universal()
+    train(shard(model) if how == "fsdp" else DistributedDataParallel(model), half(rank))
+    return tensors(model)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_universal_sites_train_as_one_process(ranks: Ranks, how: str) -> None:
+    model = universal()
+    train(model)
+    for got in ranks.run(universal_on_two, how):
+        check_same(got, tensors(model))
+
+
 def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor]:
     model = shard(build(attention))
     optimizer = sgd(model)

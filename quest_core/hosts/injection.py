@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from .adapter import Adapter, Site, require
 from .discovery import adapter as find_adapter
 from .discovery import discover, running_adapters
 from .torch import TorchAdapter
+from .universal import UniversalAdapter, looks_like_attention
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
@@ -54,7 +54,7 @@ class Report:
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
-        left_alone: paths of modules that look like attention by their name and that no adapter knew.
+        left_alone: paths of modules that look like attention and that no adapter knew.
     """
 
     attention: str
@@ -140,6 +140,7 @@ def inject(
     fresh: bool = False,
     attention_from: AttentionSpec | None = None,
     allow_partial: bool = False,
+    example: Any = None,
 ) -> tuple[nn.Module, Report]:
     """Replace every attention module of `model`, in place.
 
@@ -158,8 +159,11 @@ def inject(
             that set the start of queries and keys (``quest(init=5)``) need a fresh model.
         attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
-        allow_partial: go on where the model holds other modules that are attention by their name and that no adapter
-            replaces. The report names them.
+        allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
+            The report names them.
+        example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention and
+            that no adapter replaces: ``model(*example)`` for a tuple or list, ``model(**example)`` for a mapping,
+            ``example(model)`` for a function, and ``model(example)`` for others. See docs/universal.md.
 
     Returns:
         The model (a new module only if the model itself was the attention) and the report, which the model also
@@ -186,10 +190,14 @@ def inject(
     else:
         adapters = [*running_adapters(model), TorchAdapter()]
 
-    chosen = [(owner, replace(site, fresh=fresh)) for owner, site in _choose_sites(model, adapters)]
+    found = _choose_sites(model, adapters)
+    universal = UniversalAdapter(example, [site.path for _, site in found])
+    if example is not None or adapter is None:
+        found += [(universal, site) for site in universal.sites(model)]
+    chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
-        raise InjectionError(_nothing_found(model, adapters))
-    left = _left_alone(model, [site.module for _, site in chosen])
+        raise InjectionError(_nothing_found(model, adapters, universal, example is not None))
+    left = universal.missed | _left_alone(model, [site.module for _, site in chosen])
     by_design = {name for owner in adapters for name in owner.leaves_alone}
     missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
     if missed and not allow_partial:
@@ -272,13 +280,12 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _left_alone(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules that are attention by their name, outside of the chosen ones and not wrapped around one, by path."""
+    """Modules that look like attention, outside of the chosen ones and not wrapped around one, by path."""
     ours = {id(inner) for module in chosen for inner in module.modules()}
     return {
         path: module
         for path, module in model.named_modules()
-        if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE)
-        and not any(id(inner) in ours for inner in module.modules())
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
     }
 
 
@@ -286,8 +293,8 @@ def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str
     shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
     more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
     return (
-        f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which are "
-        f"attention by their name and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
+        f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which "
+        f"look like attention and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
         f"or write an adapter for them ({GUIDE})"
     )
 
@@ -323,13 +330,20 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def _nothing_found(model: nn.Module, adapters: Iterable[Adapter]) -> str:
+def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], universal: UniversalAdapter, ran: bool) -> str:
     tried = ", ".join(a.name for a in adapters)
-    lookalikes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    named = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
+    lookalikes = sorted(named | {type(m).__name__ for m in universal.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
+    if ran:
+        text += ", and the example reached no call of scaled_dot_product_attention"
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     others = [r for r in discover() if r.status != "ok" and "module" in r.info]
     if others:
         text += "; plugins that could not be used: " + "; ".join(f"{r.name} ({r.detail})" for r in others)
+    if not ran:
+        text += (
+            "; if it calls scaled_dot_product_attention, say inject(model, ..., example=batch), which finds the calls"
+        )
     return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"

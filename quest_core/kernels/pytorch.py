@@ -28,7 +28,7 @@ MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH
 if VERSION < (2, 3):
     MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
 
-_ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
+ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
 
 def is_compiling() -> bool:
@@ -115,7 +115,7 @@ def tokens_are_divided() -> bool:
     A mechanism that attends without that function would attend only to the tokens of one rank.
     """
     current = F.scaled_dot_product_attention
-    if current is _ATTENTION or is_compiling():
+    if current is ATTENTION or is_compiling():
         return False
     return (getattr(current, "__module__", None) or "").startswith("torch.distributed.tensor.experimental")
 

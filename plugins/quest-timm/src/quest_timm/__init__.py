@@ -1,0 +1,11 @@
+"""QUEST attention in timm: import this package, and `timm.create_model` accepts `attention=`.
+
+>>> import timm, quest_timm
+>>> model = timm.create_model("vit_tiny_patch16_224", attention="quest")
+"""
+
+from __future__ import annotations
+
+from .adapter import TimmAdapter as TimmAdapter
+
+TimmAdapter().install()

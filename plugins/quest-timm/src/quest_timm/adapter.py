@@ -1,0 +1,217 @@
+"""TimmAdapter: where timm's attention is, and how `attention=` reaches it.
+
+Every model of timm is built by `build_model_with_cfg`, which also loads pretrained weights. `install` wraps it in every
+module that has imported it, and injects between the construction and the loading.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.discovery import require_host
+from quest_core.hosts.injection import REPORT, inject
+from quest_core.hosts.universal import Call, Routed, route, why_not
+
+from .info import INFO
+
+if TYPE_CHECKING:
+    from .layers import Replacement
+
+ROUTED = {
+    "timm.layers.attention_pool.AttentionPoolLatent": {"cross": True},
+    "timm.models.maxxvit.Attention2d": {"masked": True},
+    "timm.models.maxxvit.AttentionCl": {"masked": True},
+    "timm.models.metaformer.Attention": {},
+    "timm.models.pvt_v2.Attention": {"cross": True},
+    "timm.models.twins.GlobalSubSampleAttn": {"cross": True},
+    "timm.models.twins.LocallyGroupedAttn": {},
+    "timm.models.vision_transformer.ParallelScalingBlock": {},
+    "timm.models.vision_transformer_relpos.RelPosAttention": {"masked": True},
+    "timm.models.volo.Attention": {},
+}
+"""Classes whose forward stays timm's, fused, and whose call of scaled_dot_product_attention goes to a mechanism; what
+the call asks for."""
+
+
+class TimmAdapter(Adapter):
+    """Adapter for timm's own attention classes."""
+
+    name: ClassVar[str] = "timm"
+    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    leaves_alone: ClassVar[frozenset[str]] = frozenset(INFO["leaves_alone"])
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Yield the attention modules in the order of registration, which is that of the forward pass."""
+        index = 0
+        for path, module in model.named_modules():
+            made, call = _replacement(module), _call(path, module)
+            if made is not None and call is None:
+                heads = module.num_heads
+                dropout = module.attn_drop.p > 0
+                width = round(module.scale**-2)
+                yield Site(path, module, index, heads, width, Capabilities(cross=made.cross, dropout=dropout))
+            elif call is not None:
+                asked = Capabilities(cross=call.cross, dropout=call.dropout)
+                yield Site(path, module, index, call.heads, call.head_dim, asked)
+            else:
+                continue
+            index += 1
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """Return the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
+        call = _call(site.path, site.module)
+        if call is not None:
+            routed: Any = route(site.module, call, config)
+            routed.fused_attn = True
+            return routed
+        made = _replacement(site.module)
+        assert made is not None
+        return made.from_host(site.module, config, site.num_heads, site.head_dim, site.fresh)
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Return why a site cannot honour `config`: its capabilities, biases on the logits, or moving windows."""
+        call = _call(site.path, site.module)
+        if call is not None:
+            why = why_not(call, config)
+            if why is not None:
+                return why
+        if config.family is not None and _biased(site.module):
+            return f"relative positions are added to the logits, and '{config.family}' has none"
+        stacked = getattr(_replacement(site.module), "stacked", False) and re.search(
+            r"^(\w+\.)?blocks\.\d+\.attn$", site.path
+        )
+        if any(part.chained for part in config.specs()) and not stacked:
+            return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
+        return refusal(config, site.capabilities)
+
+    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+        """Scale the query projection; see `Adapter.scale_queries`.
+
+        Raises:
+            UnsupportedError: a norm follows the projection, or timm's own forward is kept.
+        """
+        if not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType):
+            raise UnsupportedError(
+                f"{type(module).__name__} normalises its queries (qk_norm=True), so a factor on them is lost; "
+                "use attention= without calibration and fine-tune"
+            )
+        super().scale_queries(module, factor)
+
+    def install(self) -> None:
+        """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`.
+
+        Raises:
+            PluginError: timm is not installed or of a version that this plugin does not support.
+        """
+        require_host(self.name)
+        from timm.models import _builder
+
+        stock = _builder.build_model_with_cfg
+        ours = functools.wraps(stock)(_accepting(stock, self))
+        if (id(_builder), "build_model_with_cfg") in {(id(owner), name) for owner, name, _ in self.patches}:
+            return
+        for module in _holders(stock):
+            self.patches.put(module, "build_model_with_cfg", ours)
+
+    def uninstall(self) -> None:
+        """Undo `install`, also in modules that have imported the wrapped function since."""
+        from timm.models import _builder
+
+        ours = _builder.build_model_with_cfg
+        stock = getattr(ours, "__wrapped__", ours)
+        for module in _holders(ours):
+            module.build_model_with_cfg = stock
+        super().uninstall()
+
+
+def _accepting(stock: Callable[..., Any], adapter: TimmAdapter) -> Callable[..., Any]:
+    """Return build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
+
+    def build_model_with_cfg(
+        model_cls: Callable[..., nn.Module],
+        *arguments: Any,
+        attention: AttentionSpec | None = None,
+        attention_from: AttentionSpec | None = None,
+        allow_partial: bool = False,
+        **options: Any,
+    ) -> Any:
+        if attention is None:
+            if attention_from is not None or allow_partial:
+                raise ConfigError("attention_from and allow_partial belong to attention; say attention='quest' too")
+            return stock(model_cls, *arguments, **options)
+        config = AttentionConfig.parse(attention)
+        reports = []
+
+        def injected(*given: Any, **named: Any) -> nn.Module:
+            model, report = inject(
+                model_cls(*given, **named),
+                config,
+                adapter=adapter,
+                fresh=True,
+                attention_from=attention_from,
+                allow_partial=allow_partial,
+            )
+            reports.append(report)
+            return model
+
+        made = stock(injected, *arguments, **options)
+        setattr(made, REPORT, reports[0])  # features_only has wrapped the model
+        reports[0].announce()
+        return made
+
+    return build_model_with_cfg
+
+
+def _holders(value: Any) -> list[Any]:
+    """Return the modules that have `value` as their build_model_with_cfg."""
+    name = "build_model_with_cfg"
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is value]
+
+
+def _replacement(module: nn.Module) -> type[Replacement] | None:
+    """Return the class that replaces a module of timm, or a replacement again; None for other modules."""
+    from .layers import REPLACEMENTS, Replacement
+
+    return type(module) if isinstance(module, Replacement) else REPLACEMENTS.get(type(module))
+
+
+def _call(path: str, module: Any) -> Call | None:
+    """Return what a module of `ROUTED` asks of a mechanism, or None for others."""
+    if isinstance(module, Routed):
+        return module.routed_call if _kind(module) in ROUTED or _shares_heads(module) else None
+    if _kind(module) not in ROUTED and not _shares_heads(module):
+        return None
+    asked = ROUTED.get(_kind(module), {})
+    dropout = getattr(module, "attn_drop", None)
+    return Call(
+        path=path,
+        heads=module.num_heads,
+        kv_heads=module.num_heads,
+        head_dim=round(module.scale**-2),
+        dropout=isinstance(dropout, nn.Dropout) and dropout.p > 0,
+        **asked,
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _shares_heads(module: Any) -> bool:
+    """Return whether a module has fewer key/value heads of its own, which it repeats before the call."""
+    return getattr(module, "num_kv_groups", 1) > 1 and type(module).__name__ == "AttentionRope"
+
+
+def _biased(module: nn.Module) -> bool:
+    """Return whether a module may add relative positions to its logits; BEiT also hands shared ones to its forward."""
+    return hasattr(module, "relative_position_bias_table")

@@ -1,0 +1,1 @@
+"""Benchmark tasks; loaded by `quest bench` only."""

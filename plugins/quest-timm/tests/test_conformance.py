@@ -1,0 +1,150 @@
+"""Every kind of attention that the plugin replaces, through the suite that all adapters inherit."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from timm.models.beit import Beit
+from timm.models.crossvit import CrossVit
+from timm.models.eva import Eva
+from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+
+import quest_core
+from quest_core.testing import AdapterConformance
+from quest_timm import TimmAdapter
+
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5}
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["fused", "explicit"], scope="class")
+def fused(request):
+    """Run every class with timm's fused and with its explicit attention."""
+    timm.layers.set_fused_attn(request.param)
+    yield
+    timm.layers.set_fused_attn(True)
+
+
+class Images(AdapterConformance):
+    adapter = TimmAdapter()
+    sites = 2
+    refused = ("aft-conv",)
+
+    def make_inputs(self):
+        return (torch.randn(3, 3, 16, 16),)
+
+
+def lively(model):
+    """Make the weights larger than timm starts them, so that two steps move every parameter."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.2)
+    return model
+
+
+class TestVisionTransformer(Images):
+    def make_model(self):
+        return VisionTransformer(**SMALL, attn_drop_rate=0.2, proj_drop_rate=0.1)
+
+
+class TestVisionTransformerWithEverything(Images):
+    """Norms of queries and keys, layer scale, register tokens, pooled output."""
+
+    calibrates = False  # the norm of the queries would undo it
+
+    def make_model(self):
+        return VisionTransformer(
+            **SMALL, qk_norm=True, init_values=0.5, reg_tokens=2, global_pool="avg", scale_attn_norm=True
+        )
+
+
+class TestEva(Images):
+    def make_model(self):
+        return Eva(**SMALL, use_rot_pos_emb=True, attn_drop_rate=0.2, scale_attn_inner=True, head_init_scale=1.0)
+
+
+class TestEvaSeparate(Images):
+    def make_model(self):
+        return Eva(**SMALL, use_rot_pos_emb=True, qkv_fused=False, swiglu_mlp=True, head_init_scale=1.0)
+
+
+class TestRope(Images):
+    def make_model(self):
+        return Eva(**SMALL, use_rot_pos_emb=True, attn_type="rope", rope_rotate_half=True, head_init_scale=1.0)
+
+
+class TestBeit(Images):
+    refused = ("linear",)
+
+    def make_model(self):
+        return Beit(**SMALL, use_rel_pos_bias=True, use_abs_pos_emb=False, attn_drop_rate=0.2, head_init_scale=1.0)
+
+
+class TestBeitSharedBias(Images):
+    refused = ("linear",)
+
+    def make_model(self):
+        return Beit(**SMALL, use_shared_rel_pos_bias=True, qkv_bias=False, head_init_scale=1.0)
+
+
+class TestSwin(Images):
+    """The second block shifts its windows, which needs the mask."""
+
+    refused = ("linear", "elliptical-quest")
+
+    def make_model(self):
+        return lively(SwinTransformer(
+            img_size=16, patch_size=2, embed_dim=16, depths=(2,), num_heads=(4,), window_size=4, num_classes=5,
+            attn_drop_rate=0.2, drop_path_rate=0.0,
+        ))  # fmt: skip
+
+
+class TestCrossVit(Images):
+    """Two branches; each class token attends to the other branch."""
+
+    sites = 5
+    refused = ("elliptical-quest",)
+
+    def make_model(self):
+        return CrossVit(
+            img_size=16, img_scale=(1.0, 1.0), patch_size=(4, 8), num_classes=5, embed_dim=(16, 32),
+            depth=((1, 2, 0),), num_heads=(4, 4), mlp_ratio=(2.0, 2.0, 1.0), attn_drop_rate=0.2,
+        )  # fmt: skip
+
+
+class TestNativeGroups(Images):
+    """Key heads that timm shares itself stay as they are."""
+
+    refused = ("quest+gqa(kv_heads=1)",)
+    calibrates = False
+    test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+    def make_model(self):
+        return Eva(
+            **SMALL, use_rot_pos_emb=True, attn_type="rope", num_kv_heads=2, qkv_fused=False, head_init_scale=1.0
+        )
+
+
+class TestMaxVit(Images):
+    """Windows and grids, with relative positions; timm's own forward."""
+
+    sites = 2
+    refused = ("linear", "quest+gqa(kv_heads=1)", "elliptical-quest")
+    calibrates = False
+    test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+    def make_model(self):
+        attention = MaxxVitTransformerCfg(dim_head=8, attn_drop=0.2)
+        cfg = MaxxVitCfg(embed_dim=(32,), depths=(1,), block_type=("M",), stem_width=8, transformer_cfg=attention)
+        return MaxxVit(cfg, img_size=64, num_classes=5)
+
+    def make_inputs(self):
+        return (torch.randn(2, 3, 64, 64),)
+
+
+def test_models_that_timm_does_not_attend_in_are_refused_by_name():
+    for name in ("resnet18", "levit_128s"):
+        with pytest.raises(quest_core.InjectionError, match="has no attention that an adapter knows"):
+            timm.create_model(name, attention="quest")

@@ -1,0 +1,180 @@
+"""create_model, features, pretrained weights, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import timm
+import torch
+from timm.utils import ParseKwargs
+
+import quest_core
+import quest_timm
+from quest_core.mechanisms import reference
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5}
+
+
+def vit(**options):
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", **{**TINY, **options})
+
+
+def test_create_model_reports_what_it_did(capsys):
+    model = vit(attention="quest")
+    assert str(model.attention_report) == "attention=quest in 2 modules (Attention; 2,176 parameters as before)"
+    assert "attention=quest in 2 modules" in capsys.readouterr().err
+    assert all(isinstance(block.attn, timm.layers.Attention) for block in model.blocks)
+
+
+def test_the_random_weights_are_those_of_the_stock_model():
+    stock, ours = vit(), vit(attention="standard")
+    assert stock.state_dict().keys() == ours.state_dict().keys()
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-6, atol=1e-6)
+
+
+def test_quest_equals_its_formula():
+    model = vit(attention="quest").double().eval()
+    q, k, v = torch.randn(3, 2, 4, 9, 4, dtype=torch.float64).unbind()
+    seen = reference.visible(9, 9, None, False)
+    wanted = reference.softmax(q @ reference.unit(k).mT, seen) @ v
+    torch.testing.assert_close(model.blocks[0].attn.mechanism(q, k, v), wanted)
+
+
+def test_options_reach_train_py_from_the_command_line():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
+    for text in ("quest", "quest+gqa(kv_heads=2)", "quest+sigmoid"):
+        given = parser.parse_args(["--model-kwargs", f"attention={text}"]).model_kwargs
+        assert vit(**given).attention_report.attention == text
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "maxvit_rmlp_pico_rw_256"])
+def test_features_only(name):
+    small = {"img_size": 64} if "vit_" in name[:4] else {}
+    model = timm.create_model(name, attention="quest", features_only=True, **small)
+    assert model.attention_report.attention == "quest"
+    mechanisms = [m for m in model.modules() if isinstance(m, quest_core.Mechanism)]
+    assert len(mechanisms) == len(model.attention_report.replacements)
+
+
+def test_forward_intermediates_and_another_image_size():
+    model = vit(attention="quest", dynamic_img_size=True).eval()
+    _, intermediates = model.forward_intermediates(torch.randn(1, 3, 32, 32), indices=2)
+    assert len(intermediates) == 2
+    assert model(torch.randn(1, 3, 64, 48)).shape == (1, 5)
+    model.set_input_size(img_size=48, patch_size=4)
+    assert model(torch.randn(1, 3, 48, 48)).shape == (1, 5)
+
+
+def test_swin_takes_another_window():
+    torch.manual_seed(0)
+    stock = timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=4, depths=(2,), num_heads=(4,))
+    model, _ = quest_core.inject(stock, "quest")
+    model.set_input_size(img_size=(96, 96), window_size=(3, 3))
+    assert model(torch.randn(1, 3, 96, 96)).shape == (1, 1000)
+
+
+def pretrained(model, tmp_path):
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    return {
+        "pretrained": True,
+        "pretrained_cfg_overlay": {"file": str(file), "num_classes": 5, "input_size": (3, 32, 32)},
+    }
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
+def test_stock_weights_load_with_one_warning(tmp_path, attention):
+    stock = vit()
+    options = pretrained(stock, tmp_path)
+    with pytest.warns(quest_core.AttentionMismatchWarning) as warned:
+        model = vit(attention=attention, **options)
+    assert len(warned) == 1
+    torch.testing.assert_close(model.blocks[1].attn.proj.weight, stock.blocks[1].attn.proj.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = vit(attention=attention, attention_from="standard", **options)
+        vit(attention="standard", **options)
+    rows = stock.blocks[0].attn.qkv.weight[16:32]
+    if "gqa" in attention:
+        rows = rows.view(2, 2, 4, 16).mean(1).view(8, 16)
+    torch.testing.assert_close(model.blocks[0].attn.qkv.weight[16 : 16 + len(rows)], rows)
+
+
+def test_uninstall_gives_timm_back():
+    adapter = quest_timm.TimmAdapter()
+    adapter.uninstall()
+    try:
+        with pytest.raises(TypeError, match="attention"):
+            vit(attention="quest")
+    finally:
+        adapter.install()
+    assert vit(attention="quest").attention_report.attention == "quest"
+
+
+def test_importing_the_plugin_loads_no_benchmark():
+    code = (
+        "import sys, quest_timm_environment, timm, quest_timm\n"
+        "timm.create_model('vit_tiny_patch16_224', attention='quest', img_size=32, patch_size=16, depth=1)\n"
+        "assert not [name for name in sys.modules if name.startswith('quest_timm.bench')]\n"
+    )
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet18", "levit_128s", "hiera_tiny_224", "xcit_nano_12_p16_224"])
+def test_models_without_attention_that_the_plugin_knows_are_refused_by_name(name):
+    with pytest.raises(
+        quest_core.InjectionError, match=r"has no attention that an adapter knows|leave \d+ as they are"
+    ):
+        timm.create_model(name, attention="quest")
+
+
+def test_cait_needs_allow_partial():
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
+    with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are, .*TalkingHeadAttn"):
+        timm.create_model("cait_xxs24_224", attention="quest", **small)
+    model = timm.create_model("cait_xxs24_224", attention="quest", allow_partial=True, **small)
+    assert len(model.attention_report.replacements) == 2
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+
+
+def test_differential_attention_is_refused_by_name():
+    with pytest.raises(quest_core.QuestError, match="DiffAttention"):
+        vit(attn_layer="diff", attention="quest")
+
+
+def test_misplaced_and_misspelt_options_are_named():
+    with pytest.raises(quest_core.ConfigError, match="'qest' is not a mechanism"):
+        vit(attention="qest")
+    with pytest.raises(quest_core.ConfigError, match="attention_from and allow_partial belong to attention"):
+        vit(attention_from="standard")
+
+
+def test_moving_windows_refuse_chains():
+    with pytest.raises(
+        quest_core.UnsupportedError, match="compares the tokens of each layer with those of the one before"
+    ):
+        timm.create_model("swin_tiny_patch4_window7_224", attention="elliptical-quest")
+    assert vit(attention="elliptical-quest").attention_report
+
+
+def test_parallel_blocks_are_sites_themselves():
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    stock, ours = vit(block_fn=ParallelScalingBlock), vit(block_fn=ParallelScalingBlock, attention="standard")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-6, atol=1e-6)
+    report = vit(block_fn=ParallelScalingBlock, attention="qknorm").attention_report
+    assert [row.path for row in report.replacements] == ["blocks.0", "blocks.1"]

@@ -1,0 +1,27 @@
+"""The benchmark suite: what a cell returns, and that its data are those of the seed."""
+
+from __future__ import annotations
+
+import torch
+
+from quest_core.benchmarks import Cell
+from quest_timm.bench.tasks import make_batch, run_strokes
+from quest_timm.info import INFO
+
+(SUITE,) = INFO["suites"]
+OPTIONS = {option["name"]: option["default"] for option in SUITE["options"]}
+
+
+def test_a_smoke_run_returns_the_metric(tmp_path):
+    seen = []
+    cell = Cell(SUITE["suite"], "strokes", "quest", 0, True, None, OPTIONS, tmp_path)
+    result = run_strokes(cell, lambda share, text: seen.append(share))
+    assert 0 <= result.metrics["accuracy"] <= 100
+    assert seen[-1] == 1
+    assert "attention=quest in 4 modules" in result.details["injected"]
+
+
+def test_batches_are_those_of_the_seed():
+    one, other = (make_batch(8, 7, torch.Generator().manual_seed(3)) for _ in range(2))
+    torch.testing.assert_close(one, other)
+    assert one[0].shape == (8, 3, 32, 32)

@@ -1,0 +1,485 @@
+"""The universal site: a module whose forward calls scaled_dot_product_attention, whatever its class.
+
+``inject(model, "quest", example=batch)`` runs the model once on `batch` and sees which modules call the function. Each
+becomes a site: its class gets a subclass, in whose forward that one call goes to a Mechanism. Projections, rotary
+embeddings, caches and masks stay the host's. A TorchFunctionMode redirects the call: it is active only inside the
+forward of a site and in its thread, so PyTorch is not patched and other models pay nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..config import DEFAULTS, AttentionConfig
+from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
+from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, size
+from ..mechanism import Mechanism, kv_heads
+from ..projections import shallow_copy
+from .adapter import Adapter, Capabilities, Site, refusal
+
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+"""Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
+
+SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the calls of one module said while the example ran.
+
+    Attributes:
+        path: of the module.
+        heads: query heads H, the last axis but two; 1 for queries without such an axis.
+        kv_heads: key/value heads G.
+        head_dim: features D of a query head.
+        scale: the host's factor on q·k; None for 1/√D.
+        causal: the call or its mask hid every later key.
+        cross: queries and keys had different numbers of tokens.
+        masked: a mask hid other pairs of queries and keys than whole keys.
+        dropout: weights were dropped.
+        repeated: one forward called the function more than once.
+        axes: of the queries. Only with four it is known which axis is that of heads.
+    """
+
+    path: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    causal: bool = False
+    cross: bool = False
+    masked: bool = False
+    dropout: bool = False
+    repeated: bool = False
+    axes: int = 4
+
+    def joined(self, other: Call) -> Call:
+        """Return what both calls of one module ask for.
+
+        Raises:
+            UnsupportedError: they differ in heads, features or scale.
+        """
+        for name in ("heads", "kv_heads", "head_dim", "scale", "axes"):
+            one, two = getattr(self, name), getattr(other, name)
+            if one != two:
+                raise UnsupportedError(
+                    f"'{self.path}' calls scaled_dot_product_attention with {name}={one} and with {name}={two}, and a "
+                    "site has one mechanism; write an adapter (docs/writing-an-adapter.md) that makes two"
+                )
+        flags = ("causal", "cross", "masked", "dropout", "repeated")
+        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in flags})
+
+
+class Routed(nn.Module):
+    """Mixed into the class of a site: its calls of scaled_dot_product_attention go to `mechanism`.
+
+    It has no other names than these, because a host's method of the same name would be overridden.
+
+    The scale of the call is kept by the score `standard`; every other score has its own (1 for quest, on the queries as
+    the host made them).
+    """
+
+    mechanism: Mechanism
+    routed_call: Call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's forward.
+
+        Raises:
+            UnsupportedError: it did not call scaled_dot_product_attention, so its attention is another one.
+        """
+        if is_compiling():
+            require("torch.compile of a model with universal sites", (2, 6))
+        route = _Route(self)
+        with route:
+            out = super().forward(*args, **kwargs)
+        if not route.calls:
+            raise UnsupportedError(
+                f"'{self.routed_call.path}' did not call scaled_dot_product_attention this time, although it did when "
+                f"attention '{self.mechanism.config}' was injected; its forward chose another path, which the "
+                "mechanism cannot replace. Options that return attention weights or turn fused attention off do that"
+            )
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the host's class, because this one is made while the program runs."""
+        made = super().__reduce_ex__(protocol)
+        return (_empty, (_host(self),), *made[2:])
+
+
+class _Route(TorchFunctionMode):
+    """Sends a site's calls of scaled_dot_product_attention to it; everything else passes."""
+
+    def __init__(self, site: Routed) -> None:
+        super().__init__()
+        self.site, self.calls = site, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is not ATTENTION:
+            return func(*args, **kwargs)
+        self.calls += 1
+        if not is_compiling():
+            _refuse_checkpoint(self.site.routed_call.path)
+        return _attend(self.site, *args, **kwargs)
+
+
+def _refuse_checkpoint(path: str) -> None:
+    """Raise if a checkpoint lies between a site's forward and its call: the second forward would not pass the site."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals is not globals():  # until Routed.forward
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise UnsupportedError(
+                f"'{path}' calls scaled_dot_product_attention inside an activation checkpoint of its own, which would "
+                "repeat it with the host's attention; turn that off and checkpoint the whole module"
+            )
+        frame = frame.f_back
+
+
+def _attend(
+    site: Routed,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the output of a site's mechanism for a call of scaled_dot_product_attention, in the layout of the call.
+
+    Args:
+        query: [..., H, N, D], or [B, N, D], which has one head.
+        key: [..., G, M, D] and value: [..., G, M, Dv].
+        attn_mask: boolean (True = may attend) or additive, broadcastable to [..., H, N, M].
+        is_causal: query i sees keys j ≤ i, as PyTorch aligns them.
+
+    Raises:
+        InputError: heads, features or scale are not those that it was injected for.
+    """
+    if not is_tracing():
+        _check(site, query, scale)
+    lead = query.shape[:-3]  # empty without an axis of heads
+    mask = attn_mask if attn_mask is None else _four_axes_mask(attn_mask, query)
+    q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
+    n, m = size(q, 2), size(k, 2)
+    if is_causal and n != m:  # Mechanism aligns at the last key
+        if mask is not None:
+            raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
+        mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
+    out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    if query.dim() == 3:
+        return out.squeeze(1)
+    return out if query.dim() == 4 else out.unflatten(0, lead)
+
+
+def _check(site: Routed, query: Tensor, scale: float | None) -> None:
+    call = site.routed_call
+    heads = (query.shape[-3] if query.dim() > 3 else 1) * site.mechanism.head_share[1]
+    if (heads, query.shape[-1]) != (call.heads, call.head_dim):
+        raise InputError(
+            f"'{call.path}' is called with {heads} heads of {query.shape[-1]} features, and was injected for "
+            f"{call.heads} of {call.head_dim}; inject again with an example of this shape"
+        )
+    default = 1 / math.sqrt(call.head_dim)
+    wanted, given = default if call.scale is None else call.scale, default if scale is None else scale
+    if abs(wanted - given) > 1e-6 * abs(wanted):
+        raise InputError(
+            f"'{call.path}' is called with scale={given}, and was injected for {wanted}; multiply the queries by a "
+            "factor that changes"
+        )
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    """[..., H, N, D] -> [B, H, N, D]; [B, N, D] -> [B, 1, N, D]."""
+    if x.dim() == 3:
+        return x.unsqueeze(1)
+    return x.flatten(0, -4) if x.dim() > 4 else x
+
+
+def _four_axes_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """What broadcasts to [..., H, N, M] -> [N, M], or what broadcasts to [B, H, N, M], for `query` [..., H, N, D]."""
+    if mask.dim() == 2 or (mask.dim() == 4 == query.dim()):
+        return mask
+    if query.dim() == 3:
+        return mask.unsqueeze(1)
+    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, query.dim() - 4)
+
+
+@functools.cache
+def _routed_class(host: Any) -> Any:
+    """Return the subclass of `host` for its sites; its name stays, because hosts and wrappers look for names."""
+    body = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__doc__": host.__doc__}
+    return type(host.__name__, (Routed, host), body)
+
+
+def _host(module: Any) -> Any:
+    """Return the class that a module had before it became a site."""
+    kinds = type(module).__mro__
+    return kinds[kinds.index(Routed) + 1] if Routed in kinds else kinds[0]
+
+
+def _empty(host: Any) -> Any:
+    """Return a site without attributes, for copies and pickles to fill."""
+    return object.__new__(_routed_class(host))
+
+
+class UniversalAdapter(Adapter):
+    """Adapter for every module that calls scaled_dot_product_attention.
+
+    Args:
+        example: inputs that make the model reach all of its attention: ``model(*example)`` for a tuple or list,
+            ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
+            None finds only modules that were injected before.
+        taken: paths of the modules that other adapters replace.
+
+    Attributes:
+        missed: modules that look like attention and never called the function, by path. Known after `sites`.
+    """
+
+    name: ClassVar[str] = "universal"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
+        self.example, self.taken = example, list(taken)
+        self.missed: dict[str, nn.Module] = {}
+        self._calls: dict[str, Call] = {}
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Return the modules that call the function, in the order of their first calls.
+
+        Raises:
+            InjectionError: one of them contains another attention, or cannot be routed.
+            UnsupportedError: the calls of one module differ in heads, features or scale.
+        """
+        modules = dict(model.named_modules())
+        calls = {path: module.routed_call for path, module in modules.items() if isinstance(module, Routed)}
+        softmaxes: set[str] = set()
+        if self.example is not None:
+            seen, softmaxes = _search(model, self.example)
+            calls |= seen
+        self._calls = calls = {path: call for path, call in calls.items() if not _within(path, self.taken)}
+        ours = [*calls, *self.taken]
+        for path in calls:
+            why = _unroutable(modules[path], [other for other in ours if other != path and _within(other, [path])])
+            if why is not None:
+                kind = type(modules[path]).__name__
+                raise InjectionError(f"'{path}' ({kind}) calls scaled_dot_product_attention, and {why}")
+        if self.example is not None:
+            kinds = {_host(modules[path]) for path in calls}
+            self.missed = {
+                path: module
+                for path, module in modules.items()
+                if (type(module) in kinds or path in softmaxes)
+                and not _within(path, ours)
+                and not any(_within(other, [path]) for other in ours)
+            }
+        for index, (path, call) in enumerate(calls.items()):
+            asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout)
+            yield Site(path, modules[path], index, call.heads, call.head_dim, asked)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
+        return route(site.module, self._calls[site.path], config)
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Return what `config` needs beyond the q, k and v of a call, or None."""
+        return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
+
+    def install(self) -> None:
+        """Do nothing: models are injected one by one."""
+
+
+def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
+    """Return `module` as a site; its parameters and sub-modules are the same objects.
+
+    Args:
+        module: its forward calls scaled_dot_product_attention.
+        call: what the calls say.
+        config: the mechanism to which they go.
+    """
+    made: Any = shallow_copy(module, _routed_class(_host(module)))
+    made.routed_call = call
+    made.mechanism = Mechanism(
+        config,
+        num_heads=call.heads,
+        head_dim=call.head_dim,
+        num_kv_heads=_kv_heads(config, call),
+        standard_scale=call.scale,
+    )
+    anchor = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if anchor is not None:
+        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
+    made.mechanism.train(module.training)
+    return made  # type: ignore[no-any-return]
+
+
+def why_not(call: Call, config: AttentionConfig) -> str | None:
+    """Return what `config` needs beyond the q, k and v of a call, or None."""
+    try:
+        groups = _kv_heads(config, call)
+    except ConfigError:  # `route` says it
+        groups = call.kv_heads
+    if groups != call.kv_heads:
+        return f"the host projects {call.kv_heads} key/value heads, and '{config}' asks for {groups}"
+    for part in config.specs():
+        if call.repeated and (part.learnable or part.stateful or part.chained):
+            return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
+        if call.axes != 4 and (part.learnable or part.stateful):
+            return (
+                f"queries have {call.axes} axes, which do not say where the heads are, and '{part.name}' needs to know"
+            )
+    if config.family is not None and call.masked:
+        return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
+    if config.family is not None and call.heads != call.kv_heads:
+        return f"'{config.family}' needs as many key/value heads ({call.kv_heads}) as query heads ({call.heads})"
+    return None
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give every universal site of `model` back its own class and remove its mechanism, in place; returns the model."""
+    for module in [*model.modules()]:
+        if isinstance(module, Routed):
+            del module.mechanism, module.routed_call
+            module.__class__ = _host(module)
+    model.__dict__.pop("attention_report", None)
+    return model
+
+
+def _kv_heads(config: AttentionConfig, call: Call) -> int:
+    """Return the key/value heads G: those that the grouping asks for, or the host's if it names no grouping."""
+    if config.family is not None or config["grouping"] == DEFAULTS["grouping"]:
+        return call.kv_heads
+    return kv_heads(config, call.heads)
+
+
+def _within(path: str, others: Iterable[str]) -> bool:
+    """Return whether `path` is one of the others or inside one of them."""
+    return any(path == other or other == "" or path.startswith(other + ".") for other in others)
+
+
+def _unroutable(module: nn.Module, inside: list[str]) -> str | None:
+    """Return why the calls of a module cannot be routed, or None."""
+    if inside:
+        return f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance; inject before it is wrapped"
+    if hasattr(module, "mechanism") and not isinstance(module, Routed):
+        return "it has an attribute 'mechanism', which a site needs; rename it"
+    return None
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Return whether a module is attention by its class name, or has a number of heads and at least two projections."""
+    if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE):
+        return True
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    return linear > 1 and any(isinstance(getattr(module, name, None), int) for name in HEADS)
+
+
+def _search(model: nn.Module, example: Any) -> tuple[dict[str, Call], set[str]]:
+    """Run the model on `example` and return what called the function, and what formed weights by a softmax, by path.
+
+    The run is in the model's mode, without gradients. Random state and buffers are left as they were.
+    """
+    search = _Search(model)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    handles = [module.register_forward_pre_hook(search.enter) for module in model.modules()]
+    handles += [module.register_forward_hook(search.leave, always_call=True) for module in model.modules()]
+    try:
+        with torch.random.fork_rng(sorted(d for d in devices if d is not None)), torch.no_grad(), search:
+            if isinstance(example, Mapping):
+                model(**example)
+            elif isinstance(example, tuple | list):
+                model(*example)
+            else:
+                _ = example(model) if isinstance(example, Callable) else model(example)  # type: ignore[arg-type]
+    finally:
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return search.calls, search.softmaxes
+
+
+class _Search(TorchFunctionMode):
+    """Notes which module makes which call while a model runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.running: list[tuple[nn.Module, list[int]]] = []  # each with the number of its calls
+        self.calls: dict[str, Call] = {}
+        self.softmaxes: set[str] = set()
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        self.running.append((module, [0]))
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.running and not any(isinstance(module, Mechanism) for module, _ in self.running):
+            if func is ATTENTION:
+                module, count = self.running[-1]
+                count[0] += 1
+                path = self.paths[module]
+                call = _read(path, *args, **kwargs)
+                call = replace(call, repeated=count[0] > 1)
+                self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
+            elif func is F.multi_head_attention_forward or (
+                func in SOFTMAXES and (args[0] if args else kwargs["input"]).dim() > 3  # weights [B, H, N, M]
+            ):
+                outer = [m for m, _ in self.running if not isinstance(m, nn.Softmax)]
+                self.softmaxes.update(self.paths[m] for m in outer[-1:])
+        return func(*args, **kwargs)
+
+
+def _read(
+    path: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """Return what a call asks of a mechanism."""
+    n, m = query.shape[-2], key.shape[-2]
+    masked = False
+    if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1 and not attn_mask.is_meta:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask <= torch.finfo(attn_mask.dtype).min / 2
+        later = torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1 + m - n)  # [N, M]
+        is_causal = is_causal or (n > 1 and bool((hidden | ~later).all()))
+        masked = True
+    return Call(
+        path=path,
+        heads=query.shape[-3] if query.dim() > 3 else 1,
+        kv_heads=key.shape[-3] if key.dim() > 3 else 1,
+        head_dim=query.shape[-1],
+        scale=scale,
+        causal=is_causal,
+        cross=n != m,
+        masked=masked or (attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1),
+        dropout=dropout_p > 0,
+        axes=query.dim(),
+    )

@@ -1,0 +1,680 @@
+"""The universal site: models that no adapter knows, whose modules call scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import quest_core
+from quest_core import InjectionError, InputError, UnsupportedError
+from quest_core.hosts.universal import Routed, restore
+from quest_core.mechanisms import reference
+
+# --- models as their authors write them -------------------------------------------------------------------------------
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class CausalSelfAttention(nn.Module):
+    """As in nanoGPT."""
+
+    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.n_head, self.dropout = heads, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(y, self.n_head) for y in self.c_attn(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
+        )
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    def __init__(self, dropout: float = 0.0, layers: int = 3, recompute: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, 32)
+        self.h = nn.ModuleList(
+            nn.ModuleDict({"ln": nn.LayerNorm(32), "attn": CausalSelfAttention(dropout=dropout)}) for _ in range(layers)
+        )
+        self.head = nn.Linear(32, 50)
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for block in self.h:
+            normed = block["ln"](x)
+            if self.recompute:
+                x = x + checkpoint(block["attn"], normed, use_reentrant=False)
+            else:
+                x = x + block["attn"](normed)
+        return self.head(x)
+
+
+class DiTAttention(nn.Module):
+    """Calls the function in a processor, as diffusers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(32, 32) for _ in range(4))
+        self.processor = Processor()
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.processor(self, x, x if context is None else context, mask)
+
+
+class Processor:
+    def __call__(self, attn: DiTAttention, x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = split(attn.to_q(x), 4), split(attn.to_k(context), 4), split(attn.to_v(context), 4)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return attn.to_out(out.transpose(1, 2).flatten(2))
+
+
+class DiT(nn.Module):
+    """Adaptive layer norm by a time embedding, self-attention and cross-attention to a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(1, 64)
+        self.self_attn, self.cross_attn = DiTAttention(), DiTAttention()
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        shift, scale = self.time(t[:, None])[:, None].chunk(2, -1)
+        x = x + self.self_attn(self.norm(x) * (1 + scale) + shift)
+        return x + self.cross_attn(self.norm(x), text, mask[:, None, None])
+
+
+def rotate(x: Tensor, start: int) -> Tensor:
+    angle = torch.arange(start, start + x.shape[2]).to(x)[:, None] * 10.0 ** -torch.arange(0, 4).to(x)  # [N, D/2]
+    one, two = x.chunk(2, -1)
+    return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1)
+
+
+class LlamaAttention(nn.Module):
+    """Shared key heads, rotary embedding and a cache of keys and values, all of them the host's."""
+
+    def __init__(self, native: bool = True) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
+        self.native = native
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None) -> Tensor:
+        start = 0 if not cache else cache["k"].shape[2]
+        q, k, v = split(self.wq(x), 4), split(self.wk(x), 2), split(self.wv(x), 2)
+        q, k = rotate(q, start), rotate(k, start)
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
+            cache.update(k=k, v=v)
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        if self.native:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25, enable_gqa=True)
+        else:
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class Llama(nn.Module):
+    def __init__(self, native: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaAttention(native) for _ in range(2))
+
+    def forward(self, x: Tensor, caches: list[dict[str, Tensor]] | None = None) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x, None if caches is None else caches[i])
+        return x
+
+
+def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return GPT(), (torch.randint(50, (2, 9)),)
+
+
+def dit() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    real = torch.arange(6) < torch.tensor([6, 4])[:, None]
+    return DiT(), (torch.randn(2, 5, 32), torch.rand(2), torch.randn(2, 6, 32), real)
+
+
+def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Llama(), (torch.randn(2, 7, 32),)
+
+
+NATIVE = pytest.mark.needs_torch("2.5", "scaled_dot_product_attention(enable_gqa=True)")
+MODELS = pytest.mark.parametrize("make", [gpt, dit, pytest.param(llama, marks=NATIVE)], ids=lambda make: make.__name__)
+
+
+class Formula(TorchFunctionMode):
+    """scaled_dot_product_attention as quest's plain formula in float64, on shared key heads too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = args
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        seen = reference.visible(q.shape[2], k.shape[2], kwargs.get("attn_mask"), kwargs.get("is_causal", False))
+        return reference.softmax(q @ reference.unit(k).mT, seen) @ v
+
+
+def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    out = model(*inputs)
+    (out * torch.linspace(-1, 1, out.numel()).to(out).view_as(out)).sum().backward()
+    return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@MODELS
+def test_standard_equals_the_model_as_it_was(make: Callable[[], Any]) -> None:
+    model, inputs = make()
+    stock = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    quest_core.inject(model, "standard", example=inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    for got, wanted in zip(gradients(model, inputs), gradients(stock, inputs), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+@MODELS
+def test_quest_equals_its_formula(make: Callable[[], Any]) -> None:
+    model, inputs = make()
+    model, inputs = model.double(), tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    stock = copy.deepcopy(model)
+    _, report = quest_core.inject(model, "quest", example=inputs)
+    got = gradients(model, inputs)
+    with Formula():
+        wanted = gradients(stock, inputs)
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
+    assert report.attention == "quest"
+    assert {row.adapter for row in report.replacements} == {"universal"}
+
+
+def test_dropout_draws_the_same_masks() -> None:
+    model, (tokens,) = GPT(dropout=0.3), (torch.randint(50, (2, 9)),)
+    stock = copy.deepcopy(model)
+    quest_core.inject(model, "standard", example=(tokens,))
+    outs = []
+    for each in (model, stock):
+        torch.manual_seed(3)
+        outs.append(each(tokens))
+    torch.testing.assert_close(*outs)
+
+
+MASKS = {
+    "none": None,
+    "causal": torch.ones(5, 6, dtype=torch.bool).tril(1),
+    "pairs": torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(0)) > 0.3,
+    "heads": torch.rand(2, 4, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3,
+    "three axes": torch.rand(4, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3,
+    "keys": (torch.arange(6) < 4)[None, None, None],
+    "blind": torch.arange(5)[:, None] + torch.zeros(6) > 0,
+}
+
+
+class Plain(nn.Module):
+    """Only the call, with what the test says."""
+
+    def __init__(self, **said: Any) -> None:
+        super().__init__()
+        self.said = said
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **self.said)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid", "qnorm"])
+@pytest.mark.parametrize("kind", ["boolean", "additive", "lowest"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, kind: str, attention: str) -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    mask = MASKS[name]
+    if mask is not None and kind != "boolean":
+        lowest = -math.inf if kind == "additive" else torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
+    model, _ = quest_core.inject(nn.Sequential(Plain()), attention, example=lambda m: m[0](q, k, v, mask))
+    four = mask if mask is None or mask.dim() in (2, 4) else mask[None]
+    wanted = quest_core.attention(q, k, v, attention, attn_mask=four)
+    torch.testing.assert_close(model[0](q, k, v, mask), wanted)
+    if attention == "standard" and not (name == "blind" and kind == "lowest"):  # PyTorch averages such rows
+        torch.testing.assert_close(wanted, Plain()(q, k, v, mask))
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 3, 2)], ids=len)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [(5, 5), (1, 5), (5, 3), (3, 5)], ids=str)
+def test_layouts_and_causal_alignment_are_those_of_pytorch(
+    lead: tuple[int, ...], causal: bool, tokens: tuple[int, int]
+) -> None:
+    heads = (4,) if lead else (3,)
+    q = torch.randn(*lead, *heads, tokens[0], 8)
+    k, v = torch.randn(2, *lead, *heads, tokens[1], 8).unbind()
+    stock = Plain(is_causal=causal)
+    model, _ = quest_core.inject(nn.Sequential(copy.deepcopy(stock)), "standard", example=lambda m: m[0](q, k, v))
+    torch.testing.assert_close(model[0](q, k, v), stock(q, k, v))
+    mask = torch.rand(*lead, 1, *tokens) > 0.2
+    if not causal and lead:
+        torch.testing.assert_close(model[0](q, k, v, mask), stock(q, k, v, mask))
+
+
+@NATIVE
+def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
+    model, (x,) = llama()
+    quest_core.inject(model, "quest", example=x)
+    caches: list[dict[str, Tensor]] = [{}, {}]
+    steps = [model(piece, caches) for piece in (x[:, :4], x[:, 4:5], x[:, 5:])]
+    torch.testing.assert_close(torch.cat(steps, 1), model(x))
+
+
+@NATIVE
+@pytest.mark.parametrize("attention", ["quest", "qknorm", "quest+sigmoid", "quest+gqa(kv_heads=2)", "quest+kdgqa"])
+def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
+    if "kdgqa" in attention:
+        with pytest.raises(UnsupportedError, match="cannot be causal"):
+            quest_core.inject(Llama(), "quest+kdgqa(kv_heads=2)", example=torch.randn(2, 7, 32))
+        return
+    model, (x,) = llama()
+    quest_core.inject(model, attention, example=x)
+    gradients(model, (x,))
+    assert attention in str(model.attention_report)
+    if attention == "quest":
+        other = Llama(native=False)
+        other.load_state_dict({k: v for k, v in model.state_dict().items() if "mechanism" not in k})
+        quest_core.inject(other, attention, example=x)
+        torch.testing.assert_close(model(x), other(x))
+
+
+# --- what users do with a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+@MODELS
+def test_compile_and_export_make_one_graph(make: Callable[[], Any]) -> None:
+    model, inputs = make()
+    attention = "qknorm" if make is gpt else "quest"
+    quest_core.inject(model, attention, example=inputs)
+    wanted = gradients(model, inputs)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(gradients(compiled, inputs), wanted)
+    for strict in (False, True):
+        exported = torch.export.export(model, inputs, strict=strict)
+        torch.testing.assert_close(exported.module()(*inputs), wanted[0])
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+def test_layers_compiled_one_by_one_share_a_graph() -> None:
+    model, inputs = GPT(layers=10), (torch.randint(50, (2, 9)),)
+    quest_core.inject(model, "quest", example=inputs)
+    wanted = model(*inputs)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    for block in model.h:
+        block["attn"].compile(backend=backend, fullgraph=True)
+    torch.testing.assert_close(model(*inputs), wanted)
+    assert len(graphs) <= 2
+
+
+def test_jit_trace_keeps_the_length_free() -> None:
+    model, inputs = dit()
+    quest_core.inject(model.eval(), "quest", example=inputs)
+    traced: Any = torch.jit.trace(model, inputs)
+    x, t, text, mask = inputs
+    longer = (torch.cat([x, x], 1), t, text, mask)
+    torch.testing.assert_close(traced(*longer), model(*longer))
+
+
+def test_activation_checkpointing_computes_the_same() -> None:
+    plain, inputs = GPT(), (torch.randint(50, (2, 9)),)
+    recomputed = GPT(recompute=True)
+    recomputed.load_state_dict(plain.state_dict())
+    for model in (plain, recomputed):
+        quest_core.inject(model, "quest", example=inputs)
+    torch.testing.assert_close(gradients(plain, inputs), gradients(recomputed, inputs))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_the_site_is_refused(reentrant: bool) -> None:
+    class Recomputing(nn.Module):
+        def attend(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attend, x, use_reentrant=reentrant) if self.training else self.attend(x)
+
+    x = torch.randn(2, 4, 5, 8, requires_grad=True)
+    model, _ = quest_core.inject(nn.Sequential(Recomputing()).eval(), "quest", example=x)
+    model(x)
+    with pytest.raises(UnsupportedError, match="inside an activation checkpoint of its own"):
+        model.train()(x)
+
+
+def test_threads_run_models_with_different_attention() -> None:
+    inputs = (torch.randint(50, (2, 9)),)
+    models = [GPT() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    for model, attention in zip(models[1:], ("quest", "qnorm"), strict=True):
+        quest_core.inject(model, attention, example=inputs)
+    wanted = [model(*inputs) for model in models]
+    found: list[list[Tensor]] = [[] for _ in models]
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            found[i].append(models[i](*inputs))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outs, out in zip(found, wanted, strict=True):
+        assert len(outs) == 20
+        for other in outs:
+            torch.testing.assert_close(other, out)
+
+
+@MODELS
+def test_copies_pickles_and_checkpoints(make: Callable[[], Any]) -> None:
+    model, inputs = make()
+    stock = copy.deepcopy(model)
+    quest_core.inject(model, "quest", example=inputs)
+    wanted = model(*inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        torch.testing.assert_close(twin(*inputs), wanted)
+        mine = {id(m) for m in model.modules()}
+        assert not any(id(m) in mine for m in twin.modules())
+    with pytest.raises(RuntimeError, match="attention_is_not_standard"):
+        stock.load_state_dict(model.state_dict())
+    other, _ = quest_core.inject(copy.deepcopy(stock), "qnorm", example=inputs)
+    with pytest.raises(quest_core.CheckpointError, match="'quest', and the model has 'qnorm'"):
+        other.load_state_dict(model.state_dict())
+    with pytest.warns(quest_core.AttentionMismatchWarning) as warned:
+        model.load_state_dict(stock.state_dict())
+    assert len(warned) == 1
+
+
+@MODELS
+def test_injecting_again_and_restoring(make: Callable[[], Any]) -> None:
+    model, inputs = make()
+    stock = copy.deepcopy(model)
+    quest_core.inject(model, "quest", example=inputs)
+    quest_core.inject(model, "standard")  # sites are known now
+    torch.testing.assert_close(model(*inputs), stock(*inputs))
+    quest_core.inject(model, "qnorm", example=inputs)
+    assert not torch.equal(model(*inputs), stock(*inputs))
+    restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    assert vars(model.get_submodule("")).keys() == vars(stock).keys() | {"_ddp_params_and_buffers_to_ignore"}
+    torch.testing.assert_close(model(*inputs), stock(*inputs))
+
+
+def test_monitor_watches_universal_sites() -> None:
+    model, inputs = gpt()
+    quest_core.inject(model, "quest", example=inputs)
+    with quest_core.Monitor(model) as monitor:
+        model(*inputs)
+        assert list(monitor.collect()) == ["h.0.attn", "h.1.attn", "h.2.attn"]
+
+
+def test_names_classes_hooks_modes_and_buffers_stay() -> None:
+    class Counting(CausalSelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+            self.drop = nn.Dropout(0.5).eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.drop(self.norm(x.mT).mT))
+
+    model, calls = nn.Sequential(Counting()), []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 5, 32)
+    before = copy.deepcopy(model.state_dict())
+    model, _ = quest_core.inject(model, "quest", example=x)
+    calls.clear()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert [model[0].training, model[0].drop.training] == [True, False]
+    assert isinstance(model[0], Counting)
+    assert type(model[0]).__name__ == "Counting"
+    model(x)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest", "quest+sigmoid"])
+def test_mechanisms_with_parameters_and_chains_train(attention: str) -> None:
+    model, inputs = gpt()
+    before = len(list(model.parameters()))
+    quest_core.inject(model, attention, example=inputs)
+    gradients(model, inputs)
+    assert all(p.grad is not None for p in model.parameters())
+    assert len(list(model.parameters())) == before + 6 * (attention == "qknorm")
+
+
+def test_a_family_needs_no_weights() -> None:
+    model, inputs = dit()
+    quest_core.inject(model, "cosine", example=inputs)
+    gradients(model, inputs)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_without_an_example_the_error_says_example() -> None:
+    with pytest.raises(
+        InjectionError, match=r"no attention that an adapter knows .* say inject\(model, .*example=batch"
+    ):
+        quest_core.inject(GPT(), "quest")
+
+
+def test_an_example_that_reaches_nothing_is_an_error() -> None:
+    with pytest.raises(InjectionError, match="the example reached no call of scaled_dot_product_attention"):
+        quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", example=torch.randn(1, 2))
+
+
+class Explicit(nn.Module):
+    """Forms its weights itself, under a name that says nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return ((y @ y.mT).softmax(-1) @ y).transpose(1, 2).flatten(2)
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.out = 4, nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.qkv(x)[..., :32])
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = CausalSelfAttention()
+        self.off = CausalSelfAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.on(x)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"), [(Explicit, "'1' (Explicit)"), (Mixer, "'1' (Mixer)"), (Switch, "'1.off'")]
+)
+def test_what_looks_like_attention_and_stays_is_an_error(other: type[nn.Module], named: str) -> None:
+    x = torch.randn(2, 5, 32)
+    model = nn.Sequential(CausalSelfAttention(), other())
+    with pytest.raises(InjectionError, match=r"leave 1 as they are, which look like attention") as caught:
+        quest_core.inject(model, "quest", example=x)
+    assert named in str(caught.value)
+    assert not any(isinstance(m, Routed) for m in model.modules())
+    _, report = quest_core.inject(model, "quest", example=x, allow_partial=True)
+    assert len(report.left_alone) == 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("quest+gqa(kv_heads=2)", "the host projects 4 key/value heads, and 'quest+gqa(kv_heads=2)' asks for 2"),
+        ("quest+mqa", "the host projects 4 key/value heads"),
+        ("quest+sinkhorn", "'sinkhorn' is not possible here: it cannot be causal"),
+        ("aft-conv", "'aft-conv' is not possible here: it cannot be causal"),
+    ],
+)
+def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention: str, why: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        quest_core.inject(GPT(), attention, example=torch.randint(50, (2, 9)))
+    assert why in str(caught.value)
+    assert "h.0.attn" in str(caught.value)
+    assert "Possible here: " in str(caught.value)
+
+
+@NATIVE
+def test_masks_and_dropout_of_the_example_decide_what_is_possible() -> None:
+    with pytest.raises(UnsupportedError, match="takes masks of keys only"):
+        quest_core.inject(Llama(native=False), "linear", example=torch.randn(2, 7, 32))
+    with pytest.raises(UnsupportedError, match="'sinkhorn' is not possible here: it cannot be causal"):
+        quest_core.inject(Llama(), "quest+sinkhorn", example=torch.randn(2, 7, 32))  # the mask is causal
+    with pytest.raises(UnsupportedError, match="it has no weights for the attention dropout"):
+        quest_core.inject(GPT(dropout=0.1), "linear", example=torch.randint(50, (2, 9)))
+
+
+def test_another_path_through_the_forward_is_an_error() -> None:
+    class Choosing(nn.Module):
+        def forward(self, x: Tensor, fused: bool = True) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x) if fused else (x @ x.mT).softmax(-1) @ x
+
+    x = torch.randn(2, 4, 5, 8)
+    model, _ = quest_core.inject(Choosing(), "quest", example=x)
+    model(x)
+    with pytest.raises(UnsupportedError, match="did not call scaled_dot_product_attention this time"):
+        model(x, fused=False)
+
+
+def test_shapes_and_scales_that_change_are_errors() -> None:
+    q = torch.randn(2, 4, 5, 8)
+    model, _ = quest_core.inject(Plain(scale=0.5), "quest", example=(q, q, q))
+    with pytest.raises(InputError, match="is called with 2 heads of 8 features"):
+        model(q[:, :2], q[:, :2], q[:, :2])
+    with pytest.raises(InputError, match="is called with 4 heads of 4 features"):
+        model(q[..., :4], q[..., :4], q[..., :4])
+    model.said["scale"] = 0.25
+    with pytest.raises(InputError, match=r"scale=0.25, and was injected for 0.5"):
+        model(q, q, q)
+
+
+def test_two_calls_in_one_forward() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(F.scaled_dot_product_attention(y, y, y) for y in (x, -x))
+
+    x = torch.randn(2, 4, 5, 8)
+    model, _ = quest_core.inject(Twice(), "quest", example=x)
+    torch.testing.assert_close(model(x), sum(quest_core.attention(y, y, y) for y in (x, -x)))
+    with pytest.raises(UnsupportedError, match="calls the function more than once, and 'qknorm' keeps something"):
+        quest_core.inject(Twice(), "qknorm", example=x)
+
+    class Unlike(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.flatten(1, 2)[:, None]
+            return F.scaled_dot_product_attention(x, x, x).sum() + F.scaled_dot_product_attention(y, y, y).sum()
+
+    with pytest.raises(UnsupportedError, match="with heads=4 and with heads=1, and a site has one mechanism"):
+        quest_core.inject(Unlike(), "quest", example=x)
+
+
+def test_a_site_inside_a_site_is_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, self.inner(x, x, x))
+
+    with pytest.raises(
+        InjectionError,
+        match=r"'' \(Outer\) calls scaled_dot_product_attention, and it contains another attention, 'inner'",
+    ):
+        quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
+
+
+def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
+    x = torch.randn(2, 5, 32)
+    model = nn.Sequential(CausalSelfAttention())
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x)
+    with pytest.raises(InjectionError, match="its forward was replaced on the instance"):
+        quest_core.inject(model, "quest", example=x)
+    model = nn.Sequential(CausalSelfAttention())
+    model[0].mechanism = "mine"
+    with pytest.raises(InjectionError, match="it has an attribute 'mechanism'"):
+        quest_core.inject(model, "quest", example=x)
+
+
+# --- beside adapters --------------------------------------------------------------------------------------------------
+
+
+class Both(nn.Module):
+    """torch.nn.MultiheadAttention, which has an adapter, beside a call that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.two = CausalSelfAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x, x, x, need_weights=False)[0])
+
+
+def test_adapters_take_precedence() -> None:
+    model, x = Both(), torch.randn(2, 5, 32)
+    with pytest.raises(InjectionError, match=r"leave 1 as they are, .*'two' \(CausalSelfAttention\)"):
+        quest_core.inject(model, "quest")
+    _, report = quest_core.inject(model, "quest", example=x)
+    assert [(row.path, row.adapter) for row in report.replacements] == [("one", "torch"), ("two", "universal")]
+    wanted = model(x)
+    quest_core.inject(model, "quest", example=x)  # what is QUEST's own is not taken for a call of the host
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_models_that_were_not_injected_run_as_before() -> None:
+    before = F.scaled_dot_product_attention
+    model, inputs = gpt()
+    quest_core.inject(model, "quest", example=inputs)
+    model(*inputs)
+    assert F.scaled_dot_product_attention is before
+    assert not hasattr(CausalSelfAttention, "mechanism")
+    assert CausalSelfAttention.__subclasses__()  # the site's own class; the host's is as it was
+    assert CausalSelfAttention.forward.__module__ == __name__
+    assert torch.overrides._get_current_function_mode_stack() == []
