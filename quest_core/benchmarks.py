@@ -1,8 +1,9 @@
 """The contract between a plugin's benchmark tasks and `quest bench`.
 
-A plugin declares its suites as data in ``info.py`` (see :func:`suite_info` for the keys) and implements each as one
-function ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and
-evaluates one cell: one task, one attention, one seed.
+A plugin declares its suites as data in a module of its sub-package ``bench`` (README of quest-bench: the keys), which
+``info.py`` names, for example ``"suites": "quest_tsai.bench.suites:SUITES"``. It implements each suite as one function
+``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
+cell: one task, one attention, one seed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Cell:
         seed: seeds everything that is random in the cell.
         smoke: shorten the run to seconds; the numbers then mean nothing.
         data: a folder with the user's own data in its official layout, or None for what the suite brings.
-        options: the suite's options, as declared in its info, converted and with defaults filled in.
+        options: the suite's options, as declared, converted and with defaults filled in.
         workdir: a folder of the cell's own for checkpoints and logs. It is kept when the cell is stopped, so a suite
             can continue from its own checkpoint there.
         data_fingerprint: a hash of the content of the task's files in `data`; None without `data`.

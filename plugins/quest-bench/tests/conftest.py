@@ -13,27 +13,30 @@ INFO = {
     "name": "fake",
     "api": (1, 0),
     "summary": "a plugin for tests",
-    "suites": [
-        {
-            "suite": "fake/suite",
-            "summary": "numbers made from the seed",
-            "tasks": ["one", "two"],
-            "tasks_from_data": "fakebench.tasks:tasks",
-            "data": "a folder with NAME.txt",
-            "metric": "score",
-            "unit": "%",
-            "higher_is_better": True,
-            "paper": {"one": {"standard": 10.5, "quest": 20.25}},
-            "paper_source": "Table 1",
-            "options": [
-                {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-                 "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},
-                {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
-                {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
-                {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
-            ],
-        }
-    ],
+    "suites": "fakebench.suites:SUITES",
+}
+"""
+
+SUITES = """
+SUITES = {
+    "fake/suite": {
+        "summary": "numbers made from the seed",
+        "tasks": ["one", "two"],
+        "tasks_from_data": "fakebench.tasks:tasks",
+        "data": "a folder with NAME.txt",
+        "metric": "score",
+        "unit": "%",
+        "higher_is_better": True,
+        "paper": {"one": {"standard": 10.5, "quest": 20.25}},
+        "paper_source": "Table 1",
+        "options": [
+            {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
+             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},
+            {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
+            {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
+            {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
+        ],
+    },
 }
 """
 
@@ -97,6 +100,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "fakebench/__init__.py": "",
         "fakebench/info.py": INFO,
+        "fakebench/suites.py": SUITES,
         "fakebench/tasks.py": TASKS,
         "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
         "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(

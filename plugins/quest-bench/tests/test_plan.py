@@ -104,7 +104,7 @@ def test_select(fake: Path) -> None:
     with pytest.raises(ConfigError, match=r"no task 'on'; choose from: one, two \(did you mean 'one'"):
         select(found, "fake/suite/on")
     with pytest.raises(ConfigError, match="no task 'three'"):
-        select(found, "fake/suite/three", fake)
+        select(found, "fake/suite/three")
 
 
 def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
@@ -158,6 +158,14 @@ def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
     info.write_text("raise ImportError('no luck')")
     with pytest.raises(ConfigError, match=r"'fake' is broken: .*no luck.*fix"):
         select(catalogue(), "fake/suite")
+
+
+def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
+    (fake.parent / "site" / "fakebench" / "suites.py").write_text("raise ImportError('no luck')")
+    found = catalogue()
+    assert found.suites.keys() == {"toy/spurious"}
+    with pytest.raises(ConfigError, match=r"'fake' is broken: its suites cannot be read: .*no luck.*fix"):
+        select(found, "fake/suite")
 
 
 def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,9 @@ def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) 
         result = decode(path.read_text())
         result["metrics"]["cost"] = 100.0 - result["metrics"]["score"]
         write_json(path, result)
-    info = fake.parent / "site" / "fakebench" / "info.py"
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
     also = '"also": [{"metric": "cost", "unit": "s", "higher_is_better": False, "paper": {"one": {"quest": 7.5}}}],'
-    info.write_text(info.read_text().replace('"unit": "%",', f'"unit": "%", {also}'))
+    suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {also}'))
     score, cost = read_groups(Path("out"), "standard")
     assert (score.title, cost.title) == ("fake/suite/one", "fake/suite/one · cost")
     row = cost.row("quest")
@@ -159,8 +159,8 @@ def test_a_suite_that_is_gone_is_reported_from_its_run(fake: Path, monkeypatch: 
 
 
 def test_broken_plots_of_a_suite_are_a_note(fake: Path) -> None:
-    info = fake.parent / "site" / "fakebench" / "info.py"
-    info.write_text(info.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
     write_results(Path("out"), [], SCORES)
     assert "could not be drawn" in write_report(Path("out"), "standard").read_text()
 

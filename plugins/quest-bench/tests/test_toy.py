@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quest_bench import toy, toy_options
+from quest_bench import suites, toy
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")
 MODEL = {"seq_len": 14, "embed_std": 0.3}
-DEFAULTS = {option["name"]: option["default"] for option in toy_options.OPTIONS}
+DEFAULTS = {option["name"]: option["default"] for option in suites.OPTIONS}
 
 
 def make_models(attention: str, seeds: list[int], block: str) -> toy.Models:
@@ -267,6 +267,6 @@ def test_a_cell_learns_the_shortcut() -> None:
 
 
 def test_options_need_only_the_standard_library() -> None:
-    code = f"import runpy, sys; runpy.run_path({toy_options.__file__!r}); sys.exit('torch' in sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({suites.__file__!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert all({"name", "kind", "default", "doc"} <= option.keys() for option in toy_options.OPTIONS)
+    assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.OPTIONS)

@@ -7,9 +7,10 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from quest_bench.info import INFO
+from quest_bench.charts import COLOURS
 from quest_bench.plan import Suite, parse_settings, write_value
-from quest_bench.report import COLOURS, STYLE
+from quest_bench.report import STYLE
+from quest_bench.suites import SUITES
 from quest_bench.toy_plots import KINDS, OUTCOMES, plots
 from quest_core.hosts.discovery import Record
 
@@ -48,7 +49,7 @@ def test_its_colours_follow_the_page() -> None:
 
 
 def test_declared_defaults_are_allowed_values() -> None:
-    for info in INFO["suites"]:
-        suite = Suite.read(info, Record("bench", "quest-bench", "0", "ok"))
+    for name, info in SUITES.items():
+        suite = Suite.read({"suite": name, **info}, Record("bench", "quest-bench", "0", "ok"))
         given = [f"{name}={write_value(option['default'])}" for name, option in suite.options.items()]
         assert parse_settings(suite, given) == parse_settings(suite, [])

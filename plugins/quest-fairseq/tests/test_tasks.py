@@ -14,10 +14,8 @@ import pytest
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_fairseq.bench.corpus import SWAPPED, BytePairs, pydocs, swap_words
+from quest_fairseq.bench.suites import SUITES
 from quest_fairseq.bench.tasks import RATES, run_pydocs, run_wikitext103
-from quest_fairseq.info import INFO
-
-SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
 
 
 def cell(suite: str, task: str, workdir: Path, data: Path | None = None, attention: str = "quest") -> Cell:

@@ -27,9 +27,7 @@ from quest_graphgps.bench.data import (
     pattern_graphs,
     write_raw,
 )
-from quest_graphgps.info import INFO
-
-SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
+from quest_graphgps.bench.suites import SUITES
 
 
 def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options) -> Cell:

@@ -23,11 +23,9 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.mechanisms.part import Option
 from quest_mmseg.bench import scenes, tasks
-from quest_mmseg.bench.corruptions import Corrupt, corrupted, severities
+from quest_mmseg.bench.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
+from quest_mmseg.bench.suites import SUITES
 from quest_mmseg.bench.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
-from quest_mmseg.info import CORRUPTIONS, INFO
-
-SUITES = {suite["suite"]: suite for suite in INFO["suites"]}
 
 
 def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
@@ -135,7 +133,7 @@ def test_declared_options():
                 option["name"], kind, option["default"], option["doc"], option.get("minimum"),
                 nullable=option.get("nullable", False),
             )  # fmt: skip
-            assert rule.check(option["default"], suite["suite"]) == option["default"]
+            assert rule.check(option["default"], "suite") == option["default"]
     assert SUITES["seg/ade20k"]["paper"]["vit-t"]["quest"] == 38.87
     assert SUITES["seg/ade20k-c"]["paper"]["vit-s"]["standard"] == 38.45
 

@@ -38,9 +38,9 @@ from quest_core.benchmarks import Cell
 from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
+from quest_pointcept.bench.suites import SUITES
 from quest_pointcept.bench.tasks import run_nuscenes
 from quest_pointcept.configs import install_configs
-from quest_pointcept.info import INFO
 
 SMALL = {
     "in_channels": 4,
@@ -604,7 +604,7 @@ def test_a_killed_run_resumes(dataset, tmp_path):
 
 @pytest.mark.slow
 def test_the_nuscenes_task(dataset, tmp_path, monkeypatch):
-    options: ClassVar[dict] = {option["name"]: option["default"] for option in INFO["suites"][1]["options"]}
+    options: ClassVar[dict] = {option["name"]: option["default"] for option in SUITES["points/nuscenes"]["options"]}
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
     told = []
     shrunk = {**options, "batch_size": 2, "workers": 1}

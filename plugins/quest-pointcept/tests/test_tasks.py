@@ -17,9 +17,9 @@ from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
 from quest_pointcept.bench import scenes, tasks
-from quest_pointcept.info import INFO
+from quest_pointcept.bench.suites import SUITES
 
-DEFAULTS = {suite["suite"]: {o["name"]: o["default"] for o in suite["options"]} for suite in INFO["suites"]}
+DEFAULTS = {name: {o["name"]: o["default"] for o in suite["options"]} for name, suite in SUITES.items()}
 
 
 def cell(tmp_path, attention="quest", suite="points/scenes", task="street", data=None, seed=0, **options):
@@ -183,13 +183,13 @@ def test_the_trainers_log_is_read(tmp_path, monkeypatch, status):
 
 
 def test_info_is_read_alone_and_declares_what_runs():
-    info = load_info("quest_pointcept.info:INFO")
-    assert info == INFO
-    for suite in info["suites"]:
+    suites = load_info(load_info("quest_pointcept.info:INFO")["suites"])
+    assert suites == SUITES
+    for name, suite in suites.items():
         for option in suite["options"]:
             kind = {"int": int, "float": float, "str": str}[option["kind"]]
             rule = Option(option["name"], kind, option["default"], option["doc"], option.get("minimum"))
-            assert rule.check(option["default"], suite["suite"]) == option["default"]
+            assert rule.check(option["default"], name) == option["default"]
 
 
 USE = """

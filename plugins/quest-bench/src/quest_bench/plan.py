@@ -20,7 +20,7 @@ from typing import Any
 from quest_core.benchmarks import Cell
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, PluginError, one_of
-from quest_core.hosts.discovery import Record, discover
+from quest_core.hosts.discovery import Record
 
 from . import worker
 from .data import fingerprint
@@ -28,7 +28,7 @@ from .data import fingerprint
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark suite as its plugin's info declares it, with the record of that plugin."""
+    """A benchmark suite as its plugin declares it, with the record of that plugin."""
 
     name: str
     summary: str
@@ -58,7 +58,7 @@ class Suite:
 
     @classmethod
     def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
-        """A suite mapping of an info.py; raises PluginError naming the key that is missing."""
+        """A declaration and its name under "suite"; raises PluginError naming the key that is missing."""
         try:
             return cls(
                 name=info["suite"],
@@ -122,7 +122,7 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
         if not equals or not name or not path:
             raise ConfigError(f"--python is {text!r}; write PLUGIN=PATH, such as --python tsai=~/envs/tsai/bin/python")
         chosen[name] = (path, "--python")
-    records = {record.name: record for record in discover()}
+    records = {record.name: record for record in _records(worker.describe())}
     paths: dict[str, str] = {}
     for name, (text, source) in chosen.items():
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
@@ -138,8 +138,8 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
         paths[name] = str(python)
     suites: dict[str, Suite] = {}
     for record in records.values():
-        for info in record.info.get("suites", ()):
-            suite = Suite.read(info, record)
+        for name, info in record.info.get("suites", {}).items():
+            suite = Suite.read({"suite": name, **info}, record)
             if suite.name in suites:
                 raise PluginError(
                     f"suite '{suite.name}' is provided by both {suites[suite.name].record.distribution} and "
@@ -159,7 +159,11 @@ def _describe(name: str, python: Path) -> list[Record]:
             f"--python {name}={python}: asking it for its plugins failed: {last}; "
             f"fix: {python} -m pip install quest-core quest-{name}"
         )
-    return [Record(**record) for record in json.loads(done.stdout.splitlines()[-1])]
+    return _records(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _records(described: Iterable[Mapping[str, Any]]) -> list[Record]:
+    return [Record(**record) for record in described]
 
 
 def suite_of(available: Catalogue, selector: str) -> Suite:
@@ -168,7 +172,7 @@ def suite_of(available: Catalogue, selector: str) -> Suite:
     name = next((n for n in suites if selector == n or selector.startswith(n + "/")), None)
     if name is not None:
         return suites[name]
-    broken = [r for r in available.records.values() if r.status != "ok" and not r.info]
+    broken = [r for r in available.records.values() if r.status != "ok" and not r.info.get("suites")]
     hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
     stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
     raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")

@@ -113,10 +113,25 @@ def entry_point(suite: str) -> importlib.metadata.EntryPoint:
 
 
 def describe() -> list[dict[str, Any]]:
-    """The plugin records of this environment, as `quest_core.hosts.discovery.discover` gives them."""
-    from quest_core.hosts.discovery import discover
+    """Return the plugin records of this environment as `quest_core.hosts.discovery.discover` does, with their suites.
 
-    return [dataclasses.asdict(record) for record in discover()]
+    ``info["suites"]`` then is the mapping that a plugin's info names: suite -> declaration. A plugin whose suites
+    cannot be read is broken.
+    """
+    from quest_core.hosts.discovery import discover, load_info
+
+    found = []
+    for record in map(dataclasses.asdict, discover()):
+        name = record["info"].get("suites")
+        try:
+            suites = load_info(name) if name else {}
+        except Exception as error:
+            suites = {}
+            if record["status"] == "ok":
+                fix = f"pip install --force-reinstall {record['distribution']}"
+                record |= {"status": "broken", "detail": f"its suites cannot be read: {error!r}", "fix": fix}
+        found.append(record | {"info": {**record["info"], "suites": suites} if record["info"] else {}})
+    return found
 
 
 def list_tasks(function: str, data: str) -> dict[str, Any]:

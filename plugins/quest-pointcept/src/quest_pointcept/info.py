@@ -1,11 +1,8 @@
-"""The plugin's description as data. Uses only the standard library, because listing plugins executes only this file."""
+"""The plugin as data. Standard library only, because listing plugins executes only this file."""
 
 from __future__ import annotations
 
 from typing import Any
-
-# Validation mIoU in % on nuScenes (arXiv 2604.00199, table A9).
-_PAPER = {"standard": 80.40, "quest": 80.83, "qknorm-ds": 80.37}
 
 INFO: dict[str, Any] = {
     "name": "pointcept",
@@ -17,61 +14,5 @@ INFO: dict[str, Any] = {
     "summary": "Point Transformer V3 in Pointcept and in torch-pointcloud",
     "install": 'pip install "quest-pointcept[host]" for torch-pointcloud, or put a checkout of Pointcept on PYTHONPATH',
     "capabilities": {"ordered": True, "narrows_keys": True},
-    "suites": [
-        {
-            "suite": "points/scenes",
-            "summary": "segmentation of generated lidar-like scenes with nuScenes' 16 classes by a small "
-            "Point Transformer V3 (torch-pointcloud)",
-            "tasks": ["street"],
-            "metric": "miou",
-            "unit": "%",
-            "higher_is_better": True,
-            "options": [
-                {"name": "epochs", "kind": "int", "default": 12, "doc": "passes over the scenes", "minimum": 1},
-                {"name": "lr", "kind": "float", "default": 0.004, "doc": "peak learning rate of AdamW", "minimum": 0},
-                {"name": "batch_size", "kind": "int", "default": 4, "doc": "scenes a training step", "minimum": 1},
-                {"name": "train_scenes", "kind": "int", "default": 48, "doc": "scenes to train on", "minimum": 1},
-                {"name": "val_scenes", "kind": "int", "default": 24, "doc": "scenes to evaluate on", "minimum": 1},
-                {"name": "patch_size", "kind": "int", "default": 256, "doc": "points of a patch", "minimum": 2},
-                {
-                    "name": "grid_size",
-                    "kind": "float",
-                    "default": 0.4,
-                    "doc": "edge of a voxel in metres",
-                    "minimum": 0.01,
-                },
-            ],
-        },
-        {
-            "suite": "points/nuscenes",
-            "summary": "nuScenes lidar segmentation by PT-v3m1 with Pointcept's own trainer and configuration; needs a "
-            "checkout of Pointcept on PYTHONPATH, and a GPU to be done in days",
-            "tasks": ["val"],
-            "metric": "miou",
-            "unit": "%",
-            "higher_is_better": True,
-            "paper": {"val": _PAPER},
-            "paper_source": "QUEST (arXiv 2604.00199), table A9",
-            "data": "nuScenes as Pointcept's preprocess_nuscenes_info.py leaves it: a folder with info/ and raw/",
-            "data_required": True,
-            "options": [
-                {
-                    "name": "config",
-                    "kind": "str",
-                    "default": "nuscenes/semseg-pt-v3m1-0-base.py",
-                    "doc": "one of Pointcept's configurations",
-                },
-                {"name": "epochs", "kind": "int", "default": 50, "doc": "passes over the split", "minimum": 1},
-                {
-                    "name": "batch_size",
-                    "kind": "int",
-                    "default": 12,
-                    "doc": "scans a step, over all GPUs",
-                    "minimum": 1,
-                },
-                {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
-                {"name": "workers", "kind": "int", "default": 16, "doc": "loader processes", "minimum": 1},
-            ],
-        },
-    ],
+    "suites": "quest_pointcept.bench.suites:SUITES",
 }

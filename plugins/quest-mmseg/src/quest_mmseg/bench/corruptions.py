@@ -18,9 +18,13 @@ from mmcv.transforms import BaseTransform
 
 from quest_core.errors import ConfigError, PluginError, one_of
 
-from ..info import CORRUPTIONS
 from ..registry import TRANSFORMS
 
+CORRUPTIONS = (
+    "motion_blur", "defocus_blur", "glass_blur", "gaussian_blur", "gaussian_noise", "impulse_noise", "shot_noise",
+    "speckle_noise", "brightness", "contrast", "saturate", "jpeg_compression", "snow", "spatter", "fog", "frost",
+)  # fmt: skip
+"""The 16 of the protocol."""
 HIGHEST = 5
 NOISE_HIGHEST = 3
 

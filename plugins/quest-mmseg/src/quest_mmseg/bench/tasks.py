@@ -25,9 +25,8 @@ from quest_core.checkpoints import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.injection import REPORT
 
-from ..info import CORRUPTIONS
 from . import scenes
-from .corruptions import corrupted, severities
+from .corruptions import CORRUPTIONS, corrupted, severities
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SMOKE_ITERATIONS = 4

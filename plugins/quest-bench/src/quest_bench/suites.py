@@ -1,4 +1,4 @@
-"""Options of the suite toy/spurious, as data: standard library only, so that listing the suite imports no torch."""
+"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ OPTIONS: list[dict[str, Any]] = [
         "doc": "standard deviation of the initial [CLS] token and positional embeddings",
     },
 ]
+
+SUITES: dict[str, dict[str, Any]] = {
+    "toy/spurious": {
+        "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
+        "tasks": ["retrieval"],
+        "metric": "success_rate",
+        "unit": "%",
+        "higher_is_better": True,
+        "paper": {"retrieval": {"standard": 25.0, "qnorm": 49.0, "quest": 58.0}},
+        "paper_source": "QUEST (arXiv 2604.00199), figure 3 / section 2.2",
+        "options": OPTIONS,
+        "plots": "quest_bench.toy_plots:plots",
+        "needs": None,
+    },
+}

@@ -1,0 +1,145 @@
+"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GENERATED = (
+    "graphs drawn from the published generator, not the published files; "
+    "the best epoch is chosen on the validation split"
+)
+_FROM_DATA = "the best epoch is chosen on the validation split"
+
+
+def _options(graphs: str, sizes: int, batch: int, lr: float, epochs: int, warmup: int) -> list[dict[str, Any]]:
+    """Return the options that every suite has, with the paper's defaults."""
+    return [
+        {"name": "graphs", "kind": "int", "default": sizes, "doc": graphs, "minimum": 0},
+        {"name": "epochs", "kind": "int", "default": epochs, "doc": "epochs of training", "minimum": 1},
+        {"name": "batch_size", "kind": "int", "default": batch, "doc": "graphs a training step", "minimum": 1},
+        {"name": "lr", "kind": "float", "default": lr, "doc": "highest learning rate of AdamW", "minimum": 0},
+        {
+            "name": "warmup_epochs",
+            "kind": "int",
+            "default": warmup,
+            "doc": "epochs in which the rate rises; with any, the first has almost none, as in GraphGPS",
+            "minimum": 0,
+        },
+        {
+            "name": "attn_dropout",
+            "kind": "float",
+            "default": 0.5,
+            "doc": "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none",
+            "minimum": 0,
+        },
+    ]
+
+
+_SEED = {"name": "data_seed", "kind": "int", "default": 0, "doc": "seed of the generated graphs", "minimum": 0}
+_SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
+_ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
+_LRGB = "a folder with LRGB/, as PyTorch Geometric's LRGBDataset lays it out"
+_SBM_DATA = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
+_TABLE_8 = "QUEST (arXiv 2604.00199), table 8: mean of 10 runs"
+_TABLE_9 = "QUEST (arXiv 2604.00199), table 9: mean of 4 runs"
+
+SUITES: dict[str, dict[str, Any]] = {
+    "graph/pattern": {
+        "summary": f"which nodes of a graph belong to a hidden pattern, GPS with 6 layers; {_GENERATED}",
+        "tasks": ["PATTERN"],
+        "metric": "accuracy",
+        "unit": "%",
+        "paper": {"PATTERN": {"standard": 86.685, "quest": 86.760}},
+        "paper_source": _TABLE_8,
+        "data": _SBM_DATA,
+        "options": [*_options(_SBM, 10000, 32, 0.0005, 100, 5), _SEED],
+    },
+    "graph/cluster": {
+        "summary": f"which of six communities a node belongs to, GPS with 16 layers; {_GENERATED}",
+        "tasks": ["CLUSTER"],
+        "metric": "accuracy",
+        "unit": "%",
+        "paper": {"CLUSTER": {"standard": 78.016, "quest": 77.894}},
+        "paper_source": _TABLE_8,
+        "data": _SBM_DATA,
+        "options": [*_options(_SBM, 10000, 16, 0.0005, 100, 5), _SEED],
+    },
+    "graph/zinc": {
+        "summary": f"constrained solubility of molecules, GPS with 10 layers; {_FROM_DATA}",
+        "tasks": ["ZINC"],
+        "metric": "mae",
+        "higher_is_better": False,
+        "paper": {"ZINC": {"standard": 0.070, "quest": 0.069}},
+        "paper_source": _TABLE_8,
+        "data": "a folder with ZINC/, as PyTorch Geometric's ZINC lays it out",
+        "data_required": True,
+        "options": _options(_ALL, 0, 32, 0.001, 2000, 50),
+    },
+    "graph/cifar10": {
+        "summary": f"what an image shows, from its superpixels, GPS with 3 layers; {_FROM_DATA}",
+        "tasks": ["CIFAR10"],
+        "metric": "accuracy",
+        "unit": "%",
+        "paper": {"CIFAR10": {"standard": 72.298, "quest": 72.843}},
+        "paper_source": _TABLE_8,
+        "data": "a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
+        "data_required": True,
+        "options": _options(_ALL, 0, 16, 0.001, 100, 5),
+    },
+    "graph/molecules": {
+        "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP), not comparable "
+        "with published results; needs no download; GPS with ZINC's settings",
+        "tasks": ["crippen-logp"],
+        "metric": "mae",
+        "higher_is_better": False,
+        "data": "a csv file with a column SMILES; without one, that of the installed molsets",
+        "options": _options(
+            "training molecules, with a tenth as many of validation and of test", 10000, 32, 0.001, 100, 5
+        ),
+    },
+    "graph/superpixels": {
+        "summary": f"classes of superpixels, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "tasks": ["PascalVOC-SP", "COCO-SP"],
+        "metric": "f1",
+        "paper": {
+            "PascalVOC-SP": {"standard": 0.375, "quest": 0.373},
+            "COCO-SP": {"standard": 0.341, "quest": 0.349},
+        },
+        "paper_source": _TABLE_9,
+        "data": _LRGB,
+        "data_required": True,
+        "options": _options(_ALL, 0, 32, 0.0005, 300, 10),
+    },
+    "graph/peptides-func": {
+        "summary": f"ten functions of a peptide, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "tasks": ["Peptides-func"],
+        "metric": "ap",
+        "paper": {"Peptides-func": {"standard": 0.654, "quest": 0.662}},
+        "paper_source": _TABLE_9,
+        "data": _LRGB,
+        "data_required": True,
+        "options": _options(_ALL, 0, 128, 0.0003, 200, 5),
+    },
+    "graph/peptides-struct": {
+        "summary": f"eleven properties of a peptide, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "tasks": ["Peptides-struct"],
+        "metric": "mae",
+        "higher_is_better": False,
+        "paper": {"Peptides-struct": {"standard": 0.250, "quest": 0.251}},
+        "paper_source": _TABLE_9,
+        "data": _LRGB,
+        "data_required": True,
+        "options": _options(_ALL, 0, 128, 0.0003, 200, 5),
+    },
+    "graph/pcqm-contact": {
+        "summary": "which atoms of a molecule lie close together in space, GPS with 4 layers (long-range graph "
+        f"benchmark); {_FROM_DATA}",
+        "tasks": ["PCQM-Contact"],
+        "metric": "mrr",
+        "paper": {"PCQM-Contact": {"standard": 0.334, "quest": 0.346}},
+        "paper_source": _TABLE_9,
+        "data": _LRGB,
+        "data_required": True,
+        "options": _options(_ALL, 0, 256, 0.0003, 200, 10),
+    },
+}

@@ -1,0 +1,63 @@
+"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _option(name: str, kind: str, default: Any, doc: str, **limits: Any) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "default": default, "doc": doc, **limits}
+
+
+# mIoU in % (arXiv 2604.00199, table 5): (clean, corrupted).
+_PAPER = {
+    "vit-t": {"standard": (37.34, 32.19), "quest": (38.87, 33.55)},
+    "vit-s": {"standard": (43.43, 38.45), "quest": (44.13, 39.19)},
+}
+_SOURCE = "QUEST (arXiv 2604.00199), table 5; the paper starts from DeiT weights of the same attention"
+
+_ADE20K: dict[str, Any] = {
+    "tasks": ["vit-t", "vit-s"],
+    "unit": "%",
+    "higher_is_better": True,
+    "paper_source": _SOURCE,
+    "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
+    "data_required": True,
+    "options": [
+        _option("iterations", "int", 160000, "training iterations", minimum=1),
+        _option("batch_size", "int", 8, "images an iteration", minimum=1),
+        _option("workers", "int", 4, "processes that load images", minimum=0),
+        _option("pretrained", "str", None, "ViT weights under mmseg's names (vit2mmseg.py); null: none", nullable=True),
+        _option("checkpoint", "str", None, "a trained Segmenter to evaluate; null: train one", nullable=True),
+    ],
+}
+
+SUITES: dict[str, dict[str, Any]] = {
+    "seg/shapes": {
+        "summary": "a small Segmenter on generated scenes in the layout of ADE20K, clean and under 16 corruptions",
+        "tasks": ["scenes"],
+        "metric": "mIoU",
+        "also": [{"metric": "mIoU corrupted"}],
+        "unit": "%",
+        "higher_is_better": True,
+        "options": [
+            _option("iterations", "int", 1000, "training iterations", minimum=1),
+            _option("batch_size", "int", 16, "images an iteration", minimum=1),
+            _option("lr", "float", 0.001, "largest learning rate of AdamW", minimum=0),
+            _option("train_images", "int", 512, "scenes to train on", minimum=1),
+            _option("validation_images", "int", 64, "scenes to test on", minimum=1),
+        ],
+    },
+    "seg/ade20k": {
+        **_ADE20K,
+        "summary": "Segmenter on ADE20K with the paper's schedule",
+        "metric": "mIoU",
+        "paper": {task: {name: pair[0] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+    },
+    "seg/ade20k-c": {
+        **_ADE20K,
+        "summary": "Segmenter on ADE20K with the paper's schedule, under 16 corruptions",
+        "metric": "mIoU corrupted",
+        "paper": {task: {name: pair[1] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+    },
+}
