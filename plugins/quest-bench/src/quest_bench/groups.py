@@ -143,7 +143,10 @@ class Group:
             parts += (
                 [f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}"] if names else []
             )
-        same = [row for row in compared if not row.mark]
+        equal = [row.attention for row in compared if row.comparison and row.comparison.p == 1 and not row.failed]
+        if equal:
+            parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
+        same = [row for row in compared if not row.mark and row.attention not in equal]
         if same:
             names = [row.attention for row in same]
             seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
