@@ -32,7 +32,7 @@ def theme(dark: bool) -> dict[str, Any]:
         "background": None,
         "font": 'system-ui, -apple-system, "Segoe UI", sans-serif',
         "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink, "titleFontWeight": "normal"},
-        "legend": {**text, "orient": "top", "direction": "horizontal", "columns": 3, "title": None},
+        "legend": {**text, "orient": "top", "direction": "horizontal", "columns": 2, "title": None},
         "title": {"color": ink, "fontSize": 13, "anchor": "start"},
         "text": {"fontSize": 12, "color": ink},
         "rule": {"color": ink},
@@ -214,7 +214,7 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
                             "x": x,
                             "y": {**y, "field": "low"},
                             "y2": {"field": "high"},
-                            "color": _colour(attentions, legend),
+                            "color": _colour(attentions),
                         },
                     },
                     {
@@ -276,7 +276,7 @@ def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
         return None
     names = list(dict.fromkeys(value["attention"] for value in values))
     domain = [baseline, *names]
-    y = {"field": "task", "type": "nominal", "sort": None, "title": None}
+    y = {"field": "task", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 150}}
     x = {"type": "quantitative", "title": f"% of {baseline}'s mean; right is better"}
     colour = {**_colour(domain, legend=True), "scale": {"domain": domain}}
     colour["legend"] = {"values": names}

@@ -153,8 +153,12 @@ class Group:
             verb = "is" if len(names) == 1 else "are"
             text = f"{join(names)} {verb} not told apart from {self.baseline} by {seeds} seeds"
             seen = [row.comparison.detectable for row in same if row.comparison]
-            largest = max((value for value in seen if math.isfinite(value)), default=0.0)
-            text += f", which find a difference of {number(largest)}{unit} with a power of 80%" if largest else ""
+            finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
+            if finite:
+                ends = f"a difference of {finite[0]}"
+                if len(finite) > 1:
+                    ends = f"differences from {finite[0]} to {finite[-1]}"
+                text += f", which find {ends}{unit} with a power of 80%"
             parts.append(text)
         lost = [f"{row.attention} failed on {row.failed} of {row.planned} seeds" for row in self.rows if row.failed]
         text = "; ".join([*parts, *lost])

@@ -185,7 +185,10 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[
             "its last value."
         )
         drawn.append(Chart("Over training", caption, charts.curves(group, done, names, points), file("over-training")))
-    if group.suite.plots and group.first_metric:
+    complete = all((cell.result or {}).get("details") for cell in done)
+    if group.suite.plots and group.first_metric and not complete:
+        group.notes.append("The suite's own plots need the cells' details, which results.parquet of this run lacks.")
+    elif group.suite.plots and group.first_metric:
         module, _, function = group.suite.plots.partition(":")
         rows = table.set_index("folder").loc[[cell.folder.name for cell in done]].reset_index()
         results: list[Mapping[str, Any]] = [{**cell.cell, **(cell.result or {})} for cell in done]
