@@ -137,6 +137,12 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder; without it, runs/SUITE.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Seconds instead of hours; the numbers mean nothing.")] = False,
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Your own data in its official layout.")] = None,
+    repo: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A framework's checkout, for suites that run its own trainer.")
+    ] = None,
+    cfg: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="With --repo: a config in it; repeatable.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the suite; KEY=A,B sweeps it. Repeatable."),
@@ -157,6 +163,14 @@ def run(
         float, typer.Option(min=1, help="Without a terminal: seconds between the lines of a running cell.")
     ] = 60.0,
     python: Python = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Submit instead of running here: slurm, or local (needs quest-bench[slurm]).")
+    ] = None,
+    orchestrators: Annotated[int, typer.Option(min=1, help="With --cluster: jobs that share the cells.")] = 1,
+    cluster_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --cluster: a parameter of submitit, as slurm_partition=gpu."),
+    ] = None,
 ) -> None:
     """Run a grid: tasks × attentions × seeds × option values. The same command again resumes.
 
@@ -170,9 +184,19 @@ def run(
 
     [cyan]quest bench run ts/uea --python tsai=~/envs/tsai/bin/python[/]   cells run in the plugin's environment
 
+    [cyan]quest bench run graphgps --repo GraphGPS --cfg configs/GPS/zinc-GPS+RWSE.yaml[/]   in its own trainer
+
+    [cyan]quest bench run ts/uea --cluster slurm --orchestrators 8 --cluster-set slurm_partition=gpu[/]
+
     Finished cells are kept and skipped, failed ones are tried again; a stopped run leaves no half results. Several
     orchestrators, also on several machines, may run into one folder at a time; each cell runs once.
     """
+    if cfg and not (repo and "," not in "".join(cfg)):
+        raise ConfigError("--cfg needs --repo, and one FILE without commas for each --cfg")
+    if repo and (data or not cfg):
+        raise ConfigError("--repo needs --cfg FILE, and takes the place of --data")
+    if repo and cfg:
+        data, suite = repo, f"{suite}/{','.join(_below(repo, file) for file in cfg)}"
     problems: list[str] = []
     checked: dict[str, Any] = {}
     available = catalogue(python or [])
@@ -197,6 +221,15 @@ def run(
     chosen, tasks = checked["tasks"]
     plan = Plan(chosen, tasks, checked["attentions"], checked["seeds"], checked["settings"], smoke, checked["data"])
     folder = out or Path("runs", *chosen.name.split("/"))
+    if cluster is not None:
+        from .cluster import submit
+
+        store.check_conflicts(folder, plan)
+        submitted = submit(context.obj, folder, cluster, orchestrators, cluster_set or [])
+        names = ", ".join(str(job.job_id) for job in submitted)
+        console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
+        console.print(f"next: quest bench status {folder}", markup=False)
+        return
     command = shlex.join(["quest", "bench", *map(portable, context.obj)])
     devices = checked["gpus"]
     runner = Runner(
@@ -214,6 +247,13 @@ def run(
         raise typer.Exit(128 + outcome.stopped)
     if outcome.failed:
         raise typer.Exit(1)
+
+
+def _below(repo: str, file: str) -> str:
+    """A config's path below a checkout, given from there or from the current folder."""
+    root, path = Path(repo).expanduser().resolve(), Path(file).expanduser()
+    inside = path.resolve() if path.is_absolute() or not (root / path).is_file() else (root / path).resolve()
+    return str(inside.relative_to(root)) if inside.is_relative_to(root) else file
 
 
 def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:

@@ -191,7 +191,9 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
         raise ConfigError(f"--baseline is '{baseline}', which was not run here; {one_of(baseline, attentions)}")
     # a suite that only another environment has is known from the record of its run
     recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?", "ok")) for run in runs}
-    suites = {**recorded, **catalogue().suites}
+    declared = catalogue().suites
+    # a task may have named its own metric, which only the record knows
+    suites = {**recorded, **{name: suite for name, suite in declared.items() if suite.tasks or name not in recorded}}
     missing = sorted({cell.cell["suite"] for cell in cells} - suites.keys())
     if missing:
         raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")

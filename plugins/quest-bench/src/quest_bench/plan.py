@@ -217,11 +217,16 @@ def select(available: Catalogue, selector: str, data: Path | None = None) -> tup
         return suite, dict.fromkeys(asked or suite.tasks)
     if not from_data:
         return suite, dict.fromkeys(asked or suite.tasks, fingerprint(data))
-    return suite, _tasks_of(suite, from_data, available.python(suite), asked, data)
+    return _tasks_of(suite, from_data, available.python(suite), asked, data)
 
 
-def _tasks_of(suite: Suite, function: str, python: str, asked: Sequence[str], data: Path) -> dict[str, str | None]:
-    """The chosen tasks of a data folder with their fingerprints; invalid ones are refused, all in one message."""
+def _tasks_of(
+    suite: Suite, function: str, python: str, asked: Sequence[str], data: Path
+) -> tuple[Suite, dict[str, str | None]]:
+    """The chosen tasks of a data folder with their fingerprints; invalid ones are refused, all in one message.
+
+    A task may name its own metric and direction (a config of a framework). All chosen tasks must agree in them.
+    """
     done = subprocess.run(
         [python, worker.__file__, "tasks", function, str(data)],
         capture_output=True,
@@ -241,7 +246,14 @@ def _tasks_of(suite: Suite, function: str, python: str, asked: Sequence[str], da
         rest = [task for task in sorted(found) if not found[task].get("problem")]
         valid = f"; valid tasks there: {', '.join(rest) or 'none'}"
         raise ConfigError("; ".join(wrong) + valid)
-    return {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
+    own = {task: (found[task]["metric"], found[task]["higher_is_better"]) for task in tasks if "metric" in found[task]}
+    if len(set(own.values())) > 1:
+        raise ConfigError(f"the tasks have different metrics, so run them one by one: {own}")
+    if own:
+        metric, higher = next(iter(own.values()))
+        info = {**suite.info, "metric": metric, "higher_is_better": higher}
+        suite = replace(suite, metric=metric, higher_is_better=higher, info=info)
+    return suite, {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
 
 
 _OPEN, _CLOSE = "([{", ")]}"
