@@ -56,9 +56,9 @@ def test_paired_difference_equals_scipys_paired_test() -> None:
         ([2.0, 2.1, 1.9], True, "better than standard (p = 8.3e-04)"),
         ([2.0, 2.1, 1.9], False, "worse than standard (p = 8.3e-04)"),
         ([-2.0, -2.1, -1.9], False, "better than standard (p = 8.3e-04)"),
-        ([-1.0, 1.0, 0.5], True, "not told apart from standard (p = 0.808)"),
+        ([-1.0, 1.0, 0.5], True, "not distinguished from standard (p = 0.808)"),
         ([0.0, 0.0], True, "equal to standard on every seed"),
-        ([0.1, 0.1], True, "not told apart from standard (p = 0.500, sign test: 2 won, 0 lost)"),
+        ([0.1, 0.1], True, "not distinguished from standard (p = 0.500, sign test: 2 won, 0 lost)"),
         ([1.0], True, "one seed in common: no test"),
         ([], True, "no seed in common with standard"),
     ],
@@ -76,13 +76,17 @@ def test_a_failed_seed_is_a_loss() -> None:
     assert (found.wins, found.losses, found.failed, found.test) == (3, 5, 5, "sign")
     assert found.difference.low > 0
     assert found.mark == ""
-    assert verdict(found, "standard").startswith("not told apart from standard (p = 0.727, sign test: 3 won, 5 lost)")
+    assert verdict(found, "standard").startswith(
+        "not distinguished from standard (p = 0.727, sign test: 3 won, 5 lost)"
+    )
     (found,) = correct([compare(dict.fromkeys(range(8), NAN), base, False)])
     assert (found.mark, verdict(found, "standard").split(" (")[0]) == ("▼", "worse than standard")
     (found,) = correct([compare(base, dict.fromkeys(range(8), NAN), False)])
     assert found.mark == "▲"
     (found,) = correct([compare({0: NAN, 1: NAN}, {0: NAN, 1: NAN}, True)])
-    assert verdict(found, "standard") == ("no seed tells it from standard; 2 of 2 seeds failed; standard failed on 2")
+    assert verdict(found, "standard") == (
+        "no seed distinguishes it from standard; 2 of 2 seeds failed; standard failed on 2"
+    )
 
 
 def test_holm_by_hand() -> None:

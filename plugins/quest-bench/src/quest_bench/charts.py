@@ -304,7 +304,7 @@ def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
 
 
 def ranks(found: Ranking) -> dict[str, Any]:
-    """The critical-difference diagram (Demšar, JMLR 2006): bars join attentions that are not told apart."""
+    """The critical-difference diagram (Demšar, JMLR 2006): bars join attentions that are not distinguished."""
     names = list(found.ranks)
     points = [
         {"attention": name, "rank": _round(value), "row": i + 1} for i, (name, value) in enumerate(found.ranks.items())

@@ -83,7 +83,7 @@ class Item:
     Attributes:
         name: the part after the slash.
         estimates: by attention, over seeds.
-        differences: from the baseline, paired by seed, for the other attentions. They are not tested.
+        differences: of the other attentions from the baseline, paired by seed. They are not tested.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Group:
             names = [row.attention for row in same]
             seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
             verb = "is" if len(names) == 1 else "are"
-            text = f"{join(names)} {verb} not told apart from {self.baseline} by {seeds} seeds"
+            text = f"{join(names)} {verb} not distinguished from {self.baseline} by {seeds} seeds"
             seen = [row.comparison.detectable for row in same if row.comparison]
             finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
             if finite:

@@ -151,7 +151,7 @@ def _overview(found: Sequence[Group], ranks: Any, baseline: str) -> list[Chart]:
     if ranks:
         caption = (
             f"Critical-difference diagram over {ranks.tasks} tasks: Nemenyi's critical difference is "
-            f"{ranks.critical:.2f} ranks at 5%; bars join attentions that are not told apart."
+            f"{ranks.critical:.2f} ranks at 5%; bars join attentions that are not distinguished."
         )
         drawn.append(Chart("Average ranks", caption, [charts.ranks(ranks)], "00-ranks.png"))
     return drawn

@@ -135,7 +135,7 @@ def _worth(value: float, sign: int) -> float:
 def correct(family: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons with `adjusted`, `family` and `detectable` set, by Holm's method over all that have a p.
 
-    Holm's method bounds the probability of one or more false marks in the whole family, for any dependence of the
+    Holm's method bounds the probability of one or more false marks in the whole family, under any dependence of the
     comparisons. The detectable difference uses Bonferroni's level, the strictest step of Holm's.
     """
     tested = [one for one in family if one.test]
@@ -189,10 +189,10 @@ def verdict(found: Comparison, baseline: str) -> str:
     lost += [f"{baseline} failed on {found.baseline_failed}"] if found.baseline_failed else []
     reason = f"p = {write_p(found.adjusted)}" + (f", sign test: {counts}" if found.test == "sign" else "")
     if found.test == "sign" and not found.wins + found.losses:
-        head = f"equal to {baseline} on every seed" if not lost else f"no seed tells it from {baseline}"
+        head = f"equal to {baseline} on every seed" if not lost else f"no seed distinguishes it from {baseline}"
         return "; ".join([head, *lost])
     if not found.mark:
-        return "; ".join([f"not told apart from {baseline} ({reason})", *lost])
+        return "; ".join([f"not distinguished from {baseline} ({reason})", *lost])
     return "; ".join([f"{'better' if found.better else 'worse'} than {baseline} ({reason})", *lost])
 
 
@@ -209,7 +209,7 @@ class Ranking:
         tasks: how many tasks every attention was ranked on.
         ranks: attention -> average rank, 1 is best; ties share their ranks.
         records: attention -> tasks won, tied and lost against the baseline by the mean over common seeds.
-        critical: the critical difference of Nemenyi's test at 5%: closer average ranks are not told apart.
+        critical: the critical difference of Nemenyi's test at 5%: closer average ranks are not distinguished.
         p: Friedman's test that all attentions rank alike; NaN for fewer than three.
         cliques: the largest groups of attentions that lie within the critical difference, best first.
     """

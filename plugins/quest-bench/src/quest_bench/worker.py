@@ -280,7 +280,7 @@ def git_commit(package: Path) -> str | None:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """The machine in general words. Its name enters only as a short hash, which tells two machines apart."""
+    """The machine in general words. Its name enters only as a short hash."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
