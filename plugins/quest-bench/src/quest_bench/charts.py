@@ -186,7 +186,7 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
     A seed that stopped early keeps its last value, so that the mean does not jump where it ends.
     """
     attentions = [row.attention for row in group.rows]
-    charts = []
+    charts: list[dict[str, Any]] = []
     for name in names:
         values = []
         for attention in attentions:
@@ -274,7 +274,7 @@ def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
         )
     if len({value["task"] for value in values}) < 2:
         return None
-    names = list(dict.fromkeys(value["attention"] for value in values))
+    names = list(dict.fromkeys(str(value["attention"]) for value in values))
     domain = [baseline, *names]
     y = {"field": "task", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 150}}
     x = {"type": "quantitative", "title": f"% of {baseline}'s mean; right is better"}

@@ -369,13 +369,13 @@ def status(
     counts["unfinished"] += max(0, len(asked) - len(cells))
     words = ("done", "running", "failed", "unfinished")
     console.print(", ".join(f"{counts[word]} {word}" for word in words))
-    for cell, (holder, age) in running:
+    for cell, (who, age) in running:
         log = cell.folder / "progress.log"
         last = log.read_text(encoding="utf-8").splitlines()[-1:] if log.is_file() else []
         beat = f"; no sign of life for {age:.0f} s" if age > 30 else ""
         given = cell.cell
         text = f"running {given['task']} · {given['attention']} · seed {given['seed']}  {''.join(last) or 'starting'}"
-        console.print(f"{text}  ({holder}{beat})", markup=False, soft_wrap=True)
+        console.print(f"{text}  ({who}{beat})", markup=False, soft_wrap=True)
     for cause, failed in causes(cells):
         console.print(Text(f"{len(failed)} failed: {cause}  (first: {failed[0].folder / 'log.txt'})"), soft_wrap=True)
 

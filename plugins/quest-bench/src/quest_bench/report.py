@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 import vl_convert
+from cycler import cycler
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import charts, groups, store
@@ -34,7 +35,7 @@ STYLE: Any = {  # for the figures that a suite draws itself
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": mpl.cycler(color=charts.COLOURS),
+    "axes.prop_cycle": cycler(color=charts.COLOURS),
     "grid.color": "#d8dbe0",
     "font.size": 9,
     "legend.frameon": False,
@@ -56,7 +57,9 @@ def write_report(out: Path, baseline: str) -> Path:
             group.plots = _plots(group, table, f"{place + 1:02d}", points)
     runs = store.read_run(out)
     ranks = ranking(found, baseline)
+    overview = _overview(found, ranks, baseline)
     facts = {
+        "overview": overview,
         "groups": found,
         "attentions": groups.order({cell.cell["attention"] for cell in cells}, baseline, runs),
         "runs": runs,
@@ -67,12 +70,11 @@ def write_report(out: Path, baseline: str) -> Path:
         "mixed": mixed(cells),
         "devices": sorted({cell.result["device"] for cell in cells if cell.result}),
         "baseline": baseline,
-        "overview": _overview(found, ranks, baseline),
         "ranks": ranks,
         "family": max((r.comparison.family for g in found for r in g.rows if r.comparison), default=0),
         "created": utc(),
     }
-    every = [*facts["overview"], *itertools.chain.from_iterable(group.plots for group in found)]
+    every = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
     specs = [spec for plot in every if isinstance(plot, Chart) for spec in plot.specs]
     facts["script"] = _packed(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if specs else ""
     content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
