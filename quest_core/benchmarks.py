@@ -26,7 +26,9 @@ class Cell:
         smoke: shorten the run to seconds; the numbers then mean nothing.
         data: a folder with the user's own data in its official layout, or None for what the suite brings.
         options: the suite's options, as declared, converted and with defaults filled in.
-        workdir: a folder of the cell's own for checkpoints and logs.
+        workdir: a folder of the cell's own for checkpoints and logs. It is kept when the cell is stopped, so a suite
+            can continue from its own checkpoint there.
+        data_fingerprint: a hash of the content of the task's files in `data`; None without `data`.
     """
 
     suite: str
@@ -37,6 +39,7 @@ class Cell:
     data: Path | None
     options: Mapping[str, Any]
     workdir: Path
+    data_fingerprint: str | None = None
 
 
 @dataclass

@@ -22,6 +22,8 @@ SUITES = {
     "fake/suite": {
         "summary": "numbers made from the seed",
         "tasks": ["one", "two"],
+        "tasks_from_data": "fakebench.tasks:tasks",
+        "data": "a folder with NAME.txt",
         "metric": "score",
         "unit": "%",
         "higher_is_better": True,
@@ -29,7 +31,7 @@ SUITES = {
         "paper_source": "Table 1",
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky")},
+             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
@@ -45,6 +47,14 @@ import signal
 import time
 
 from quest_core.benchmarks import Result
+
+
+def tasks(data):
+    # each NAME.txt is a task; an empty one is invalid
+    return {
+        path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
+        for path in data.glob("*.txt")
+    }
 
 
 def run(cell, progress):
@@ -63,14 +73,23 @@ def run(cell, progress):
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "hang":
         time.sleep(120)
+    if mode == "slow":
+        time.sleep(0.2)
+    if mode == "data":
+        (cell.data / "processed").mkdir(exist_ok=True)
+    if mode == "crash" and cell.attention == "quest" and cell.seed not in (1, 2, 3):
+        raise ValueError(f"seed {cell.seed} crashed")
     score = 10.0 * (cell.options["scale"] or 0) + cell.seed + (5 + 0.1 * cell.seed) * (cell.attention == "quest")
     for step in range(cell.options["steps"]):
         progress((step + 1) / cell.options["steps"], f"step {step}")
     if mode == "nan" and cell.seed == 0:
         score = math.nan
+    if "COUNT_RUNS" in os.environ:
+        with open(os.environ["COUNT_RUNS"], "a") as file:
+            file.write(f"{cell.workdir.parent.name}\\n")
     metrics = {} if mode == "nothing" else {"score": score, "limit": math.inf}
     loss = [1.0 / (step + 1) for step in range(cell.options["steps"])] + [-math.inf]
-    return Result(metrics, {"loss": loss}, {"who": "<b>&"})
+    return Result(metrics, {"loss": loss}, {"who": "<b>&", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")})
 """
 
 

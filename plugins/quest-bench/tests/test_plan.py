@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quest_bench.data import fingerprint
 from quest_bench.plan import (
     Plan,
     Suite,
@@ -93,9 +94,9 @@ def test_all_bad_settings_are_told_at_once(suite: Suite) -> None:
 
 def test_select(fake: Path) -> None:
     found = catalogue()
-    assert select(found, "fake/suite")[1] == ["one", "two"]
-    assert select(found, "fake/suite/two")[1] == ["two"]
-    assert select(found, "fake/suite/two,one")[1] == ["two", "one"]
+    assert list(select(found, "fake/suite")[1]) == ["one", "two"]
+    assert select(found, "fake/suite/two")[1] == {"two": None}
+    assert list(select(found, "fake/suite/two,one")[1]) == ["two", "one"]
     with pytest.raises(ConfigError, match=r"no suite 'fake/suit'.*did you mean 'fake/suite'"):
         select(found, "fake/suit")
     with pytest.raises(ConfigError, match=r"no suite 'fake/siute/one'.*did you mean 'fake/suite'"):
@@ -103,16 +104,50 @@ def test_select(fake: Path) -> None:
     with pytest.raises(ConfigError, match=r"no task 'on'; did you mean 'one'\? Choose from: one, two"):
         select(found, "fake/suite/on")
     with pytest.raises(ConfigError, match="no task 'three'"):
-        select(found, "fake/suite/three", str(fake))
+        select(found, "fake/suite/three")
 
 
-def test_a_data_folder_may_hold_tasks_of_its_own(fake: Path) -> None:
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    suites.write_text(suites.read_text().replace('"tasks": ', '"tasks_from_data": True, "tasks": '))
+def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
     found = catalogue()
-    assert select(found, "fake/suite/three", str(fake))[1] == ["three"]
+    folder = fake / "data"
+    folder.mkdir()
+    with pytest.raises(
+        ConfigError, match=r"data holds no task of suite 'fake/suite', which expects there: a folder with"
+    ):
+        select(found, "fake/suite", folder)
+    (folder / "three.txt").write_text("3")
+    (folder / "four.txt").write_text("4")
+    tasks = select(found, "fake/suite", folder)[1]
+    assert list(tasks) == ["four", "three"]
+    assert select(found, "fake/suite/three", folder)[1] == {"three": tasks["three"]}
+    with pytest.raises(
+        ConfigError, match=r"has no task 'thre'; choose from: .*did you mean 'three'.*valid tasks there"
+    ):
+        select(found, "fake/suite/thre", folder)
+    (folder / "five.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"task 'five': .*five\.txt is empty; valid tasks there: four, three"):
+        select(found, "fake/suite", folder)
+    assert list(select(found, "fake/suite/three", folder)[1]) == ["three"]
     with pytest.raises(ConfigError, match="no task 'three'; .*others are read from --data DIR"):
         select(found, "fake/suite/three")
+
+
+def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("a", "b"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "x.txt").write_text("same")
+    first = fingerprint(tmp_path / "a")
+    assert first == fingerprint(tmp_path / "b")
+    (tmp_path / "a" / "processed").mkdir()
+    (tmp_path / "a" / "processed" / "y.pt").write_text("derived")
+    assert first == fingerprint(tmp_path / "a")
+    monkeypatch.setattr("quest_bench.data._sha256", lambda _: pytest.fail("read again"))
+    assert first == fingerprint(tmp_path / "a")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a" / "sub" / "x.txt").write_text("samE")
+    assert first != fingerprint(tmp_path / "a")
 
 
 def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
@@ -163,18 +198,20 @@ def test_another_environments_plugins_are_asked_for(fake: Path, monkeypatch: pyt
 
 def test_cells_are_the_grid_and_their_folders_are_stable(suite: Suite) -> None:
     settings = parse_settings(suite, ["scale=1,2"])
-    plan = Plan(suite, ["one", "two"], ["standard", "quest+gqa(kv_heads=1)"], [0, 1], settings)
+    plan = Plan(suite, {"one": None, "two": None}, ["standard", "quest+gqa(kv_heads=1)"], [0, 1], settings)
     cells = plan.cells(Path("out"))
     assert len(cells) == 16
     assert len({cell.workdir for cell in cells}) == 16
     assert [c.workdir for c in cells] == [c.workdir for c in plan.cells(Path("out"))]
     assert cells[1].workdir.parent.name == f"one-quest+gqa_kv_heads=1_-seed0-{cell_id(cells[1])[:8]}"
-    smoke = Plan(suite, ["one", "two"], ["standard"], [0, 1], settings, smoke=True)
+    smoke = Plan(suite, {"one": None, "two": None}, ["standard"], [0, 1], settings, smoke=True)
     assert not {c.workdir for c in smoke.cells(Path("out"))} & {c.workdir for c in cells}
 
 
 def test_reproduce_reads_back(suite: Suite) -> None:
-    plan = Plan(suite, ["one"], ["quest+gqa(kv_heads=1)"], [0, 1, 5], parse_settings(suite, ["scale=null", "steps=4"]))
+    plan = Plan(
+        suite, {"one": None}, ["quest+gqa(kv_heads=1)"], [0, 1, 5], parse_settings(suite, ["scale=null", "steps=4"])
+    )
     words = shlex.split(reproduce(describe(plan.cells(Path("out"))[0]), [5, 0, 1], suite))
     assert words[:4] == ["quest", "bench", "run", "fake/suite/one"]
     assert parse_attentions(words[words.index("--attention") + 1]) == ["quest+gqa(kv_heads=1)"]

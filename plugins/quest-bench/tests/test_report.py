@@ -10,10 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from quest_bench import store
+from quest_bench import store, worker
 from quest_bench.cli import app_main
+from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
-from quest_bench.report import read_groups, write_report
+from quest_bench.report import write_report
 from quest_bench.worker import decode, write_json
 
 SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 53.0]}
@@ -21,18 +22,19 @@ SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": 
 
 def write_results(out: Path, settings: list[str], scores: dict[str, list[float]]) -> None:
     suite = catalogue().suites["fake/suite"]
-    plan = Plan(suite, ["one"], list(scores), [0, 1, 2], parse_settings(suite, settings))
+    plan = Plan(suite, {"one": None}, list(scores), [0, 1, 2], parse_settings(suite, settings))
     for cell in plan.cells(out):
         cell.workdir.mkdir(parents=True)
         path = store.prepare(cell, suite.metric)
         result: dict[str, Any] = {"metrics": {"score": scores[cell.attention][cell.seed]}}
         result |= {"series": {"loss": [1.0, 0.5, 0.25][: cell.seed + 1]}, "details": {"x": math.nan}, "seconds": 2.0}
         result |= {"peak_rss_mib": 100.0, "device": "cpu", "threads": 1, "finished": "", "versions": {"torch": "2.13"}}
+        result |= {"commits": {"quest-core": "a" * 40}, "machine": worker.machine()}
         write_json(path.with_name("result.json"), result)
     run = {"command": "quest bench run <x>", "started": "2025-01-01", "suite": suite.name, "attentions": list(scores)}
-    run |= {"suite_info": suite.info, "machine": store.machine(), "jobs": 2, "threads": 1, "git": None}
-    run |= {"interrupted": False}
-    store.write_run(out, store.read_run(out), run)
+    run |= {"suite_info": suite.info, "machine": worker.machine(), "jobs": 2, "threads": 1, "git": None}
+    run |= {"interrupted": False, "tasks": ["one"], "seeds": "0-2", "smoke": False, "settings": plan.settings}
+    store.write_run(out, {"id": str(settings), **run})
 
 
 class Page(html.parser.HTMLParser):
@@ -72,8 +74,8 @@ def test_numbers_are_right(fake: Path) -> None:
     assert rows["quest"].difference.mean == 5.0
     # differences 5, 5.5, 4.5: s = 0.5, half = 4.302653 * 0.5 / sqrt(3)
     assert rows["quest"].difference.high == pytest.approx(5 + 1.242069)
-    assert rows["quest"].verdict == "better than standard: the interval excludes zero"
-    assert (rows["qnorm"].score.n, rows["qnorm"].score.lost, rows["qnorm"].score.mean) == (2, 1, 51.5)
+    assert rows["quest"].verdict == "better than standard (p = 0.007)"
+    assert (rows["qnorm"].finished, rows["qnorm"].failed, rows["qnorm"].score.mean) == (2, 1, 51.5)
     assert rows["quest"].command == "quest bench run fake/suite/one --attention quest --seeds 0-2"
 
 
@@ -114,21 +116,21 @@ def test_report_is_one_page_with_everything(fake: Path) -> None:
     assert "@import" not in text
     assert "url(http" not in text
     assert "prefers-color-scheme: dark" in text
-    assert text.count("<svg") == 4  # two groups, each with the metric and the series
+    assert text.count('class="chart"') == 5  # the forest, and two groups, each with the metric and the series
     assert "ValueError: a <b> of its own | kind" in page.text
     assert "the last line" in page.text
     assert f"cells/{cells[0].name}/log.txt" in page.text
-    assert "16 cells finished, 1 failed, 1 not finished" in page.text
+    assert "16 cells finished, of which 2 diverged, 1 failed, 1 not finished" in page.text
     assert "quest bench run <x>" in page.text
     assert "fake/suite/one · scale=2.0" in page.text
 
     markdown = Path("out/report.md").read_text()
     pictures = [line.partition("](")[2].rstrip(")") for line in markdown.splitlines() if line.startswith("![")]
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     for picture in pictures:
         assert (Path("out") / picture).read_bytes().startswith(b"\x89PNG")
     widths = {line.count("|") - line.count("\\|") for line in markdown.splitlines() if line.startswith("| `")}
-    assert widths <= {6, 11}
+    assert widths <= {6, 12}
     assert "58.0" not in markdown
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
 import math
 import os
@@ -187,9 +190,186 @@ def _until(condition: object, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def test_a_second_run_keeps_out_of_the_folder(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from quest_bench.store import locked
+@pytest.mark.parametrize(("seeds", "kills"), [(10, 6), pytest.param(50, 50, marks=pytest.mark.slow)])
+def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, seeds: int, kills: int) -> None:
+    """Orchestrators, workers and cells are killed at random and started again; no file is torn, no cell is lost."""
+    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite", "--attention", "standard,quest"]
+    command += ["--seeds", f"0-{seeds - 1}", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
+    random = __import__("random").Random(seeds)
+    environment = {**os.environ, "COUNT_RUNS": str(fake / "count.txt")}
 
-    with locked(Path("out")):
-        assert app_main(["run", "fake/suite", "--out", "out"]) == 2
-    assert "another `quest bench run` is writing to out" in capfd.readouterr().err
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+    running = [start(), start()]
+    try:
+        for _ in range(kills):
+            time.sleep(random.uniform(0.1, 1.5))
+            pids = _tree(random.choice(running).pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(random.choice(pids), signal.SIGKILL)
+            running = [one if one.poll() is None else start() for one in running]
+        for one in running:
+            one.wait(timeout=400)
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, env=environment).returncode == 0
+    finally:
+        for one in running:
+            one.kill()
+    cells = load_all(Path("out"))
+    assert len(cells) == 4 * seeds
+    assert {cell.state for cell in cells} == {"done"}
+    assert list(Path("out").glob("**/*.torn")) == []
+    finished = Path("count.txt").read_text().split()
+    assert len(finished) == len(set(finished)), "a cell finished twice"
+    decode(Path("out/run.json").read_text())
+
+
+def _tree(root: int) -> list[int]:
+    """A process and its descendants, also those in sessions of their own."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, rest = int(path.parent.name), path.read_text().rpartition(")")[2].split()
+            parents[pid] = int(rest[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:
+    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
+    command += ["--seeds", "0", "--set", "mode=hang", "--beat", "1", "--out", "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        _until(lambda: any(_pids()))
+        time.sleep(2.5)
+        process.terminate()
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; 0 cells finished" in shown
+    assert "The same command resumes" in shown
+    assert "[0/1] running one · standard · seed 0  0 % after" in shown
+    _until(lambda: not any(map(_alive, _pids())))
+
+
+def test_a_hung_cell_times_out(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
+    assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
+    states = {c.cell["options"]["mode"]: (c.state, c.error) for c in load_all(Path("out"))}
+    assert states == {"hang": ("failed", "timed out after 1 s (--timeout)\n"), "ok": ("done", None)}
+
+
+def test_warm_workers_start_a_cell_within_half_a_second(fake: Path) -> None:
+    """The second cell of a worker, without the machine's load: its start to its end by the progress log."""
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-7", "--jobs", "1", "--out", "out"]
+    assert app_main(command) == 0
+    ends = sorted(path.stat().st_mtime for path in Path("out").glob("cells/*/result.json"))
+    assert min(b - a for a, b in itertools.pairwise(ends)) < 0.5
+    log = next(Path("out").glob("cells/*/progress.log")).read_text()
+    assert "step" in log
+
+
+def test_gpus_are_dealt_to_workers(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-3", "--set", "mode=slow"]
+    assert app_main([*command, "--gpus", "2-3", "--out", "out"]) == 0
+    seen = {c.result["details"]["gpu"] for c in load_all(Path("out")) if c.result}
+    assert seen == {"2", "3"}
+
+
+def test_a_torn_result_is_named_and_runs_again(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
+    assert app_main(command) == 0
+    torn = next(Path("out").glob("cells/*/result.json"))
+    torn.write_text(torn.read_text()[:50])
+    assert app_main(["status", "out"]) == 0
+    assert "1 done, 0 running, 1 failed" in capfd.readouterr().out
+    assert app_main(command) == 0
+    assert f"{torn} is torn; it is now result.json.torn, and its cell runs again" in capfd.readouterr().out
+    assert all(c.state == "done" for c in load_all(Path("out")))
+    Path("out/run.json").write_text('{"runs": [')
+    assert app_main(["report", "out"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: out/run.json is torn")
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space"),
+        (errno.EROFS, "Read-only file system; choose a writable folder"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
+    monkeypatch.setattr(os, "fsync", full)
+    assert app_main(command) == 2
+    error = capfd.readouterr().err
+    assert f"out/run.json: {words}, then run the same command again" in error
+    assert len(error.strip().splitlines()) == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(fake)
+
+
+def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
+    tasks = fake.parent / "site" / "fakebench" / "tasks.py"
+    good = tasks.read_text()
+    tasks.write_text(f"import os, errno\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left on device')"
+                     f"\n\nos.fsync = full\n{good}")  # fmt: skip
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
+    assert app_main(command) == 1
+    tasks.write_text(good)
+    assert app_main(command) == 0
+
+
+def test_data_counts_by_its_content(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (fake / name).mkdir()
+        (fake / name / "three.txt").write_text("3")
+    command = ["run", "fake/suite", "--attention", "standard", "--seeds", "0", "--set", "mode=data", "--out", "out"]
+    assert app_main([*command, "--data", "a"]) == 0
+    assert app_main([*command, "--data", "b"]) == 0
+    assert "1 finished earlier and are kept, 0 to run" in capfd.readouterr().out
+    (fake / "b" / "three.txt").write_text("33")
+    assert app_main([*command, "--data", "b"]) == 2
+    assert "out holds cells of task 'three' with data of content" in capfd.readouterr().err
+
+
+def test_merge_status_and_compare(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard,quest"]
+    assert app_main([*command, "--seeds", "0-1", "--out", "a"]) == 0
+    assert app_main([*command, "--seeds", "1-2", "--out", "b"]) == 0
+    assert app_main(["merge", "a", "b", "--out", "c"]) == 0
+    assert "c: 6 cells copied, 0 were there" in capfd.readouterr().out
+    assert app_main(["merge", "a", "--out", "c"]) == 0
+    assert "c: 0 cells copied, 6 were there" in capfd.readouterr().out
+    assert app_main(["status", "c"]) == 0
+    assert "6 done, 0 running, 0 failed, 0 unfinished" in capfd.readouterr().out
+    assert app_main(["compare", "a", "c", "--fail-on", "worse,failed,missing"]) == 0
+    assert "equal to a on every seed" in capfd.readouterr().out
+    assert app_main(["compare", "c", "a", "--fail-on", "missing"]) == 1
+    assert "seeds [2] are missing" in capfd.readouterr().out
+    assert app_main(["compare", "a", "b", "--fail-on", "wors"]) == 2
+    assert "did you mean 'worse'" in capfd.readouterr().err
+    path = next(Path("b").glob("cells/*seed1*/result.json"))
+    found = decode(path.read_text())
+    found["metrics"]["score"] += 1
+    write_json(path, found)
+    assert app_main(["merge", "a", "b", "--out", "d"]) == 2
+    assert "are the same cell with different results" in capfd.readouterr().err
+
+
+def test_a_crash_on_most_seeds_is_not_better(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard,quest", "--seeds", "0-7", "--set", "mode=crash"]
+    assert app_main([*command, "--out", "out"]) == 1
+    assert app_main(["report", "out"]) == 0
+    text = Path("out/report.md").read_text()
+    assert "not distinguished from standard (p = 0.727, sign test: 3 won, 5 lost); 5 of 8 seeds failed" in text
+    assert "quest failed on 5 of 8 seeds" in text
+    assert "| `quest` | 3/8 | **17.20** (standard there: 12.00) | 5 of 8 failed |" in text
+    assert "- 5 failed: ValueError: seed … crashed" in text

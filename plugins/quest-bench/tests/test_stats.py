@@ -1,13 +1,16 @@
-"""Means, intervals and paired differences against scipy and values worked out by hand."""
+"""Means, intervals, comparisons and ranks against scipy, values by hand, and simulation."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from quest_bench.stats import estimate, paired, verdict
+from quest_bench.stats import compare, correct, estimate, rank, verdict
+
+NAN = math.nan
 
 
 def test_interval_equals_scipy() -> None:
@@ -28,38 +31,118 @@ def test_one_value_has_no_interval() -> None:
     found = estimate([4.0])
     assert found.mean == 4.0
     assert not found.has_interval
-    assert not found.excludes_zero
     assert math.isnan(found.low)
 
 
 def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
-    found = estimate([1.0, math.nan, 3.0, math.inf])
+    found = estimate([1.0, NAN, 3.0, math.inf])
     assert (found.n, found.lost, found.mean) == (2, 2, 2.0)
-    assert estimate([math.nan]).n == 0
+    assert estimate([NAN]).n == 0
 
 
 def test_paired_difference_equals_scipys_paired_test() -> None:
     ours, base = {0: 5.0, 1: 7.0, 2: 6.5, 9: 100.0}, {0: 4.0, 1: 5.5, 2: 5.8, 3: -50.0}
-    found = paired(ours, base)
+    found = compare(ours, base, True)
     reference = stats.ttest_rel([5.0, 7.0, 6.5], [4.0, 5.5, 5.8])
     interval = reference.confidence_interval(0.95)
-    assert found.n == 3
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
-    assert found.excludes_zero == (reference.pvalue < 0.05)
+    assert (found.seeds, found.wins, found.test) == (3, 3, "paired t")
+    assert (found.difference.low, found.difference.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(reference.pvalue)
 
 
 @pytest.mark.parametrize(
     ("ours", "higher", "words"),
     [
-        ([2.0, 2.1, 1.9], True, "better than standard: the interval excludes zero"),
-        ([2.0, 2.1, 1.9], False, "worse than standard: the interval excludes zero"),
-        ([-2.0, -2.1, -1.9], False, "better than standard: the interval excludes zero"),
-        ([-1.0, 1.0, 0.5], True, "not told apart: the interval contains zero"),
+        ([2.0, 2.1, 1.9], True, "better than standard (p = 8.3e-04)"),
+        ([2.0, 2.1, 1.9], False, "worse than standard (p = 8.3e-04)"),
+        ([-2.0, -2.1, -1.9], False, "better than standard (p = 8.3e-04)"),
+        ([-1.0, 1.0, 0.5], True, "not distinguished from standard (p = 0.808)"),
         ([0.0, 0.0], True, "equal to standard on every seed"),
-        ([1.0], True, "one seed in common: no interval"),
+        ([0.1, 0.1], True, "not distinguished from standard (p = 0.500, sign test: 2 won, 0 lost)"),
+        ([1.0], True, "one seed in common: no test"),
         ([], True, "no seed in common with standard"),
     ],
 )
 def test_verdict(ours: list[float], higher: bool, words: str) -> None:
-    difference = paired(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0))
-    assert verdict(difference, higher, "standard") == words
+    (found,) = correct([compare(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0), higher)])
+    assert verdict(found, "standard") == words
+
+
+def test_a_failed_seed_is_a_loss() -> None:
+    """Eight seeds of which five crashed: the three survivors are better, the attention is not."""
+    base = {seed: 50.0 + seed / 10 for seed in range(8)}
+    ours = {seed: 60.0 + seed / 7 if seed < 3 else NAN for seed in range(8)}
+    (found,) = correct([compare(ours, base, True)])
+    assert (found.wins, found.losses, found.failed, found.test) == (3, 5, 5, "sign")
+    assert found.difference.low > 0
+    assert found.mark == ""
+    assert verdict(found, "standard").startswith(
+        "not distinguished from standard (p = 0.727, sign test: 3 won, 5 lost)"
+    )
+    (found,) = correct([compare(dict.fromkeys(range(8), NAN), base, False)])
+    assert (found.mark, verdict(found, "standard").split(" (")[0]) == ("▼", "worse than standard")
+    (found,) = correct([compare(base, dict.fromkeys(range(8), NAN), False)])
+    assert found.mark == "▲"
+    (found,) = correct([compare({0: NAN, 1: NAN}, {0: NAN, 1: NAN}, True)])
+    assert verdict(found, "standard") == (
+        "no seed distinguishes it from standard; 2 of 2 seeds failed; standard failed on 2"
+    )
+
+
+def test_holm_by_hand() -> None:
+    """The sorted p-values times 3, 2 and 1."""
+    cases = [[1.0, 1.2, 0.7, 1.1], [0.2, 0.5, -0.1, 0.3], [-1.0, 1.1, 0.4, -0.6]]
+    found = correct([compare(dict(enumerate(case)), dict.fromkeys(range(4), 0.0), True) for case in cases])
+    first, second, third = sorted(one.p for one in found)
+    assert sorted(one.adjusted for one in found) == pytest.approx(
+        [3 * first, max(3 * first, 2 * second), max(3 * first, 2 * second, third)]
+    )
+    assert {one.family for one in found} == {3}
+
+
+def test_the_detectable_difference_is_found_with_a_power_of_80_percent() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 1, 6)
+    values = (values - values.mean()) / values.std(ddof=1)
+    one, _ = correct([compare(dict(enumerate(values)), dict.fromkeys(range(6), 0.0), True)] * 2)
+    draws = rng.normal(one.detectable, 1, (4000, 6))
+    assert np.mean(stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.025) == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.15])
+def test_a_null_report_has_a_false_mark_in_at_most_5_percent(failing: float) -> None:
+    """1,000 reports of two tasks with four attentions each, all alike: six comparisons share two baselines."""
+    rng = np.random.default_rng(20)
+    marked = 0
+    for _ in range(1000):
+        family = []
+        for _ in range(2):
+            scores = rng.normal(0, 1, (4, 8)) + rng.normal(0, 1, 8)  # a seed moves all attentions
+            scores[rng.random(scores.shape) < failing] = NAN
+            base, *others = [dict(enumerate(row)) for row in scores]
+            family += [compare(other, base, True) for other in others]
+        marked += any(one.mark for one in correct(family))
+    assert marked <= 50
+
+
+def test_ranks_by_hand() -> None:
+    scores = [{"standard": 1.0, "quest": 2.0, "qnorm": 2.0}, {"standard": 3.0, "quest": 4.0, "qnorm": NAN}]
+    found = rank(scores, [True, True], "standard")
+    assert found is not None
+    assert found.ranks == {"quest": 1.25, "qnorm": 2.25, "standard": 2.5}
+    assert found.records["quest"] == (2, 0, 0)
+    assert found.records["qnorm"] == (1, 0, 1)
+    assert found.cliques == [("quest", "qnorm", "standard")]
+    lower = rank([{"a": 1.0, "b": 2.0}] * 20, [False] * 20, "b")
+    assert lower is not None
+    assert lower.ranks == {"a": 1.0, "b": 2.0}
+    assert lower.cliques == []
+    assert rank(scores[:1], [True], "standard") is None
+
+
+def test_the_critical_difference_is_demsars() -> None:
+    """Table 5 of Demšar (2006): q = 2.343 for three classifiers at 5%."""
+    found = rank([{"a": 3.0, "b": 2.0, "c": 1.0}] * 10, [True] * 10, "a")
+    assert found is not None
+    assert found.critical == pytest.approx(2.343 * math.sqrt(3 * 4 / 60), abs=2e-3)
+    assert found.p < 0.001

@@ -7,8 +7,9 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
+from quest_bench.charts import COLOURS
 from quest_bench.plan import Suite, parse_settings, write_value
-from quest_bench.report import COLOURS, STYLE
+from quest_bench.report import STYLE
 from quest_bench.suites import SUITES
 from quest_bench.toy_plots import KINDS, OUTCOMES, plots
 from quest_core.hosts.discovery import Record

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tsai.basics import TSClassification, get_ts_dls
@@ -16,8 +17,9 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
+from quest_tsai.bench.data import tasks
 from quest_tsai.bench.suites import SUITES
-from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, last_best, load, run_uea
+from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
 
 SUITE = SUITES["ts/uea"]
 DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
@@ -35,10 +37,12 @@ def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, architecture):
     one, two = (run_uea(chosen, lambda done, text: reported.append((done, text))) for _ in range(2))
     assert one.series == two.series
     assert [done for done, _ in reported] == [0.5, 1.0] * 2
-    assert one.metrics["accuracy"] == max(one.series["accuracy"])
+    chosen_epoch = last_best(one.series["validation"])
+    assert one.details["reported_epoch"] == chosen_epoch + 1
+    assert one.metrics["accuracy"] == one.series["accuracy"][chosen_epoch]
     assert all(math.isfinite(v) for values in one.series.values() for v in values)
     assert one.details["injected"].startswith("attention=quest in 1 module")
-    assert "test split" in one.details["protocol"]
+    assert "validation split" in one.details["protocol"]
     assert run_uea(cell(tmp_path, "JapaneseVowels", "standard", architecture=architecture), print).series != one.series
 
 
@@ -65,7 +69,8 @@ def test_patience(tmp_path):
 
 
 def test_padding_and_scaling(tmp_path):
-    zeros, labels, (train, test) = load(cell(tmp_path, "JapaneseVowels"), 0.0)
+    zeros, labels, splits = load(cell(tmp_path, "JapaneseVowels"), 0.0)
+    train, test = splits["train"], splits["test"]
     nans = load(cell(tmp_path, "JapaneseVowels"), math.nan)[0]
     real = ~torch.as_tensor(nans).isnan()
     assert zeros.shape[1] == 12
@@ -115,6 +120,65 @@ def test_own_data(tmp_path, nested):
         (folder / f"Mine_{split}.ts").write_text("\n".join(lines) + "\n")
     result = run_uea(cell(tmp_path, "Mine", data=tmp_path), lambda *_: None)
     assert result.details["series_test"] == 8
+
+
+def write_ts(path, labels="ab", declared="a b"):
+    lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 1"]
+    lines += ["@equalLength true", "@seriesLength 4", f"@classLabel true {declared}", "@data"]
+    path.write_text("\n".join([*lines, *(f"{i},{i + 1},2,3:{labels[i % len(labels)]}" for i in range(10))]) + "\n")
+
+
+def write_parquet(path, **columns):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    table = {"x": [[float(i), 1.0, 2.0] for i in range(10)], "label": list("ab" * 5), **columns}
+    pd.DataFrame(table).to_parquet(path)
+
+
+def test_the_datasets_of_a_folder_are_listed_and_checked(tmp_path):
+    for split in ("TRAIN", "TEST"):
+        write_ts(tmp_path / f"Good_{split}.ts")
+        (tmp_path / "Nested").mkdir(exist_ok=True)
+        write_ts(tmp_path / "Nested" / f"Nested_{split}.ts")
+        write_ts(tmp_path / f"Undeclared_{split}.ts", labels="abc")
+        (tmp_path / f"Cut_{split}.ts").write_text("@classLabel true a b\n@data\n")
+    write_ts(tmp_path / "Half_TRAIN.ts")
+    found = tasks(tmp_path)
+    assert [name for name in found if found[name]["problem"] is None] == ["Good", "Nested"]
+    assert found["Good"]["files"] == [str(tmp_path / f"Good_{split}.ts") for split in ("TRAIN", "TEST")]
+    assert "label 'c', which @classLabel does not declare" in found["Undeclared"]["problem"]
+    assert "no series after @data" in found["Cut"]["problem"]
+    assert "no Half_TRAIN.ts and Half_TEST.ts" in found["Half"]["problem"]
+
+
+def test_parquet(tmp_path):
+    for split in ("TRAIN", "TEST"):
+        write_parquet(tmp_path / f"Mine_{split}.parquet")
+        write_parquet(tmp_path / f"Ragged_{split}.parquet", y=[[1.0] * (1 + i) for i in range(10)])
+        write_parquet(tmp_path / f"Unlabelled_{split}.parquet", label=[1.0] * 10)
+    found = tasks(tmp_path)
+    assert found["Mine"]["problem"] is None
+    assert "lists of numbers of one length" in found["Ragged"]["problem"]
+    assert "fewer than two classes" in found["Unlabelled"]["problem"]
+    assert run_uea(cell(tmp_path, "Mine", data=tmp_path), lambda *_: None).details["series_test"] == 10
+
+
+def test_a_validation_split_is_held_out_of_training():
+    labels = [*list("aaaaabbbbbbbbbbc"), "a", "b"]
+    train, held = hold_out(list(range(16)), labels, seed=3)
+    assert sorted(train + held) == list(range(16))
+    assert [labels[i] for i in held] == ["a", "b", "b"]
+    assert hold_out(list(range(16)), labels, seed=3)[1] == held
+    with pytest.raises(ConfigError, match="--set select=last"):
+        hold_out([0, 1], ["a", "b"], seed=0)
+
+
+@pytest.mark.parametrize("select", ["last", "paper"])
+def test_without_validation_every_training_series_trains(tmp_path, select):
+    done = run_uea(cell(tmp_path, select=select), lambda *_: None)
+    accuracies = done.series["accuracy"]
+    assert done.metrics["accuracy"] == (accuracies[-1] if select == "last" else max(accuracies))
+    assert done.details["series_validation"] == 0
+    assert "validation" not in done.series
 
 
 def test_info_is_read_alone_and_declares_what_runs():

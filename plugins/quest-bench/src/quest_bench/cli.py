@@ -1,11 +1,12 @@
-"""`quest bench`: ls, run, report, speed, scaling and decode."""
+"""`quest bench`: ls, run, status, report, merge, compare, speed, scaling and decode."""
 
 from __future__ import annotations
 
-import datetime
+import json
 import shlex
 import sys
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +28,12 @@ from .plan import (
     parse_seeds,
     parse_settings,
     select,
+    suite_of,
     write_seeds,
     write_value,
 )
-from .run import Outcome, label, run_cells
+from .run import Outcome, Runner, label
+from .worker import cores, describe_os_error, encode, machine, utc
 
 app = typer.Typer(
     name="quest bench",
@@ -47,7 +50,12 @@ console = Console(highlight=False)
 
 
 def app_main(argv: list[str]) -> int:
-    """Run `quest bench ARGV`. Returns 0, 1 when cells failed, 2 for a wrong command, 130 when interrupted."""
+    """Run `quest bench ARGV`.
+
+    Returns:
+        0, 1 if cells failed or `compare --fail-on` found something, 2 for a wrong command, and 128 plus the signal's
+        number after SIGINT, SIGTERM or SIGHUP.
+    """
     return exit_code(app, argv, "quest bench")
 
 
@@ -58,9 +66,15 @@ def exit_code(application: typer.Typer, argv: list[str], name: str) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except QuestError as error:
-        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="red"), soft_wrap=True)
-        return 2
+        return _complain(str(error))
+    except OSError as error:  # a full disk, a read-only folder
+        return _complain(describe_os_error(error))
     return 0
+
+
+def _complain(text: str) -> int:
+    Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    return 2
 
 
 Python = Annotated[
@@ -123,15 +137,40 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder; without it, runs/SUITE.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Seconds instead of hours; the numbers mean nothing.")] = False,
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Your own data in its official layout.")] = None,
+    repo: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A framework's checkout, for suites that run its own trainer.")
+    ] = None,
+    cfg: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="With --repo: a config in it; repeatable.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the suite; KEY=A,B sweeps it. Repeatable."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; without it, cores / threads.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cells at a time; without it, cores / threads, or one a GPU.")
+    ] = None,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each cell. One is fastest for small models: they run side by side.")
     ] = 1,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Devices, as 0-3 or 0,2; each worker sees one of them.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which a cell is ended and counts as failed.")
+    ] = None,
+    beat: Annotated[
+        float, typer.Option(min=1, help="Without a terminal: seconds between the lines of a running cell.")
+    ] = 60.0,
     python: Python = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Submit instead of running here: slurm, or local (needs quest-bench[slurm]).")
+    ] = None,
+    orchestrators: Annotated[int, typer.Option(min=1, help="With --cluster: jobs that share the cells.")] = 1,
+    cluster_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --cluster: a parameter of submitit, as slurm_partition=gpu."),
+    ] = None,
 ) -> None:
     """Run a grid: tasks × attentions × seeds × option values. The same command again resumes.
 
@@ -141,12 +180,23 @@ def run(
 
     [cyan]quest bench run toy/spurious --attention quest --set samples=512,2048[/]   sweeps an option
 
-    [cyan]quest bench run ts/uea/JapaneseVowels --attention "standard,quest+gqa(kv_heads=4)"[/]   one task
+    [cyan]quest bench run ts/uea --data UEA[/]   every dataset in the folder UEA
 
     [cyan]quest bench run ts/uea --python tsai=~/envs/tsai/bin/python[/]   cells run in the plugin's environment
 
-    Finished cells are kept and skipped, failed ones are tried again; a stopped run leaves no half results.
+    [cyan]quest bench run graphgps --repo GraphGPS --cfg configs/GPS/zinc-GPS+RWSE.yaml[/]   in its own trainer
+
+    [cyan]quest bench run ts/uea --cluster slurm --orchestrators 8 --cluster-set slurm_partition=gpu[/]
+
+    Finished cells are kept and skipped, failed ones are tried again; a stopped run leaves no half results. Several
+    orchestrators, also on several machines, may run into one folder at a time; each cell runs once.
     """
+    if cfg and not (repo and "," not in "".join(cfg)):
+        raise ConfigError("--cfg needs --repo, and one FILE without commas for each --cfg")
+    if repo and (data or not cfg):
+        raise ConfigError("--repo needs --cfg FILE, and takes the place of --data")
+    if repo and cfg:
+        data, suite = repo, f"{suite}/{','.join(_below(repo, file) for file in cfg)}"
     problems: list[str] = []
     checked: dict[str, Any] = {}
     available = catalogue(python or [])
@@ -154,68 +204,105 @@ def run(
     def check(name: str, read: Any) -> None:
         try:
             checked[name] = read()
-        except ConfigError as error:  # all that is wrong is told at once
+        except ConfigError as error:  # all problems are listed at once
             problems.append(str(error))
 
-    check("suite", lambda: select(available, suite, data))
     check("attentions", lambda: parse_attentions(attention))
     check("seeds", lambda: parse_seeds(seeds))
+    check("gpus", lambda: None if gpus is None else parse_seeds(gpus, "--gpus"))
+    check("suite", lambda: suite_of(available, suite))
     if "suite" in checked:
-        check("settings", lambda: parse_settings(checked["suite"][0], settings or []))
-        check("data", lambda: check_data(checked["suite"][0], data))
+        check("settings", lambda: parse_settings(checked["suite"], settings or []))
+        check("data", lambda: check_data(checked["suite"], data))
+    if "data" in checked or "suite" not in checked:
+        check("tasks", lambda: select(available, suite, checked.get("data")))
     if problems:
-        raise ConfigError("; ".join(problems))
-    chosen, tasks = checked["suite"]
+        raise ConfigError("; ".join(dict.fromkeys(problems)))
+    chosen, tasks = checked["tasks"]
     plan = Plan(chosen, tasks, checked["attentions"], checked["seeds"], checked["settings"], smoke, checked["data"])
     folder = out or Path("runs", *chosen.name.split("/"))
+    if cluster is not None:
+        from .cluster import submit
+
+        store.check_conflicts(folder, plan)
+        submitted = submit(context.obj, folder, cluster, orchestrators, cluster_set or [])
+        names = ", ".join(str(job.job_id) for job in submitted)
+        console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
+        console.print(f"next: quest bench status {folder}", markup=False)
+        return
     command = shlex.join(["quest", "bench", *map(portable, context.obj)])
-    outcome = execute(plan, folder, available.python(chosen), jobs, threads, command)
-    if outcome.interrupted:
-        raise typer.Exit(130)
+    devices = checked["gpus"]
+    runner = Runner(
+        chosen,
+        available.python(chosen),
+        console,
+        jobs=jobs or (len(devices) if devices else max(1, cores() // threads)),
+        threads=threads,
+        gpus=devices,
+        timeout=timeout,
+        beat=beat,
+    )
+    outcome = execute(plan, folder, runner, command)
+    if outcome.stopped:
+        raise typer.Exit(128 + outcome.stopped)
     if outcome.failed:
         raise typer.Exit(1)
 
 
-def execute(plan: Plan, folder: Path, python: str, jobs: int | None, threads: int, command: str) -> Outcome:
-    """Run a plan into a folder, record it in run.json and say how it went."""
-    store.check_conflicts(folder, plan)
+def _below(repo: str, file: str) -> str:
+    """A config's path below a checkout, given from there or from the current folder."""
+    root, path = Path(repo).expanduser().resolve(), Path(file).expanduser()
+    inside = path.resolve() if path.is_absolute() or not (root / path).is_file() else (root / path).resolve()
+    return str(inside.relative_to(root)) if inside.is_relative_to(root) else file
+
+
+def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
+    """Run a plan into a folder, record it in run.json and print how it went."""
+    folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
-    jobs = jobs or max(1, store.cores() // threads)
-    with store.locked(folder):
-        states = Counter(store.state(cell) for cell in cells)
-        sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
-        sizes |= {f"values of {key}": len(values) for key, values in plan.settings.items() if len(values) > 1}
-        grid = " × ".join(f"{size} {name if size > 1 else name[:-1]}" for name, size in sizes.items())
-        console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cells: {grid}")
-        if states["done"]:
-            console.print(f"{states['done']} finished earlier and are kept, {len(cells) - states['done']} to run")
-        if states["failed"]:
-            console.print(f"{states['failed']} failed earlier and are tried again")
-        record: dict[str, Any] = {
-            "command": command,
-            "started": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-            "suite": plan.suite.name,
-            "tasks": list(plan.tasks),
-            "attentions": list(plan.attentions),
-            "seeds": write_seeds(plan.seeds),
-            "settings": {key: list(values) for key, values in plan.settings.items()},
-            "smoke": plan.smoke,
-            "jobs": jobs,
-            "threads": threads,
-            "versions": store.versions(plan),
-            "machine": store.machine(),
-            "git": store.git_commit(),
-        }
-        record |= {"suite_info": plan.suite.info, "seconds": None, "interrupted": True}
-        earlier = store.read_run(folder)
-        idle = states["done"] == len(cells)
-        if not idle:  # before the cells: a run that is killed has its record too
-            store.write_run(folder, earlier, record)
-        started = time.monotonic()
-        outcome = run_cells(cells, plan.suite, python, jobs, threads, console)
-        if not idle:
-            record |= {"seconds": time.monotonic() - started, "interrupted": outcome.interrupted}
-            store.write_run(folder, earlier, record)
+    for path in store.set_torn_aside(cells):
+        console.print(f"{path} is torn; it is now {path.name}.torn, and its cell runs again", markup=False)
+    store.check_conflicts(folder, plan)
+    states = Counter(store.state(cell) for cell in cells)
+    sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
+    sizes |= {f"values of {key}": len(values) for key, values in plan.settings.items() if len(values) > 1}
+    grid = " × ".join(f"{size} {name if size > 1 else name[:-1]}" for name, size in sizes.items())
+    console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cells: {grid}")
+    if states["done"]:
+        console.print(f"{states['done']} finished earlier and are kept, {len(cells) - states['done']} to run")
+    if states["failed"]:
+        console.print(f"{states['failed']} failed earlier and are tried again")
+    record: dict[str, Any] = {
+        "id": uuid.uuid4().hex,
+        "command": command,
+        "started": utc(),
+        "suite": plan.suite.name,
+        "tasks": list(plan.tasks),
+        "data": dict(plan.tasks),
+        "attentions": list(plan.attentions),
+        "seeds": write_seeds(plan.seeds),
+        "settings": {key: list(values) for key, values in plan.settings.items()},
+        "smoke": plan.smoke,
+        "jobs": len(runner.slots),
+        "threads": int(runner.slots[0].environment["OMP_NUM_THREADS"]),
+        "versions": store.versions(plan),
+        "machine": machine(),
+        "git": store.commit(),
+    }
+    record |= {"suite_info": plan.suite.info, "seconds": None, "interrupted": True}
+    idle = states["done"] == len(cells)
+    earlier = store.read_run(folder)
+    for key, name in (("git", "commit"), ("versions", "versions")):
+        if states["done"] and earlier and earlier[-1].get(key) != record[key]:
+            mixed = f"finished cells have another {name} than this command; the report shows both"
+            console.print(Text(f"note: {mixed}", style="yellow"))
+    if not idle:  # before the cells: a run that is killed has its record too
+        store.write_run(folder, record)
+    started = time.monotonic()
+    outcome = runner.run(cells, folder)
+    if not idle:
+        record |= {"seconds": time.monotonic() - started, "interrupted": outcome.interrupted}
+        store.write_run(folder, record)
     if outcome.failed:
         table = Table(title="failed cells", title_justify="left", header_style="bold", title_style="bold red")
         for heading in ("cell", "reason", "last line of the log", "log"):
@@ -224,8 +311,8 @@ def execute(plan: Plan, folder: Path, python: str, jobs: int | None, threads: in
             log = cell.workdir.parent / "log.txt"
             table.add_row(*map(Text, (label(cell), reason, store.last_line(log.parent, reason), str(log))))
         console.print(table)
-    if outcome.interrupted:
-        done = f"interrupted; {len(outcome.done)} cells finished in this run"
+    if outcome.stopped:
+        done = f"stopped by {outcome.stopped.name}; {len(outcome.done)} cells finished in this run"
         console.print(f"{done}. The same command resumes:\n  {command}", markup=False, soft_wrap=True)
     else:
         console.print(f"next: quest bench report {folder}", markup=False)
@@ -252,6 +339,86 @@ def report(
     from .report import write_report  # matplotlib and pandas take a second that ls and run need not wait for
 
     console.print(f"wrote {write_report(folder, baseline)}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of `quest bench run --out`.")],
+) -> None:
+    """Show which cells are done, running, failed or waiting, also while orchestrators work.
+
+    Example:
+
+    [cyan]quest bench status runs/toy[/]
+    """
+    from .groups import causes, planned
+
+    cells = store.load_all(folder)
+    if not cells:
+        raise ConfigError(f"{folder} holds no cells; first run: quest bench run SUITE --out {folder}")
+    runs = store.read_run(folder)
+    running = [(cell, holder) for cell in cells if (holder := store.holder(cell.folder))]
+    names = {cell.folder for cell, _ in running}
+    counts = Counter("running" if cell.folder in names else cell.state for cell in cells)
+    asked = {
+        (cell.cell["task"], json.dumps(encode(cell.cell["options"]), sort_keys=True), attention, seed)
+        for cell in cells
+        for attention, seeds in planned(cell.cell, runs).items()
+        for seed in seeds
+    }
+    counts["unfinished"] += max(0, len(asked) - len(cells))
+    words = ("done", "running", "failed", "unfinished")
+    console.print(", ".join(f"{counts[word]} {word}" for word in words))
+    for cell, (who, age) in running:
+        log = cell.folder / "progress.log"
+        last = log.read_text(encoding="utf-8").splitlines()[-1:] if log.is_file() else []
+        beat = f"; no sign of life for {age:.0f} s" if age > 30 else ""
+        given = cell.cell
+        text = f"running {given['task']} · {given['attention']} · seed {given['seed']}  {''.join(last) or 'starting'}"
+        console.print(f"{text}  ({who}{beat})", markup=False, soft_wrap=True)
+    for cause, failed in causes(cells):
+        console.print(Text(f"{len(failed)} failed: {cause}  (first: {failed[0].folder / 'log.txt'})"), soft_wrap=True)
+
+
+@app.command()
+def merge(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, for example of two machines.")],
+    out: Annotated[Path, typer.Option(help="The folder that gets all their cells.")],
+) -> None:
+    """Put the cells of several run folders into one.
+
+    Example:
+
+    [cyan]quest bench merge runs/laptop runs/server --out runs/both[/]
+    """
+    copied, kept = store.merge(folders, out)
+    console.print(f"{out}: {copied} cells copied, {kept} were there; next: quest bench report {out}", markup=False)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The run folder that is compared with.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The run folder in question.")],
+    fail_on: Annotated[
+        str, typer.Option(help="Exit with 1 on any of: worse, failed, missing, slower=10%. Comma-separated.")
+    ] = "",
+) -> None:
+    """Compare two runs of one grid cell by cell, for example before and after a change.
+
+    Each attention in B is compared with itself in A, paired by seed, with Holm's correction over all rows.
+
+    Example:
+
+    [cyan]quest bench compare runs/before runs/after --fail-on worse,failed,slower=10%[/]
+    """
+    from .compare import compare_runs
+
+    table, found = compare_runs(first, second, fail_on)
+    console.print(table)
+    for problem in found:
+        console.print(Text(problem, style="red"), soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -326,7 +493,7 @@ def scaling(
     text = bench.run(
         parse_attentions(attention or bench.DEFAULT),
         out,
-        threads=threads or store.cores(),
+        threads=threads or cores(),
         longest=longest,
         device=device,
         is_causal=causal,
@@ -358,7 +525,7 @@ def decode(
     text = bench.run(
         parse_attentions(attention),
         out,
-        threads=threads or store.cores(),
+        threads=threads or cores(),
         tokens=tokens,
         rounds=rounds,
         device=device,

@@ -17,7 +17,7 @@ from torch import Tensor
 import quest_core
 from quest_core.mechanism import kv_heads
 
-from .store import machine
+from .worker import machine
 
 SHAPES = ((1, 8, 64), (8, 8, 64))
 """(B, H, D): one sequence, and a batch of them."""

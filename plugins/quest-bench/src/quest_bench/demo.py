@@ -18,8 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli import execute, exit_code, portable
+from .groups import read_groups
 from .plan import Plan, catalogue, parse_settings, select
-from .report import read_groups, write_report
+from .report import write_report
+from .run import Runner
+from .worker import cores
 
 STEPS = (
     ("ts/uea/JapaneseVowels", ["standard", "quest"], [0, 1, 2], ["epochs=12"]),
@@ -49,9 +52,10 @@ def demo(
     command = shlex.join(map(portable, words))
     failed = False
     for plan in plans:
-        outcome = execute(plan, out, available.python(plan.suite), jobs, 1, command)
-        if outcome.interrupted:
-            raise typer.Exit(130)
+        runner = Runner(plan.suite, available.python(plan.suite), console, jobs=jobs or cores(), threads=1)
+        outcome = execute(plan, out, runner, command)
+        if outcome.stopped:
+            raise typer.Exit(128 + outcome.stopped)
         failed = failed or bool(outcome.failed)
     for group in read_groups(out, "standard"):
         unit = f" ({group.suite.unit})" if group.suite.unit else ""

@@ -23,6 +23,7 @@ from quest_core.errors import ConfigError, PluginError, one_of
 from quest_core.hosts.discovery import Record
 
 from . import worker
+from .data import fingerprint
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Suite:
     record: Record
     info: Mapping[str, Any]  # the mapping this was read from
     also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
+    preload: tuple[str, ...] = ()  # modules that a worker imports once, before its first cell
+    tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""
@@ -74,6 +77,8 @@ class Suite:
                 record=record,
                 info=info,
                 also=tuple(info.get("also", ())),
+                preload=tuple(info.get("preload", ())),
+                tasks_from_data=info.get("tasks_from_data"),
             )
         except KeyError as error:
             raise PluginError(
@@ -161,31 +166,42 @@ def _records(described: Iterable[Mapping[str, Any]]) -> list[Record]:
     return [Record(**record) for record in described]
 
 
-def select(available: Catalogue, selector: str, data: str | None = None) -> tuple[Suite, list[str]]:
-    """'ts/uea' -> (the suite, all its tasks); 'ts/uea/JapaneseVowels,BasicMotions' -> (the suite, those tasks).
-
-    Where the suite says ``tasks_from_data``, a data folder may hold tasks that the suite does not list.
-
-    Raises:
-        ConfigError: for an unknown suite or task, with the nearest spelling.
-        PluginError: when the suite's plugin is not ok, with its reason and fix.
-    """
+def suite_of(available: Catalogue, selector: str) -> Suite:
+    """Return the suite that "ts/uea" or "ts/uea/JapaneseVowels" names; raises ConfigError with the nearest spelling."""
     suites = available.suites
     name = next((n for n in suites if selector == n or selector.startswith(n + "/")), None)
-    if name is None:
-        broken = [r for r in available.records.values() if r.status != "ok" and not r.info.get("suites")]
-        hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
-        stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
-        raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")
-    suite = suites[name]
-    tasks = list(dict.fromkeys(filter(None, selector[len(name) + 1 :].split(",")))) or list(suite.tasks)
-    unknown = [task for task in tasks if task not in suite.tasks]
-    from_data = bool(suite.info.get("tasks_from_data"))
-    if unknown and not (from_data and data is not None):
-        hint = "; others are read from --data DIR" if from_data else ""
-        found = (f"suite '{name}' has no task '{t}'; {one_of(t, suite.tasks)}{hint}" for t in unknown)
-        raise ConfigError("; ".join(found))
+    if name is not None:
+        return suites[name]
+    broken = [r for r in available.records.values() if r.status != "ok" and not r.info.get("suites")]
+    hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
+    stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
+    raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")
+
+
+def select(available: Catalogue, selector: str, data: Path | None = None) -> tuple[Suite, dict[str, str | None]]:
+    """'ts/uea' -> (the suite, all its tasks); 'ts/uea/JapaneseVowels,BasicMotions' -> (the suite, those tasks).
+
+    With a data folder, the tasks of a suite that declares ``tasks_from_data`` are the ones that the folder holds.
+
+    Returns:
+        The suite, and its tasks with the fingerprint of their data; None without `data`.
+
+    Raises:
+        ConfigError: an unknown suite or task, with the nearest spelling, or a task whose data is invalid.
+        PluginError: the suite's plugin is not ok, with its reason and fix.
+    """
+    suite = suite_of(available, selector)
+    name = suite.name
     host = available.records.get(suite.needs)
+    asked = list(dict.fromkeys(filter(None, selector[len(name) + 1 :].split(","))))
+    from_data = suite.tasks_from_data
+    if not (from_data and data):
+        hint = "; others are read from --data DIR" if from_data else ""
+        unknown = [
+            f"suite '{name}' has no task '{t}'; {one_of(t, suite.tasks)}{hint}" for t in asked if t not in suite.tasks
+        ]
+        if unknown:
+            raise ConfigError("; ".join(unknown))
     if host is None:
         raise PluginError(
             f"suite '{name}' needs the plugin '{suite.needs}', which is not installed; "
@@ -197,7 +213,47 @@ def select(available: Catalogue, selector: str, data: str | None = None) -> tupl
                 f"suite '{name}': plugin '{record.name}' is {record.status}: {record.detail}; "
                 f"fix: {record.fix}, or name its environment with --python {record.name}=PATH"
             )
-    return suite, tasks
+    if data is None:
+        return suite, dict.fromkeys(asked or suite.tasks)
+    if not from_data:
+        return suite, dict.fromkeys(asked or suite.tasks, fingerprint(data))
+    return _tasks_of(suite, from_data, available.python(suite), asked, data)
+
+
+def _tasks_of(
+    suite: Suite, function: str, python: str, asked: Sequence[str], data: Path
+) -> tuple[Suite, dict[str, str | None]]:
+    """The chosen tasks of a data folder with their fingerprints; invalid ones are refused, all in one message.
+
+    A task may name its own metric and direction (a config of a framework). All chosen tasks must agree in them.
+    """
+    done = subprocess.run(
+        [python, worker.__file__, "tasks", function, str(data)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"suite '{suite.name}': listing the tasks in {data} with {function} failed: {last}")
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    if not found:
+        raise ConfigError(f"--data: {data} holds no task of suite '{suite.name}', which expects there: {suite.data}")
+    wrong = [f"--data: {data} has no task '{task}'; {one_of(task, found)}" for task in asked if task not in found]
+    tasks = [task for task in asked or sorted(found) if task in found]
+    wrong += [f"--data: task '{task}': {found[task]['problem']}" for task in tasks if found[task].get("problem")]
+    if wrong:
+        rest = [task for task in sorted(found) if not found[task].get("problem")]
+        valid = f"; valid tasks there: {', '.join(rest) or 'none'}"
+        raise ConfigError("; ".join(wrong) + valid)
+    own = {task: (found[task]["metric"], found[task]["higher_is_better"]) for task in tasks if "metric" in found[task]}
+    if len(set(own.values())) > 1:
+        raise ConfigError(f"the tasks have different metrics, so run them one by one: {own}")
+    if own:
+        metric, higher = next(iter(own.values()))
+        info = {**suite.info, "metric": metric, "higher_is_better": higher}
+        suite = replace(suite, metric=metric, higher_is_better=higher, info=info)
+    return suite, {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
 
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -243,16 +299,18 @@ def parse_attentions(text: str) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def parse_seeds(text: str) -> list[int]:
+def parse_seeds(text: str, option: str = "--seeds") -> list[int]:
     """'0-4,7' -> [0, 1, 2, 3, 4, 7]; raises ConfigError for anything else."""
     seeds: list[int] = []
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         if not match or (match[2] and int(match[2]) < int(match[1])):
-            raise ConfigError(f"--seeds is {text!r}: {item!r} is neither a seed nor a rising range; write 0-4 or 0,3,7")
+            raise ConfigError(
+                f"{option} is {text!r}: {item!r} is neither a number nor a rising range; write 0-4 or 0,3,7"
+            )
         seeds.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if not seeds:
-        raise ConfigError("--seeds is empty; write 0-4 or 0,3,7")
+        raise ConfigError(f"{option} is empty; write 0-4 or 0,3,7")
     return list(dict.fromkeys(seeds))
 
 
@@ -315,11 +373,12 @@ class Plan:
     """A grid of cells of one suite.
 
     Attributes:
+        tasks: with the fingerprint of their data; None without `data`.
         settings: option -> the values to run; several make a sweep.
     """
 
     suite: Suite
-    tasks: Sequence[str]
+    tasks: Mapping[str, str | None]
     attentions: Sequence[str]
     seeds: Sequence[int]
     settings: Mapping[str, Sequence[Any]]
@@ -340,6 +399,7 @@ class Plan:
                     data=self.data,
                     options=dict(zip(self.settings, values, strict=True)),
                     workdir=out,
+                    data_fingerprint=self.tasks[task],
                 )
             )
             for seed, task, values, attention in grid
@@ -347,14 +407,14 @@ class Plan:
 
 
 def describe_cell(cell: Cell) -> dict[str, Any]:
-    """What determines a cell's numbers, as plain JSON types."""
+    """What determines a cell's numbers, as plain JSON types. Data counts by its content, not by its place."""
     return {
         "suite": cell.suite,
         "task": cell.task,
         "attention": cell.attention,
         "seed": cell.seed,
         "smoke": cell.smoke,
-        "data": str(cell.data) if cell.data else None,
+        "data": cell.data_fingerprint,
         "options": dict(cell.options),
     }
 
@@ -377,9 +437,9 @@ def check_data(suite: Suite, data: str | None) -> Path | None:
             raise ConfigError(f"suite '{suite.name}' needs --data DIR: {suite.data}")
         return None
     path = Path(data).expanduser().resolve()
-    if not path.is_dir():
+    if not path.exists():
         wanted = f"; suite '{suite.name}' expects there: {suite.data}" if suite.data else ""
-        raise ConfigError(f"--data is {data!r}, which is no folder{wanted}")
+        raise ConfigError(f"--data is {data!r}, which does not exist{wanted}")
     return path
 
 
@@ -388,7 +448,7 @@ def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None
     words = ["quest", "bench", "run", f"{cell['suite']}/{cell['task']}", "--attention", cell["attention"]]
     words += ["--seeds", write_seeds(seeds)]
     words += ["--smoke"] if cell["smoke"] else []
-    words += ["--data", hide_home(cell["data"])] if cell["data"] else []
+    words += ["--data", hide_home(cell.get("data_path") or "FOLDER")] if cell["data"] else []
     for key, value in cell["options"].items():
         if suite is None or key not in suite.options or suite.options[key]["default"] != value:
             words += ["--set", f"{key}={write_value(value)}"]

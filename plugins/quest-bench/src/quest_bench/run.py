@@ -10,7 +10,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -24,6 +25,8 @@ from quest_core.benchmarks import Cell
 from . import store, worker
 from .plan import Suite
 
+RETRY_S = 1.0  # how long to wait before asking again for a cell that another orchestrator runs
+
 
 @dataclass
 class Outcome:
@@ -32,17 +35,31 @@ class Outcome:
     done: list[Cell] = field(default_factory=list)
     skipped: list[Cell] = field(default_factory=list)
     failed: list[tuple[Cell, str]] = field(default_factory=list)
-    interrupted: bool = False
+    stopped: signal.Signals | None = None  # the signal that ended the run
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stopped is not None
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
 
 
 @dataclass
-class _Running:
-    cell: Cell
-    process: subprocess.Popen[str]
-    log: IO[str]
-    started: float
-    error: str = ""
-    progress: float = 0.0
+class _Slot:
+    """A place for one cell at a time: a worker process and the environment it starts with."""
+
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    cell: Cell | None = None
+    started: float = 0.0
+    text: str = ""
+    fraction: float = 0.0
 
 
 class Display(Protocol):
@@ -51,6 +68,8 @@ class Display(Protocol):
     def start(self, cell: Cell) -> None: ...
     def progress(self, cell: Cell, fraction: float, text: str) -> None: ...
     def finish(self, cell: Cell, message: str, good: bool) -> None: ...
+    def put_back(self, cell: Cell) -> None: ...
+    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None: ...
 
 
 def label(cell: Cell) -> str:
@@ -90,15 +109,21 @@ class Bars:
         self.bars.update(self.lines[cell.workdir], completed=fraction, text=text)
 
     def finish(self, cell: Cell, message: str, good: bool) -> None:
-        self.bars.remove_task(self.lines.pop(cell.workdir))
+        self.put_back(cell)
         self.finished += 1
         self.bars.update(self.all, completed=self.finished, text=f"{self.finished} of {self.total}")
         mark = ("✓ ", "green") if good else ("✗ ", "red")
         self.bars.console.print(Text.assemble(mark, label(cell), "  ", message))
 
+    def put_back(self, cell: Cell) -> None:
+        self.bars.remove_task(self.lines.pop(cell.workdir))
+
+    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
+        return None
+
 
 class Lines:
-    """One plain line when a cell ends, for logs and pipes."""
+    """Plain lines for logs and pipes: one when a cell ends, and one for each running cell at every beat."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.finished = console, total, 0
@@ -118,107 +143,210 @@ class Lines:
     def finish(self, cell: Cell, message: str, good: bool) -> None:
         self.finished += 1
         word = "done  " if good else "failed"
-        line = f"[{self.finished}/{self.total}] {word} {label(cell)}  {message}"
+        self._print(f"[{self.finished}/{self.total}] {word} {label(cell)}  {message}")
+
+    def put_back(self, cell: Cell) -> None:
+        return None
+
+    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
+        for cell, fraction, text, seconds in running:
+            line = f"[{self.finished}/{self.total}] running {label(cell)}  {100 * fraction:.0f} %"
+            self._print(f"{line} after {seconds:.0f} s  {text}".rstrip())
+
+    def _print(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
 
 
-def run_cells(cells: Sequence[Cell], suite: Suite, python: str, jobs: int, threads: int, console: Console) -> Outcome:
-    """Run every cell that has no result yet, `jobs` at a time with `threads` threads each.
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a run as Ctrl-C does."""
 
-    Ctrl-C ends the workers and returns with `interrupted` set; finished results stay.
-    """
-    outcome = Outcome(skipped=[cell for cell in cells if store.state(cell) == "done"])
-    waiting = [cell for cell in cells if store.state(cell) != "done"]
-    messages: queue.Queue[tuple[_Running, dict[str, Any] | None]] = queue.Queue()
-    running: list[_Running] = []
-    total = len(waiting)
-    shown = Bars(console, total) if console.is_terminal else Lines(console, total)
-    try:
-        with shown as display:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    running.append(_start(waiting.pop(0), suite, python, threads, messages))
-                    display.start(running[-1].cell)
-                one, message = messages.get()
-                if message is None:  # its standard output closed: it has ended
-                    running.remove(one)
-                    _finish(one, suite, outcome, display)
-                elif "error" in message:
-                    one.error = message["error"]
-                else:
-                    display.progress(one.cell, message["progress"], message["text"])
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    finally:
-        for one in running:
-            _kill(one.process)
-            one.log.close()
-    return outcome
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
 
-
-def _start(
-    cell: Cell, suite: Suite, python: str, threads: int, messages: queue.Queue[tuple[_Running, dict[str, Any] | None]]
-) -> _Running:
-    path = store.prepare(cell, suite.metric)
-    log = path.with_name("log.txt").open("w", encoding="utf-8")
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    process = subprocess.Popen(
-        [python, worker.__file__, "run", str(path)],
-        stdin=subprocess.PIPE,  # the life line: never written to, closes when this process ends
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}},
-        start_new_session=True,  # Ctrl-C reaches the orchestrator alone, which ends the whole group of a worker
-    )
-    one = _Running(cell, process, log, time.monotonic())
-    threading.Thread(target=_listen, args=(one, messages), daemon=True).start()
-    return one
-
-
-def _listen(one: _Running, messages: queue.Queue[tuple[_Running, dict[str, Any] | None]]) -> None:
-    assert one.process.stdout is not None
-    with one.process.stdout as lines:
-        for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):  # a killed worker may leave half a line
-                messages.put((one, json.loads(line)))
-    one.process.wait()
-    messages.put((one, None))
-
-
-def _finish(one: _Running, suite: Suite, outcome: Outcome, display: Display) -> None:
-    _kill(one.process)  # children that it left behind
-    one.log.close()
-    folder = one.cell.workdir.parent
-    seconds = time.monotonic() - one.started
-    result = store.load(folder).result
-    if result is not None:  # it is whole, even if the worker fell over on its way out
-        value = result["metrics"][suite.metric]
-        outcome.done.append(one.cell)
-        display.finish(one.cell, f"{suite.metric} {value:.4g}{suite.unit} in {seconds:.1f} s", True)
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    reason = one.error or _exit_reason(one.process.returncode)
-    store.fail(folder, reason)
-    outcome.failed.append((one.cell, reason))
-    display.finish(one.cell, reason.splitlines()[0], False)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _exit_reason(code: int) -> str:
-    if code >= 0:
-        return f"the worker ended with exit code {code} and no result"
-    name = signal.Signals(-code).name
-    hint = "; the system may have run out of memory: try fewer --jobs" if name == "SIGKILL" else ""
-    return f"the worker was ended by {name}{hint}"
+class Runner:
+    """Runs cells of one suite: `jobs` worker processes with `threads` threads each.
+
+    Args:
+        gpus: device numbers; worker i sees only ``gpus[i % len(gpus)]``. None leaves devices as they are.
+        timeout: seconds after which a cell is ended and counts as failed; None waits.
+        beat: seconds between the lines that a run without a terminal prints for its running cells.
+    """
+
+    def __init__(
+        self,
+        suite: Suite,
+        python: str,
+        console: Console,
+        *,
+        jobs: int,
+        threads: int,
+        gpus: Sequence[int] | None = None,
+        timeout: float | None = None,
+        beat: float = 60.0,
+    ) -> None:
+        self.suite, self.python, self.console = suite, python, console
+        self.timeout, self.beat = timeout, beat
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+        common = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
+        self.slots = [_Slot(dict(common)) for _ in range(jobs)]
+        for place, slot in enumerate(self.slots):
+            if gpus:
+                slot.environment["CUDA_VISIBLE_DEVICES"] = str(gpus[place % len(gpus)])
+        self.messages: queue.Queue[tuple[_Slot, subprocess.Popen[bytes], dict[str, Any] | None]] = queue.Queue()
+
+    def run(self, cells: Sequence[Cell], out: Path) -> Outcome:
+        """Run every cell that has no result yet.
+
+        A cell that another orchestrator runs is asked for again until it has ended. Ctrl-C, SIGTERM and SIGHUP end the
+        workers and return with `stopped` set; finished results stay.
+        """
+        before = {cell.workdir: store.state(cell) for cell in cells}
+        outcome = Outcome(skipped=[cell for cell in cells if before[cell.workdir] == "done"])
+        waiting = deque(cell for cell in cells if before[cell.workdir] != "done")
+        shown = Bars(self.console, len(waiting)) if self.console.is_terminal else Lines(self.console, len(waiting))
+        next_beat, retry = time.monotonic() + self.beat, 0.0
+        try:
+            with _signals(), shown as display:
+                while waiting or any(slot.cell for slot in self.slots):
+                    if time.monotonic() >= retry:
+                        for slot in self.slots:
+                            if waiting and slot.cell is None:
+                                self._start(slot, waiting.popleft(), out)
+                                display.start(slot.cell)  # type: ignore[arg-type]
+                    pause = min(next_beat, retry if waiting else next_beat) - time.monotonic()
+                    with contextlib.suppress(queue.Empty):
+                        busy = self._handle(*self.messages.get(timeout=max(pause, 0.05)), outcome, display)
+                        if busy is not None:
+                            if before[busy.workdir] == "new" and store.state(busy) == "failed":
+                                reason = store.load(busy.workdir.parent).error or ""
+                                outcome.failed.append((busy, reason.strip()))  # in another orchestrator
+                            else:
+                                waiting.append(busy)
+                                retry = time.monotonic() + RETRY_S
+                    if time.monotonic() >= next_beat:
+                        next_beat = time.monotonic() + self.beat
+                        now = time.monotonic()
+                        display.beat([(s.cell, s.fraction, s.text, now - s.started) for s in self.slots if s.cell])
+        except Stopped as stop:
+            outcome.stopped = stop.signal
+        except KeyboardInterrupt:
+            outcome.stopped = signal.SIGINT
+        finally:
+            for slot in self.slots:
+                if slot.process and slot.process.stdin:
+                    with contextlib.suppress(BrokenPipeError):
+                        slot.process.stdin.close()  # all end at once
+            for slot in self.slots:
+                _close(slot)
+        return outcome
+
+    def _start(self, slot: _Slot, cell: Cell, out: Path) -> None:
+        path = store.prepare(cell, self.suite.metric)
+        slot.cell, slot.started, slot.text, slot.fraction = cell, time.monotonic(), "", 0.0
+        if slot.process is None:
+            logs = out / "workers"
+            logs.mkdir(exist_ok=True)
+            slot.log = (logs / f"{worker.machine()['id']}-{os.getpid()}-{self.slots.index(slot)}.txt").open("wb")
+            slot.process = subprocess.Popen(
+                [self.python, worker.__file__, "serve", self.suite.name, *self.suite.preload],
+                stdin=subprocess.PIPE,  # the life line: it closes when this process ends
+                stdout=subprocess.PIPE,
+                stderr=slot.log,
+                env=slot.environment,
+                start_new_session=True,  # Ctrl-C reaches only the orchestrator
+            )
+            threading.Thread(target=self._listen, args=(slot, slot.process), daemon=True).start()
+        assert slot.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended, which its listener reports
+            slot.process.stdin.write(
+                json.dumps({"path": str(path.resolve()), "timeout": self.timeout}).encode() + b"\n"
+            )
+            slot.process.stdin.flush()
+
+    def _listen(self, slot: _Slot, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                with contextlib.suppress(json.JSONDecodeError):  # a killed worker may leave half a line
+                    self.messages.put((slot, process, json.loads(line)))
+        process.wait()
+        self.messages.put((slot, process, None))
+
+    def _handle(
+        self,
+        slot: _Slot,
+        process: subprocess.Popen[bytes],
+        message: dict[str, Any] | None,
+        outcome: Outcome,
+        display: Display,
+    ) -> Cell | None:
+        """Take in one message; returns the cell if another orchestrator runs it."""
+        cell = slot.cell
+        if process is not slot.process or cell is None:
+            return None
+        if message is not None and "progress" in message:
+            slot.fraction, slot.text = message["progress"], message["text"]
+            display.progress(cell, slot.fraction, slot.text)
+            return None
+        folder = cell.workdir.parent
+        slot.cell = None
+        if message is None:
+            _close(slot)
+            if store.state(cell) == "done":
+                message = {"end": "done"}
+            else:
+                reason = (
+                    f"the worker ended with status {process.returncode}; its log: {slot.log.name if slot.log else ''}"
+                )
+                store.fail(folder, reason)
+                message = {"end": "failed", "error": reason}
+        if message["end"] == "busy":
+            display.put_back(cell)
+            return cell
+        if message["end"] == "done":
+            result = store.load(folder).result
+            if result is not None:
+                value = result["metrics"][self.suite.metric]
+                seconds = time.monotonic() - slot.started
+                good = value == value
+                outcome.done.append(cell)
+                note = "" if good else "; it diverged and counts as a failed seed"
+                display.finish(cell, f"{self.suite.metric} {value:.4g}{self.suite.unit} in {seconds:.1f} s{note}", good)
+                return None
+            message = {"error": store.load(folder).error or "result.json is missing"}
+        outcome.failed.append((cell, message["error"]))
+        display.finish(cell, (message["error"].splitlines() or [""])[0], False)
+        return None
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _close(slot: _Slot) -> None:
     """End a worker and everything it started."""
-    if hasattr(os, "killpg"):
+    process, slot.process = slot.process, None
+    if process is None:
+        return
+    if process.stdin:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # the worker ends its cell and itself
+    try:
+        process.wait(timeout=2)
+    except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    elif process.poll() is None:
-        process.kill()
-    process.wait()
-    if process.stdin:
-        process.stdin.close()
+        process.wait()
+    if slot.log:
+        slot.log.close()
+        with contextlib.suppress(OSError):
+            if Path(slot.log.name).stat().st_size == 0:
+                Path(slot.log.name).unlink()

@@ -29,7 +29,7 @@ import quest_core
 from quest_core.errors import ConfigError
 
 from .speed import BROADCAST, BROADCAST_BYTES, PEER, broadcast_aft, broadcast_fits, keep_freed_memory
-from .store import machine
+from .worker import machine
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEADS, HEAD_DIM = 4, 64

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, QuestError
 
-from .store import cores, git_commit, machine
+from .store import commit as git_commit
+from .worker import cores, machine
 
 Attend = Callable[..., Tensor]
 Clock = Callable[[], float]

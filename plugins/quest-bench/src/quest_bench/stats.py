@@ -1,15 +1,23 @@
-"""Means with t-intervals over seeds, and differences paired by seed."""
+"""Means with t-intervals over seeds, comparisons paired by seed, and ranks over tasks.
+
+A seed maps to a number. A seed that failed or diverged maps to NaN, and is a loss for its attention. A seed that has
+not finished is absent.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from scipy.stats import t as student
+import numpy as np
+from scipy import stats
+from scipy.optimize import brentq
 
 LEVEL = 0.95
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -17,10 +25,10 @@ class Estimate:
     """A mean over seeds and its two-sided 95% t-interval, in the unit of the values.
 
     Attributes:
-        n: how many finite values there were.
-        lost: how many values were NaN or infinite; they are counted here and in nothing else.
+        n: number of finite values.
+        lost: number of values that are NaN or infinite; they enter only this count.
         mean, minimum, maximum: NaN when n is 0.
-        low, high: the interval; NaN when n < 2, since one value says nothing about its spread.
+        low, high: the interval; NaN when n < 2, because one value has no spread.
     """
 
     n: int
@@ -35,14 +43,9 @@ class Estimate:
     def has_interval(self) -> bool:
         return self.n >= 2
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval exists and lies on one side of zero."""
-        return self.has_interval and (self.low > 0 or self.high < 0)
-
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean ± t(0.975, n-1) · s / √n with the sample standard deviation s (Student, 1908)."""
+    """Return the mean ± t(0.975, n-1) · s / √n with the sample standard deviation s (Student, 1908)."""
     finite = [float(v) for v in values if math.isfinite(v)]
     n, lost = len(finite), len(values) - len(finite)
     if n == 0:
@@ -50,28 +53,210 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(finite)
     half = math.nan
     if n >= 2:
-        half = float(student.ppf((1 + LEVEL) / 2, n - 1)) * statistics.stdev(finite) / math.sqrt(n)
+        half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * statistics.stdev(finite) / math.sqrt(n)
     return Estimate(n, lost, mean, mean - half, mean + half, min(finite), max(finite))
 
 
-def paired(ours: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
-    """The estimate of ours[seed] - baseline[seed] over the seeds that both have.
+@dataclass(frozen=True)
+class Comparison:
+    """One attention against the baseline, paired by seed.
 
-    Pairing removes what a seed does to both (initial weights, order of data), so the interval is usually
-    narrower than that of two independent means.
+    Attributes:
+        difference: ours - baseline over the seeds that are finite for both.
+        wins, losses, ties: seeds by which of the two is better; a failed seed loses against one that did not fail.
+        failed, baseline_failed: seeds that are not finite, among those that both have.
+        test: "paired t"; "sign" if a seed failed or the differences have no spread; "" if there is nothing to test.
+        p: the two-sided p-value of that test; NaN without one.
+        adjusted: p after Holm's correction over `family` comparisons; NaN until :func:`correct` sets it.
+        detectable: the smallest mean difference that this test finds with a power of 80%, given the spread of the
+            differences and the correction; NaN unless `test` is "paired t".
+        better: whether the seeds speak for ours, given the direction of the metric; None if they speak for neither.
     """
-    return estimate([ours[seed] - baseline[seed] for seed in sorted(ours.keys() & baseline.keys())])
+
+    difference: Estimate
+    wins: int
+    losses: int
+    ties: int
+    failed: int
+    baseline_failed: int
+    test: str
+    p: float
+    better: bool | None
+    adjusted: float = math.nan
+    family: int = 1
+    detectable: float = math.nan
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds both have, failed ones included."""
+        return self.wins + self.losses + self.ties
+
+    @property
+    def significant(self) -> bool:
+        return self.adjusted < 1 - LEVEL
+
+    @property
+    def mark(self) -> str:
+        """ "▲" for better and "▼" for worse than the baseline after correction, else ""."""
+        return "" if not self.significant or self.better is None else "▲" if self.better else "▼"
 
 
-def verdict(difference: Estimate, higher_is_better: bool, baseline: str) -> str:
-    """What a paired difference shows, in words."""
-    if difference.n == 0:
+def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_better: bool) -> Comparison:
+    """Compare two attentions over the seeds that both have.
+
+    Pairing removes the part of the noise that a seed adds to both (initial weights, order of data). Where all seeds are
+    finite, the test is the paired t-test. Where a seed failed, a mean over the survivors says nothing about the
+    attention, so the test is the exact sign test, in which a failed seed is a loss.
+    """
+    seeds = sorted(ours.keys() & baseline.keys())
+    pairs = [(float(ours[seed]), float(baseline[seed])) for seed in seeds]
+    differences = [a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    failed = sum(not math.isfinite(a) for a, _ in pairs)
+    baseline_failed = sum(not math.isfinite(b) for _, b in pairs)
+    sign = 1 if higher_is_better else -1
+    wins = sum(_worth(a, sign) > _worth(b, sign) for a, b in pairs)
+    losses = sum(_worth(a, sign) < _worth(b, sign) for a, b in pairs)
+    found = estimate(differences)
+    test, p, gain = "", math.nan, 0.0
+    if failed or baseline_failed or (len(differences) > 1 and np.ptp(differences) == 0):
+        test, gain = "sign", float(wins - losses)
+        p = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    elif len(differences) > 1:
+        test, gain = "paired t", sign * found.mean
+        p = float(stats.ttest_1samp(differences, 0.0).pvalue)
+    better = None if gain == 0 else gain > 0
+    return Comparison(found, wins, losses, len(pairs) - wins - losses, failed, baseline_failed, test, p, better)
+
+
+def _worth(value: float, sign: int) -> float:
+    return sign * value if math.isfinite(value) else -math.inf
+
+
+def correct(family: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons with `adjusted`, `family` and `detectable` set, by Holm's method over all that have a p.
+
+    Holm's method bounds the probability of one or more false marks in the whole family, under any dependence of the
+    comparisons. The detectable difference uses Bonferroni's level, the strictest step of Holm's.
+    """
+    tested = [one for one in family if one.test]
+    p = np.array([one.p for one in tested])
+    order = np.argsort(p)
+    holm = np.empty(len(p))
+    holm[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    adjusted = iter(holm)
+    return [
+        replace(one, adjusted=float(next(adjusted)), family=len(tested), detectable=_detectable(one, len(tested)))
+        if one.test
+        else one
+        for one in family
+    ]
+
+
+def _detectable(one: Comparison, family: int) -> float:
+    if one.test != "paired t":
+        return math.nan
+    found = one.difference
+    spread = (found.high - found.mean) / float(stats.t.ppf((1 + LEVEL) / 2, found.n - 1)) * math.sqrt(found.n)
+    return _effect(found.n, family) * spread
+
+
+@functools.cache
+def _effect(n: int, family: int) -> float:
+    """Return the mean in standard deviations that a paired t-test at level 5%/family finds with a power of 80%."""
+    critical = stats.t.isf((1 - LEVEL) / family / 2, n - 1)
+    # scipy's noncentral t gives NaN in the tails, so average over the distribution of the standard deviation
+    deviation = np.sqrt(stats.chi2.ppf((np.arange(2000) + 0.5) / 2000, n - 1) / (n - 1))
+
+    def short(effect: float) -> float:
+        shift = effect * math.sqrt(n)
+        found = stats.norm.cdf(shift - critical * deviation) + stats.norm.cdf(-shift - critical * deviation)
+        return POWER - float(found.mean())
+
+    high = 1.0
+    while short(high) > 0:
+        high *= 2
+    return float(brentq(short, 0.0, high))
+
+
+def verdict(found: Comparison, baseline: str) -> str:
+    """Return what a comparison shows, in words."""
+    if not found.seeds:
         return f"no seed in common with {baseline}"
-    if not difference.has_interval:
-        return "one seed in common: no interval"
-    if not difference.excludes_zero:
-        if difference.low == difference.high == 0:
-            return f"equal to {baseline} on every seed"
-        return "not told apart: the interval contains zero"
-    better = (difference.mean > 0) == higher_is_better
-    return f"{'better' if better else 'worse'} than {baseline}: the interval excludes zero"
+    if not found.test:
+        return "one seed in common: no test"
+    counts = f"{found.wins} won, {found.losses} lost" + (f", {found.ties} tied" if found.ties else "")
+    lost = [f"{found.failed} of {found.seeds} seeds failed"] if found.failed else []
+    lost += [f"{baseline} failed on {found.baseline_failed}"] if found.baseline_failed else []
+    reason = f"p = {write_p(found.adjusted)}" + (f", sign test: {counts}" if found.test == "sign" else "")
+    if found.test == "sign" and not found.wins + found.losses:
+        head = f"equal to {baseline} on every seed" if not lost else f"no seed distinguishes it from {baseline}"
+        return "; ".join([head, *lost])
+    if not found.mark:
+        return "; ".join([f"not distinguished from {baseline} ({reason})", *lost])
+    return "; ".join([f"{'better' if found.better else 'worse'} than {baseline} ({reason})", *lost])
+
+
+def write_p(value: float) -> str:
+    """A p-value as text; one below 0.001 as a bound that also reads after "p = "."""
+    return "–" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Attentions ranked over tasks (Demšar, JMLR 2006).
+
+    Attributes:
+        tasks: how many tasks every attention was ranked on.
+        ranks: attention -> average rank, 1 is best; ties share their ranks.
+        records: attention -> tasks won, tied and lost against the baseline by the mean over common seeds.
+        critical: the critical difference of Nemenyi's test at 5%: closer average ranks are not distinguished.
+        p: Friedman's test that all attentions rank alike; NaN for fewer than three.
+        cliques: the largest groups of attentions that lie within the critical difference, best first.
+    """
+
+    tasks: int
+    ranks: Mapping[str, float]
+    records: Mapping[str, tuple[int, int, int]]
+    critical: float
+    p: float
+    cliques: Sequence[tuple[str, ...]]
+
+
+def rank(scores: Sequence[Mapping[str, float]], higher: Sequence[bool], baseline: str) -> Ranking | None:
+    """Rank attentions over tasks.
+
+    Args:
+        scores: for each task, attention -> its score; NaN (a seed failed) ranks behind every number.
+        higher: for each task, whether higher is better.
+        baseline: the attention that `records` compares with.
+
+    Returns:
+        None for fewer than two tasks or two attentions that all tasks have.
+    """
+    names = [name for name in (scores[0] if scores else ()) if all(name in one for one in scores)]
+    if len(scores) < 2 or len(names) < 2:
+        return None
+    worth = np.array(
+        [[_worth(one[name], 1 if up else -1) for name in names] for one, up in zip(scores, higher, strict=True)]
+    )
+    ranks = stats.rankdata(-worth, axis=1, method="average").mean(axis=0)
+    k, n = len(names), len(scores)
+    critical = float(stats.studentized_range.ppf(LEVEL, k, np.inf)) * math.sqrt(k * (k + 1) / (12 * n))
+    friedman = math.nan
+    if k > 2:
+        friedman = 1.0 if np.ptp(worth, axis=1).max() == 0 else float(stats.friedmanchisquare(*worth.T).pvalue)
+    records = {}
+    if baseline in names:
+        base = worth[:, names.index(baseline)]
+        for column, name in enumerate(names):
+            signs = np.sign(np.nan_to_num(worth[:, column] - base))
+            records[name] = (int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum()))
+    order = sorted(range(k), key=lambda i: ranks[i])
+    cliques: list[tuple[str, ...]] = []
+    reach = 0
+    for start, i in enumerate(order):
+        end = max(j for j, other in enumerate(order) if ranks[other] - ranks[i] <= critical)
+        if end > start and end > reach:
+            cliques.append(tuple(names[j] for j in order[start : end + 1]))
+            reach = end
+    return Ranking(n, {names[i]: float(ranks[i]) for i in order}, records, critical, friedman, cliques)

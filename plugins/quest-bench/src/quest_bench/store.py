@@ -1,4 +1,4 @@
-"""The folder of a run: one folder a cell, whole files only, and what the folder was run with.
+"""The folder of a run: one folder a cell, whole files only, and the commands that ran into it.
 
 ::
 
@@ -7,16 +7,23 @@
                         result.json      what it found; exists only when it finished
                         error.txt        why it failed
                         log.txt          what it printed
+                        progress.log     one line a step of its progress
+                        claim            locked while the cell runs; touched every few seconds
                         work/            the suite's own files
+    DIR/results.parquet                  written by `report`: all cells in one table, which `report` can read again
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import math
 import os
 import platform
-import subprocess
+import re
+import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +35,10 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 
 from .plan import Plan, cell_id, describe_cell
-from .worker import decode, encode, write_json, write_text
+from .worker import decode, encode, git_commit, write_json, write_text
+
+RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
+RESULT_JSON = ("details", "versions", "commits", "machine")
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Stored:
 
     Attributes:
         folder: the cell's folder.
-        cell: what :func:`quest_bench.plan.describe_cell` wrote.
+        cell: what :func:`quest_bench.plan.describe_cell` gives.
         result: the decoded result.json, or None.
         error: the text of error.txt, or None.
     """
@@ -53,38 +63,74 @@ class Stored:
         return "done" if self.result is not None else "failed" if self.error is not None else "unfinished"
 
 
-def prepare(cell: Cell, metric: str) -> Path:
-    """Make a cell's folder ready for a worker, without the traces of an earlier try; the path of its cell.json.
+def read_json(path: Path, fix: str) -> Any:
+    """Read a file that :func:`write_json` wrote; raises ConfigError with its name if it is torn or cannot be read."""
+    try:
+        return decode(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is torn ({error}); {fix}") from None
 
-    `metric` is the one the suite must return; the worker refuses a result without it.
+
+def prepare(cell: Cell, metric: str) -> Path:
+    """Make a cell's folder ready for a worker and return the path of its cell.json.
+
+    `metric` is the one that the suite must return; the worker refuses a result without it.
     """
     folder = cell.workdir.parent
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "error.txt").unlink(missing_ok=True)
     path = folder / "cell.json"
-    write_json(path, {"id": cell_id(cell), "metric": metric, **describe_cell(cell)})
+    place = str(cell.data) if cell.data else None
+    write_json(path, {"id": cell_id(cell), "metric": metric, **describe_cell(cell), "data_path": place})
     return path
 
 
 def load(folder: Path) -> Stored:
-    """One cell's folder."""
-
-    def text(name: str) -> str | None:
-        path = folder / name
-        return path.read_text(encoding="utf-8") if path.is_file() else None
-
-    result = text("result.json")
-    return Stored(
-        folder,
-        decode((folder / "cell.json").read_text(encoding="utf-8")),
-        decode(result) if result is not None else None,
-        text("error.txt"),
-    )
+    """Read one cell's folder. A torn result counts as a failure, with its file's name."""
+    again = "delete it, and the same `quest bench run` command makes it again"
+    cell = read_json(folder / "cell.json", again)
+    error_path, result_path = folder / "error.txt", folder / "result.json"
+    error = error_path.read_text(encoding="utf-8", errors="replace") if error_path.is_file() else None
+    if not result_path.is_file():
+        return Stored(folder, cell, None, error)
+    try:
+        return Stored(folder, cell, read_json(result_path, again), error)
+    except ConfigError as torn:
+        return Stored(folder, cell, None, str(torn))
 
 
 def load_all(out: Path) -> list[Stored]:
-    """Every cell under a run's folder, in a stable order; empty when there is none."""
-    return [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
+    """Read every cell under a run's folder, in a stable order; without cells/, from its results.parquet."""
+    found = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
+    return found or _load_table(out)
+
+
+def _load_table(out: Path) -> list[Stored]:
+    path = out / "results.parquet"
+    if not path.is_file():
+        return []
+    import pandas as pd
+
+    found = []
+    for row in pd.read_parquet(path).to_dict("records"):
+        given = {key: value for key, value in row.items() if value is not None and value is not pd.NA}
+        cell = {key: given[key] for key in ("suite", "task", "attention", "smoke")}
+        cell |= {"seed": int(given["seed"]), "options": decode(given["options"]), "data": given.get("data")}
+        result: dict[str, Any] | None = None
+        if given["state"] == "done":
+            result = {key: given.get(key) for key in RESULT_FACTS}
+            result |= {key: decode(given[key]) if key in given else {} for key in RESULT_JSON}
+            for kind in ("metric", "series"):
+                names = [key for key in row if key.startswith(f"{kind}/")]
+                result["metrics" if kind == "metric" else kind] = {
+                    key.partition("/")[2]: given[key] if kind == "metric" else list(given[key])
+                    for key in names
+                    if key in given
+                }
+        error = given.get("error") if given["state"] == "failed" else None
+        found.append(Stored(out / "cells" / given["folder"], cell, result, error))
+    return found
 
 
 def state(cell: Cell) -> str:
@@ -95,44 +141,72 @@ def state(cell: Cell) -> str:
     return "failed" if (folder / "error.txt").is_file() else "new"
 
 
-def check_conflicts(out: Path, plan: Plan) -> None:
-    """Refuse to mix settings in one folder by accident.
+def set_torn_aside(cells: Sequence[Cell]) -> list[Path]:
+    """Rename results that cannot be read to ``result.json.torn``, so that their cells run again; return their paths."""
+    found = []
+    for cell in cells:
+        path = cell.workdir.parent / "result.json"
+        if path.is_file():
+            try:
+                read_json(path, "")
+            except ConfigError:
+                path.replace(path.with_name("result.json.torn"))
+                found.append(path)
+    return found
 
-    An option's values must contain, or be contained in, those the folder has for this suite: so that the same
-    command resumes, a wider sweep extends, and a changed value is noticed.
+
+def check_conflicts(out: Path, plan: Plan) -> None:
+    """Refuse to mix settings or data in one folder by accident.
+
+    An option's values must contain, or be contained in, those that the folder has for this suite, so that the same
+    command resumes, a wider sweep extends, and a changed value is noticed. A task's data must have the same content.
 
     Raises:
-        ConfigError: naming the key, both values and what to do.
+        ConfigError: naming the key, both values and the way on.
     """
-    earlier = [s.cell for s in load_all(out) if s.state != "unfinished" and s.cell["suite"] == plan.suite.name]
+    stored = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
+    earlier = [s.cell for s in stored if s.state != "unfinished" and s.cell["suite"] == plan.suite.name]
     if not earlier:
         return
-    pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-        "--smoke": ([c["smoke"] for c in earlier], [plan.smoke]),
-        "--data": ([c["data"] for c in earlier], [str(plan.data) if plan.data else None]),
-    }
+    for cell in earlier:
+        now = plan.tasks.get(cell["task"], cell["data"])
+        if now != cell["data"]:
+            place = plan.data or "the suite's own data"
+            raise ConfigError(
+                f"{out} holds cells of task '{cell['task']}' with data of content {cell['data']} "
+                f"({cell.get('data_path')}), and {place} has content {now} now; choose another folder with --out"
+            )
+    pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"--smoke": ([c["smoke"] for c in earlier], [plan.smoke])}
     for key, values in plan.settings.items():
         pairs[f"--set {key}"] = ([c["options"].get(key) for c in earlier], values)
     for key, (had, asked) in pairs.items():
-        before, now = ({json.dumps(encode(v), sort_keys=True) for v in values} for values in (had, asked))
-        if not (before <= now or now <= before):
-            sweep = f", or sweep: {key}={','.join(sorted(before | now))}" if key.startswith("--set") else ""
+        before, wanted = ({json.dumps(encode(v), sort_keys=True) for v in values} for values in (had, asked))
+        if not (before <= wanted or wanted <= before):
+            sweep = f", or sweep: {key}={','.join(sorted(before | wanted))}" if key.startswith("--set") else ""
             raise ConfigError(
                 f"{out} was run with {key} {' and '.join(sorted(before))}, and this command says "
-                f"{' and '.join(sorted(now))}; choose another folder with --out{sweep}"
+                f"{' and '.join(sorted(wanted))}; choose another folder with --out{sweep}"
             )
 
 
 def read_run(out: Path) -> list[dict[str, Any]]:
-    """The runs that run.json records, oldest first."""
+    """Return the runs that run.json records, oldest first."""
     path = out / "run.json"
-    runs: list[dict[str, Any]] = decode(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else []
+    fix = "rename it; it only records the commands, and the next `quest bench run` starts a new one"
+    runs: list[dict[str, Any]] = read_json(path, fix)["runs"] if path.is_file() else []
     return runs
 
 
-def write_run(out: Path, earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> None:
-    """Record a command in run.json after those that were there before it."""
-    write_json(out / "run.json", {"runs": [*earlier, run]})
+def write_run(out: Path, run: Mapping[str, Any]) -> None:
+    """Record a command in run.json, in the place of an earlier record with the same `id`."""
+    with locked(out):
+        runs = read_run(out)
+        places = [place for place, other in enumerate(runs) if other.get("id") == run["id"]]
+        if places:
+            runs[places[0]] = dict(run)
+        else:
+            runs.append(dict(run))
+        write_json(out / "run.json", {"runs": runs})
 
 
 def fail(folder: Path, reason: str) -> None:
@@ -141,32 +215,93 @@ def fail(folder: Path, reason: str) -> None:
 
 
 def last_line(folder: Path, reason: str) -> str:
-    """The last line of a failed cell's log; empty when it only repeats the reason."""
+    """Return the last line of a failed cell's log; empty if it only repeats the reason."""
     path = folder / "log.txt"
     text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
     return "" if not text or text.endswith(reason.strip()) else text.splitlines()[-1].strip()
 
 
+def without_numbers(line: str) -> str:
+    """A message with numbers and quoted paths as "…", so that messages of one cause are equal."""
+    return re.sub(r"(/[^\s:'\"]+)|\b0x[0-9a-f]+\b|\b\d+(\.\d+)?\b", "…", line)
+
+
+def holder(folder: Path) -> tuple[str, float] | None:
+    """Return who runs a cell now and for how many seconds its heart has not beaten; None if nothing runs it."""
+    path = folder / "claim"
+    try:
+        with path.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip(), max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
+    return None
+
+
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep a second `quest bench run` out of the same folder while this one works.
-
-    The lock belongs to the process and vanishes with it, however it ends. Without fcntl (Windows) it does nothing.
-    """
+    """Hold the lock of a folder's run.json, which several orchestrators may share."""
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"another `quest bench run` is writing to {out}; wait for it, or choose another folder with --out"
-            ) from None
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
+    """Copy the cells and commands of run folders into `out`.
+
+    A finished cell replaces a failed one, and that one an unfinished one. The same finished cell may come from several
+    folders if its metrics and series are equal.
+
+    Returns:
+        The number of copied cells and of cells that `out` had already.
+
+    Raises:
+        ConfigError: two folders hold different results of one cell, or different data of one task.
+    """
+    worth = {"done": 2, "failed": 1, "unfinished": 0}
+    chosen: dict[str, Stored] = {}
+    data: dict[tuple[str, str], tuple[Any, Path]] = {}
+    for source in dict.fromkeys([*([out] if out.is_dir() else []), *sources]):
+        cells = [load(path.parent) for path in sorted(source.glob("cells/*/cell.json"))]
+        if not cells and source != out:
+            raise ConfigError(f"{source} holds no cells; name folders of `quest bench run --out`")
+        for cell in cells:
+            task = (cell.cell["suite"], cell.cell["task"])
+            content, first = data.setdefault(task, (cell.cell["data"], cell.folder))
+            if content != cell.cell["data"]:
+                raise ConfigError(f"{first} and {cell.folder} ran task '{task[1]}' on data of different content")
+            name = cell.folder.name
+            other = chosen.get(name)
+            if other is not None and other.result and cell.result and not _equal(other, cell):
+                raise ConfigError(
+                    f"{other.folder} and {cell.folder} are the same cell with different results; delete the wrong one"
+                )
+            if other is None or worth[cell.state] > worth[other.state]:
+                chosen[name] = cell
+    copied = 0
+    for name, cell in chosen.items():
+        target = out / "cells" / name
+        if cell.folder == target:
+            continue
+        neighbour = out / "cells" / f".{name}.{os.getpid()}.tmp"
+        shutil.copytree(cell.folder, neighbour, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
+        shutil.rmtree(target, ignore_errors=True)
+        neighbour.rename(target)
+        copied += 1
+    for source in sources:
+        for run in read_run(source):
+            write_run(out, {"id": f"{run['command']}|{run['started']}", **run})
+    return copied, len(chosen) - copied
+
+
+def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two results agree in the suite's own metric; times differ between machines."""
+    metric = a.cell["metric"]
+    mine, other = ((one.result or {})["metrics"][metric] for one in (a, b))
+    return bool(mine == other or (math.isnan(mine) and math.isnan(other)))
 
 
 def versions(plan: Plan) -> dict[str, str]:
@@ -182,47 +317,6 @@ def versions(plan: Plan) -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, Any]:
-    """The machine in general words: processor, cores, memory and accelerator; no names of hosts or users."""
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    memory = None
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # not on every system
-        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "cpu": cpu,
-        "cores": cores(),
-        "memory_gib": memory,
-        "device": device,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def git_commit() -> str | None:
-    """The commit of the quest-core checkout that is imported, with "+changes" when its tree is not clean."""
-    here = str(Path(quest_core.__file__).parent)
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # an installed package may lie inside some other repository's folder: only a tracked file is that repository's
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}+changes" if commit and git("status", "--porcelain", "--", ".") else commit
+def commit() -> str | None:
+    """The commit of the checkout that quest_core is imported from; see :func:`quest_bench.worker.git_commit`."""
+    return git_commit(Path(quest_core.__file__).parent)

@@ -74,6 +74,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
         "tasks": ["retrieval"],
         "metric": "success_rate",
+        "selection": "last",
         "unit": "%",
         "higher_is_better": True,
         "paper": {"retrieval": {"standard": 25.0, "qnorm": 49.0, "quest": 58.0}},

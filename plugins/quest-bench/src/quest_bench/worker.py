@@ -1,11 +1,19 @@
-"""Runs one cell inside a plugin's own environment. Standard library only, so that it is started by path there::
+"""Runs cells inside a plugin's own environment. Standard library only, because it is started by path there::
 
-    python worker.py run CELL/cell.json        train and evaluate; writes CELL/result.json
-    python worker.py describe                  print the plugins this environment has, as JSON
+    python worker.py serve SUITE [MODULE ...]  run the cells that standard input names; import MODULE ... first
+    python worker.py describe                  print the plugins that this environment has, as JSON
+    python worker.py tasks FUNCTION FOLDER     print the tasks that a data folder holds, as JSON
 
-Protocol of ``run``: standard output carries JSON lines, ``{"progress": 0.4, "text": "epoch 12"}`` while running and
-``{"error": "ValueError: ..."}`` at most once. Whatever the suite itself prints goes to standard error. Standard input
-is a life line: when it closes, the orchestrator is gone and the worker ends, so that nothing trains unattended.
+Protocol of ``serve``: standard input carries one JSON line a cell, ``{"path": "CELL/cell.json", "timeout": null}``.
+Standard output carries JSON lines: ``{"progress": 0.4, "text": "epoch 12"}`` while a cell runs, then exactly one of
+``{"end": "done"}``, ``{"end": "failed", "error": "ValueError: ..."}`` and ``{"end": "busy"}``. If standard input
+closes, the orchestrator has ended, and the server ends its cell and itself.
+
+The server imports the suite once and forks for each cell, so that a cell starts within milliseconds and still cannot
+change the next one. A cell's process leads a process group of its own, which is killed when the cell ends.
+
+Claims: the server holds ``CELL/claim`` locked (flock) while it runs the cell, and so does the cell's process. The
+system releases the lock when both have ended, however they end, so a claim is never stale and no clock is involved.
 
 Numbers: JSON has no NaN and no infinities; they are written as ``{"$float": "nan"}``, ``"inf"`` or ``"-inf"`` and
 :func:`decode` reads them back exactly.
@@ -15,21 +23,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
+import functools
+import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import platform
+import resource
+import select
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 FLOAT = "$float"
+BEAT_S = 5.0  # how often the server touches the claim of a running cell
+LOG_S = 1.0  # progress.log gets at most one line in this time
 
 
 def encode(value: Any, where: str = "value") -> Any:
@@ -64,7 +83,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A crash can leave a ``.tmp`` neighbour, never half of `path`."""
+    """Write a file whole or not at all. A crash can leave a ``.tmp`` neighbour, but never a part of `path`.
+
+    Raises:
+        OSError: with the file's name, also where the system gives none (a full disk).
+    """
     neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with neighbour.open("w", encoding="utf-8") as file:
@@ -72,8 +95,11 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(neighbour, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        neighbour.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            neighbour.unlink(missing_ok=True)
 
 
 def entry_point(suite: str) -> importlib.metadata.EntryPoint:
@@ -108,6 +134,16 @@ def describe() -> list[dict[str, Any]]:
     return found
 
 
+def list_tasks(function: str, data: str) -> dict[str, Any]:
+    """Return what a suite's function "module:name" finds in a data folder: task -> {"files": [...], "problem": ...}."""
+    module, _, name = function.partition(":")
+    found: dict[str, Any] = getattr(importlib.import_module(module), name)(Path(data))
+    return found
+
+
+# --- one cell, in a process of its own -------------------------------------------------------------------------------
+
+
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json beside it."""
     from quest_core.benchmarks import Cell
@@ -121,22 +157,27 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
         attention=given["attention"],
         seed=given["seed"],
         smoke=given["smoke"],
-        data=Path(given["data"]) if given["data"] else None,
+        data=Path(given["data_path"]) if given["data_path"] else None,
         options=given["options"],
         workdir=workdir,
+        data_fingerprint=given["data"],
     )
     entry = entry_point(cell.suite)
     suite_run = entry.load()
-    sent = 0.0
+    started = time.perf_counter()
+    sent = logged = -math.inf
 
     def progress(fraction: float, text: str) -> None:
-        nonlocal sent
-        now = time.monotonic()
-        if now - sent >= 0.1 or fraction >= 1:  # a suite may call this every step
+        nonlocal sent, logged
+        now = time.perf_counter()
+        if now - sent >= 0.1 or fraction >= 1:  # a suite may call this at every step
             sent = now
             send({"progress": min(max(float(fraction), 0.0), 1.0), "text": str(text)})
+        if now - logged >= LOG_S or fraction >= 1:
+            logged = now
+            with contextlib.suppress(OSError), path.with_name("progress.log").open("a", encoding="utf-8") as log:
+                log.write(f"{utc()}  {now - started:9.1f} s  {100 * fraction:5.1f} %  {text}\n")
 
-    started = time.perf_counter()
     result = suite_run(cell, progress)
     seconds = time.perf_counter() - started
     if given["metric"] not in result.metrics:
@@ -155,33 +196,38 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-            "versions": _versions(entry),
-            "finished": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()) + " UTC",
+            "versions": _versions(cell.suite),
+            "commits": _commits(cell.suite),
+            "machine": machine(),
+            "finished": utc(),
         },
     )
 
 
-def _peak_rss_mib() -> float | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
+def utc() -> str:
+    """The time as "2026-01-31 12:00:00 UTC"."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()) + " UTC"
+
+
+def _peak_rss_mib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak / 2**20 if sys.platform == "darwin" else peak / 2**10)  # bytes there, KiB elsewhere
 
 
 def _device() -> str:
-    """The accelerator this process used, or "cpu"."""
+    """The accelerator that this process used, or "cpu"."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0:
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0:
         return str(torch.cuda.get_device_name())
     return "cpu"
 
 
-def _versions(entry: importlib.metadata.EntryPoint) -> dict[str, str]:
-    """Versions of what took part, as installed in this environment: python, torch, quest-core, plugin, host."""
+@functools.cache
+def _versions(suite: str) -> dict[str, str]:
+    """Versions in this environment of all that takes part: python, torch, quest-core, plugin, host."""
     from quest_core.hosts.discovery import discover
 
+    entry = entry_point(suite)
     plugin = entry.dist.metadata["Name"] if entry.dist else None
     found = {"python": platform.python_version()}
     for distribution in ("torch", "quest-core", plugin):
@@ -194,45 +240,249 @@ def _versions(entry: importlib.metadata.EntryPoint) -> dict[str, str]:
     return found
 
 
-def _end_with_orchestrator(life_line: int) -> None:
-    """Wait until the other end closes, then end this process and what it started, at once."""
+@functools.cache
+def _commits(suite: str) -> dict[str, str]:
+    """The commits of the checkouts that quest_core and the suite's package are imported from; empty for wheels."""
+    found = {}
+    for package in ("quest_core", entry_point(suite).module.partition(".")[0]):
+        spec = importlib.util.find_spec(package)
+        commit = git_commit(Path(spec.origin).parent) if spec and spec.origin else None
+        if commit:
+            found[package.replace("_", "-")] = commit
+    return found
+
+
+def git_commit(package: Path) -> str | None:
+    """The commit of a package's checkout. With changes in the package it ends in "+" and a hash of them."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *words],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # an installed package may lie inside some other repository's folder: only a tracked file is that repository's
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
+    if not commit or not status:
+        return commit
+    changes = hashlib.sha256(f"{status}{git('diff', 'HEAD', '--', '.')}".encode()).hexdigest()
+    return f"{commit}+{changes[:8]}"
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """The machine in general words. Its name enters only as a short hash."""
+    cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        while os.read(life_line, 1024):
-            pass
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    memory = None
+    with contextlib.suppress(ValueError, OSError):
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return {
+        "cpu": cpu,
+        "cores": cores(),
+        "memory_gib": memory,
+        "system": f"{platform.system()} {platform.machine()}",
+        "id": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8],
+    }
 
 
-@contextlib.contextmanager
-def _channel() -> Iterator[TextIO]:
-    """Standard output for the protocol alone; prints of the suite, from Python or C, go to standard error."""
-    threading.Thread(target=_end_with_orchestrator, args=(os.dup(0),), daemon=True).start()
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
-        os.dup2(2, 1)
-        yield channel
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Forks a process for each cell that standard input names; see the protocol above."""
+
+    def __init__(self) -> None:
+        self.commands = os.dup(0)
+        self.channel = os.dup(1)
+        self.pending = b""
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)  # prints of a suite, from Python or C, never reach the protocol
+
+    def send(self, message: dict[str, Any]) -> None:
+        os.write(self.channel, (json.dumps(message) + "\n").encode())
+
+    def serve(self, suite: str, modules: Sequence[str]) -> None:
+        """Import the suite and `modules`, then run cells until standard input closes."""
+        with contextlib.suppress(Exception):  # the cell meets the same error and reports it
+            entry_point(suite).load()
+            for module in modules:
+                importlib.import_module(module)
+            _versions(suite), _commits(suite), machine()
+        while (line := self._read()) is not None:
+            given = json.loads(line)
+            try:
+                end = self._cell(Path(given["path"]), given["timeout"])
+            except OSError as error:
+                end = {"end": "failed", "error": describe_os_error(error)}
+            self.send(end)
+
+    def _read(self) -> bytes | None:
+        """The next line of standard input; None if it has closed."""
+        while b"\n" not in self.pending:
+            block = os.read(self.commands, 65536)
+            if not block:
+                return None
+            self.pending += block
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
+
+    def _cell(self, path: Path, timeout: float | None) -> dict[str, Any]:
+        folder = path.parent
+        claim = os.open(folder / "claim", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return {"end": "busy"}
+            if (folder / "result.json").is_file():  # another orchestrator was faster
+                return {"end": "done"}
+            for old in (folder / "error.txt", folder / "progress.log", *folder.glob("*.tmp")):
+                old.unlink(missing_ok=True)
+            os.ftruncate(claim, 0)
+            os.write(claim, f"machine {machine()['id']}, process {os.getpid()}, since {utc()}\n".encode())
+            error = self._fork(path, timeout, claim)
+            if error is None:
+                return {"end": "done"}
+            with contextlib.suppress(OSError):
+                write_text(folder / "error.txt", error.strip() + "\n")
+            return {"end": "failed", "error": error}
+        finally:
+            os.close(claim)
+
+    def _fork(self, path: Path, timeout: float | None, claim: int) -> str | None:
+        """Run one cell in a child process; its error, or None when result.json exists."""
+        reading, writing = os.pipe()
+        server = os.getpid()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setsid()
+                os.close(reading)
+                threading.Thread(target=_end_with, args=(server,), daemon=True).start()
+                code = self._child(path, writing)
+            finally:
+                os._exit(code)
+        os.close(writing)
+        try:
+            return self._wait(child, reading, path, timeout, claim)
+        finally:
+            os.close(reading)
+
+    def _child(self, path: Path, errors: int) -> int:
+        log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            run(path, self.send)
+        except BaseException as error:
+            traceback.print_exc()
+            text = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            os.write(errors, text.encode(errors="replace")[:16384])
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return 0
+
+    def _wait(self, child: int, errors: int, path: Path, timeout: float | None, claim: int) -> str | None:
+        started = beat = time.monotonic()
+        pause, reason, status = 0.002, "", 0
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            watched, _, _ = select.select([self.commands], [], [], pause)
+            pause = min(2 * pause, 0.1)
+            now = time.monotonic()  # not the clock of the system, which may jump
+            if watched:
+                block = os.read(self.commands, 65536)
+                if not block:  # the orchestrator has ended
+                    _kill_group(child)
+                    os._exit(1)
+                self.pending += block
+            if timeout is not None and now - started > timeout and not reason:
+                reason = f"timed out after {timeout:g} s (--timeout)"
+                _kill_group(child)
+            if now - beat > BEAT_S:
+                beat = now
+                with contextlib.suppress(OSError):
+                    os.utime(claim)
+        _kill_group(child)  # processes that it left behind
+        text = b""
+        if select.select([errors], [], [], 0)[0]:
+            text = os.read(errors, 16384)
+        if path.with_name("result.json").is_file():  # whole, even if the process fell over on its way out
+            return None
+        return reason or text.decode(errors="replace") or _exit_reason(status)
+
+
+def describe_os_error(error: OSError) -> str:
+    """One line with the file's name and the way on."""
+    place = f" {error.filename}" if error.filename else ""
+    fixes = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some space",
+        errno.EROFS: "choose a writable folder",
+        errno.EACCES: "make it writable",
+        errno.ENOLCK: "use a file system with locks (flock)",
+    }
+    fix = fixes.get(error.errno or 0)
+    tail = f"; {fix}, then run the same command again" if fix else ""
+    return f"{type(error).__name__}:{place}: {error.strerror or error}{tail}"
+
+
+def _exit_reason(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"the cell's process ended with exit code {os.WEXITSTATUS(status)} and no result"
+    name = signal.Signals(os.WTERMSIG(status)).name
+    hint = "; the system may have run out of memory: try fewer --jobs" if name == "SIGKILL" else ""
+    return f"the cell's process was ended by {name}{hint}"
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _end_with(server: int) -> None:
+    """Wait until the server has ended, then end this process and the ones it started."""
+    while os.getppid() == server:
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
     if argv == ["describe"]:
         print(json.dumps(encode(describe())))
         return 0
-    if len(argv) != 2 or argv[0] != "run":
+    if len(argv) == 3 and argv[0] == "tasks":
+        print(json.dumps(encode(list_tasks(argv[1], argv[2]))))
+        return 0
+    if len(argv) < 2 or argv[0] != "serve":
         print(__doc__, file=sys.stderr)
         return 2
-    with _channel() as channel:
-
-        def send(message: dict[str, Any]) -> None:
-            print(json.dumps(message), file=channel, flush=True)
-
-        try:
-            run(Path(argv[1]), send)
-        except Exception as error:
-            traceback.print_exc()
-            send({"error": f"{type(error).__name__}: {error}"})
-            return 1
+    Server().serve(argv[1], argv[2:])
     return 0
 
 

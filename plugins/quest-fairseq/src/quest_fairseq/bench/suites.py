@@ -37,6 +37,7 @@ def _suite(paper: bool, **facts: Any) -> dict[str, Any]:
     own, *others = sorted(_METRICS, key=lambda metric: (metric != "perplexity", _METRICS.index(metric)))
     return {
         "metric": own,
+        "selection": "validation",
         "higher_is_better": False,
         "paper": _paper(own) if paper else {},
         "also": [{"metric": metric, "paper": _paper(metric) if paper else {}} for metric in others],

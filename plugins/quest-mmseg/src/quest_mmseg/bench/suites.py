@@ -37,6 +37,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "summary": "a small Segmenter on generated scenes in the layout of ADE20K, clean and under 16 corruptions",
         "tasks": ["scenes"],
         "metric": "mIoU",
+        "selection": "last",
         "also": [{"metric": "mIoU corrupted"}],
         "unit": "%",
         "higher_is_better": True,
@@ -52,12 +53,14 @@ SUITES: dict[str, dict[str, Any]] = {
         **_ADE20K,
         "summary": "Segmenter on ADE20K with the paper's schedule",
         "metric": "mIoU",
+        "selection": "last",
         "paper": {task: {name: pair[0] for name, pair in rows.items()} for task, rows in _PAPER.items()},
     },
     "seg/ade20k-c": {
         **_ADE20K,
         "summary": "Segmenter on ADE20K with the paper's schedule, under 16 corruptions",
         "metric": "mIoU corrupted",
+        "selection": "last",
         "paper": {task: {name: pair[1] for name, pair in rows.items()} for task, rows in _PAPER.items()},
     },
 }

@@ -13,6 +13,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "Point Transformer V3 (torch-pointcloud)",
         "tasks": ["street"],
         "metric": "miou",
+        "selection": "last",
         "unit": "%",
         "higher_is_better": True,
         "options": [
@@ -36,6 +37,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "checkout of Pointcept on PYTHONPATH, and a GPU to be done in days",
         "tasks": ["val"],
         "metric": "miou",
+        "selection": "last",
         "unit": "%",
         "higher_is_better": True,
         "paper": {"val": _PAPER},

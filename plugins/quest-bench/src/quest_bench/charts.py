@@ -1,0 +1,353 @@
+"""The charts of a report as Vega-Lite specifications: drawn by the page itself, and as PNG for Markdown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import vl_convert
+
+from .groups import Group
+from .stats import Ranking
+from .store import Stored
+
+POINTS = 12_000
+"""Points of all lines of a report together; each line gets its share, at least 40 and at most 200."""
+
+COLOURS = ("#5f6b7a", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3aa6d0", "#882255")
+"""The baseline is grey; the rest follow Okabe and Ito's palette, which colour-blind eyes tell apart."""
+DARK = ("#a3adba", "#4ea8e0", "#f0803c", "#2fc496", "#d283c3", "#d9ab3a", "#7cc8e8", "#d4779e")
+
+
+def theme(dark: bool) -> dict[str, Any]:
+    """The Vega-Lite configuration of both reports. No text is smaller than 12 pixels."""
+    ink, grid = ("#e6e8eb", "#343a42") if dark else ("#1f2328", "#d8dbe0")
+    text = {"labelFontSize": 12, "titleFontSize": 12, "labelColor": ink, "titleColor": ink, "labelLimit": 240}
+    return {
+        "background": None,
+        "font": 'system-ui, -apple-system, "Segoe UI", sans-serif',
+        "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink, "titleFontWeight": "normal"},
+        "legend": {**text, "orient": "top", "direction": "horizontal", "columns": 2, "title": None},
+        "title": {"color": ink, "fontSize": 13, "anchor": "start"},
+        "text": {"fontSize": 12, "color": ink},
+        "rule": {"color": ink},
+        "view": {"stroke": None},
+        "range": {"category": list(DARK if dark else COLOURS)},
+    }
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of both reports: Vega-Lite specifications side by side, and the name of the PNG in report/."""
+
+    title: str
+    caption: str
+    specs: Sequence[Mapping[str, Any]]
+    file: str
+
+    def png(self) -> bytes:
+        """The figure as a picture for Markdown."""
+        parts = [{**spec, "width": 420 if len(self.specs) == 1 else 270} for spec in self.specs]
+        spec = parts[0] if len(parts) == 1 else {"concat": parts, "columns": 3}
+        light = {**theme(False), "background": "white", "font": "sans-serif"}
+        return bytes(vl_convert.vegalite_to_png(json.dumps({**spec, "config": light, "padding": 8}), scale=1.5))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that a suite draws itself."""
+
+    title: str
+    caption: str
+    width: float  # in inches
+    data: bytes
+    file: str
+
+    def png(self) -> bytes:
+        return self.data
+
+
+def _axis(group: Group) -> str:
+    return f"{group.suite.metric} {f'({group.suite.unit})' if group.suite.unit else ''}".strip()
+
+
+def _round(value: float, digits: int = 4) -> float | None:
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def _colour(names: Sequence[str], legend: bool = False) -> dict[str, Any]:
+    found: dict[str, Any] = {"field": "attention", "type": "nominal", "scale": {"domain": list(names)}}
+    return found if legend else {**found, "legend": None}
+
+
+def scores(group: Group) -> dict[str, Any]:
+    """Seeds, mean and interval of each attention."""
+    names = [row.attention for row in group.rows]
+    limit = group.suite.unit == "%"  # few seeds can have an interval of several hundred percent
+    means: list[dict[str, Any]] = []
+    seeds: list[dict[str, Any]] = []
+    for row in group.rows:
+        one: dict[str, Any] = {"attention": row.attention, "mean": _round(row.score.mean, 6), "paper": row.paper}
+        if row.score.has_interval and not row.failed:
+            low, high = row.score.low, row.score.high
+            one |= {
+                "low": _round(max(low, 0) if limit else low, 6),
+                "high": _round(min(high, 100) if limit else high, 6),
+            }
+        means.append(one)
+        seeds += [
+            {"attention": row.attention, "seed": seed, "value": _round(value, 6)}
+            for seed, value in row.values.items()
+            if math.isfinite(value)
+        ]
+    y = {"field": "attention", "type": "nominal", "sort": names, "title": None}
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
+    layers: list[dict[str, Any]] = [
+        {
+            "data": {"values": means},
+            "mark": {"type": "rule", "strokeWidth": 3},
+            "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "color": _colour(names)},
+        },
+        {
+            "data": {"values": seeds},
+            "mark": {"type": "circle", "opacity": 0.6, "size": 36, "yOffset": 9},
+            "encoding": {
+                "x": {**x, "field": "value"},
+                "y": y,
+                "color": _colour(names),
+                "tooltip": [{"field": name} for name in ("attention", "seed", "value")],
+            },
+        },
+        {
+            "data": {"values": means},
+            "mark": {"type": "point", "filled": True, "size": 90},
+            "encoding": {
+                "x": {**x, "field": "mean"},
+                "y": y,
+                "color": _colour(names),
+                "tooltip": [{"field": name} for name in ("attention", "mean", "low", "high")],
+            },
+        },
+    ]
+    if any(row.paper is not None for row in group.rows):
+        layers.append(
+            {
+                "data": {"values": [one for one in means if one["paper"] is not None]},
+                "mark": {"type": "point", "shape": "diamond", "size": 90, "filled": False, "color": "#808890"},
+                "encoding": {"x": {**x, "field": "paper"}, "y": y, "tooltip": [{"field": "paper"}]},
+            }
+        )
+    return {"width": "container", "height": 34 * len(names), "layer": layers}
+
+
+def items(group: Group) -> dict[str, Any]:
+    """Mean and range of seeds for each item of the metric."""
+    names = [row.attention for row in group.rows]
+    values = [
+        {
+            "item": item.name,
+            "attention": name,
+            "mean": _round(item.estimates[name].mean),
+            "low": _round(item.estimates[name].minimum),
+            "high": _round(item.estimates[name].maximum),
+        }
+        for item in group.items
+        for name in names
+        if item.estimates[name].n
+    ]
+    y = {"field": "item", "type": "nominal", "sort": [item.name for item in group.items], "title": None}
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
+    common = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": _colour(names, legend=True)}
+    return {
+        "width": "container",
+        "height": (14 + 8 * len(names)) * len(group.items),
+        "data": {"values": values},
+        "layer": [
+            {
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **common},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 45, "tooltip": True},
+                "encoding": {"x": {**x, "field": "mean"}, **common},
+            },
+        ],
+    }
+
+
+def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: int) -> list[dict[str, Any]]:
+    """One chart a series: the mean over seeds and the band from the lowest to the highest seed.
+
+    A seed that stopped early keeps its last value, so that the mean does not jump where it ends.
+    """
+    attentions = [row.attention for row in group.rows]
+    charts: list[dict[str, Any]] = []
+    for name in names:
+        values = []
+        for attention in attentions:
+            found = [
+                cell.result["series"][name]
+                for cell in done
+                if cell.result and cell.cell["attention"] == attention and name in cell.result["series"]
+            ]
+            found = [curve for curve in found if len(curve)]
+            if found:
+                values += _band(attention, found, points)
+        x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
+        y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
+        legend = len(charts) == 0
+        charts.append(
+            {
+                "title": name.replace("_", " "),
+                "width": "container",
+                "height": 200,
+                "data": {"values": values},
+                "layer": [
+                    {
+                        "mark": {"type": "area", "opacity": 0.16},
+                        "encoding": {
+                            "x": x,
+                            "y": {**y, "field": "low"},
+                            "y2": {"field": "high"},
+                            "color": _colour(attentions),
+                        },
+                    },
+                    {
+                        "mark": {"type": "line", "strokeWidth": 1.6, "tooltip": True},
+                        "encoding": {"x": x, "y": {**y, "field": "mean"}, "color": _colour(attentions, legend)},
+                    },
+                ],
+            }
+        )
+    return charts
+
+
+def _band(attention: str, found: Sequence[Sequence[float]], points: int) -> list[dict[str, Any]]:
+    longest = max(map(len, found))
+    kept = np.unique(np.linspace(0, longest - 1, min(points, longest)).round().astype(int))
+    wide = np.array([[curve[min(i, len(curve) - 1)] for i in kept] for curve in found], dtype=float)
+    wide[~np.isfinite(wide)] = np.nan
+    values = []
+    for place, column in zip(kept, wide.T, strict=True):
+        finite = column[np.isfinite(column)]
+        if len(finite):
+            one = {"attention": attention, "x": int(place) + 1, "mean": _round(float(finite.mean()))}
+            if len(found) > 1:
+                one |= {"low": _round(float(finite.min())), "high": _round(float(finite.max()))}
+            values.append(one)
+    return values
+
+
+def share(groups: Sequence[Group]) -> int:
+    """How many points a line of the report may have."""
+    lines = 0
+    for group in groups:
+        if group.first_metric:
+            series = {name for cell in group.cells if cell.result for name in cell.result["series"] if "/" not in name}
+            lines += len(series) * len(group.rows)
+    return max(40, min(200, POINTS // max(lines, 1)))
+
+
+def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
+    """Paired differences of all tasks, as a share of the baseline's mean, so that tasks share an axis."""
+    values = []
+    for group, row in itertools.chain.from_iterable(((group, row) for row in group.rows) for group in groups):
+        one, base = row.comparison, group.row(baseline)
+        if one is None or base is None or not base.score.n or not one.difference.n or base.score.mean == 0:
+            continue
+        scale = 100 / abs(base.score.mean) * (1 if group.suite.higher_is_better else -1)
+        ends = sorted((scale * one.difference.low, scale * one.difference.high))
+        values.append(
+            {
+                "task": group.title,
+                "attention": row.attention,
+                "gain": _round(scale * one.difference.mean),
+                "low": None if row.failed else _round(ends[0]),
+                "high": None if row.failed else _round(ends[1]),
+                "words": row.verdict,
+            }
+        )
+    if len({value["task"] for value in values}) < 2:
+        return None
+    names = list(dict.fromkeys(str(value["attention"]) for value in values))
+    domain = [baseline, *names]
+    y = {"field": "task", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 150}}
+    x = {"type": "quantitative", "title": f"% of {baseline}'s mean; right is better"}
+    colour = {**_colour(domain, legend=True), "scale": {"domain": domain}}
+    colour["legend"] = {"values": names}
+    common = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": colour}
+    return {
+        "width": "container",
+        "height": (16 + 10 * len(names)) * len({value["task"] for value in values}),
+        "data": {"values": values},
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": [3, 3]}, "encoding": {"x": {"datum": 0}}},
+            {
+                "mark": {"type": "rule", "strokeWidth": 2.5},
+                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **common},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 60},
+                "encoding": {
+                    "x": {**x, "field": "gain"},
+                    **common,
+                    "tooltip": [{"field": name} for name in ("task", "attention", "gain", "low", "high", "words")],
+                },
+            },
+        ],
+    }
+
+
+def ranks(found: Ranking) -> dict[str, Any]:
+    """The critical-difference diagram (Demšar, JMLR 2006): bars join attentions that are not distinguished."""
+    names = list(found.ranks)
+    points = [
+        {"attention": name, "rank": _round(value), "row": i + 1} for i, (name, value) in enumerate(found.ranks.items())
+    ]
+    bars = [
+        {"from": found.ranks[clique[0]], "to": found.ranks[clique[-1]], "row": -0.4 * i}
+        for i, clique in enumerate(found.cliques)
+    ]
+    x = {"type": "quantitative", "scale": {"domain": [0.9, len(names) + 0.1]}, "title": "average rank, 1 is best"}
+    y = {"field": "row", "type": "quantitative", "axis": None, "scale": {"reverse": True, "zero": False}}
+    return {
+        "width": "container",
+        "height": 60 + 24 * len(names),
+        "layer": [
+            {
+                "data": {"values": bars},
+                "mark": {"type": "rule", "strokeWidth": 5},
+                "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y},
+            },
+            {
+                "data": {"values": points},
+                "mark": {"type": "point", "filled": True, "size": 70, "tooltip": True},
+                "encoding": {"x": {**x, "field": "rank"}, "y": y},
+            },
+            {
+                "data": {"values": points},
+                "mark": {"type": "text", "align": "left", "dx": 9},
+                "encoding": {
+                    "x": {**x, "field": "rank"},
+                    "y": y,
+                    "text": {"field": "attention"},
+                    "opacity": {"condition": {"test": f"datum.rank <= {(len(names) + 1) / 2}", "value": 1}, "value": 0},
+                },
+            },
+            {
+                "data": {"values": points},
+                "mark": {"type": "text", "align": "right", "dx": -9},
+                "encoding": {
+                    "x": {**x, "field": "rank"},
+                    "y": y,
+                    "text": {"field": "attention"},
+                    "opacity": {"condition": {"test": f"datum.rank > {(len(names) + 1) / 2}", "value": 1}, "value": 0},
+                },
+            },
+        ],
+    }

@@ -1,0 +1,93 @@
+"""Two runs of one grid, compared row by row: what a change did."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from quest_core.errors import ConfigError, one_of
+
+from .groups import Group, Row, interval, number, read_groups, signed
+from .stats import Comparison, compare, correct, verdict
+from .worker import encode
+
+CONDITIONS = ("worse", "failed", "missing", "slower")
+
+
+def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[str]]:
+    """Compare each row of `second` with the same row of `first`.
+
+    Args:
+        fail_on: comma-separated conditions: "worse" (after Holm's correction), "failed" (more failed seeds), "missing"
+            (a row or seed that only `first` has), "slower=10%" (mean seconds of a cell).
+
+    Returns:
+        The table, and a sentence for each condition that is met.
+
+    Raises:
+        ConfigError: an unknown condition, or folders without a common row.
+    """
+    conditions = _parse(fail_on)
+    sides = []
+    for folder in (first, second):
+        groups = read_groups(folder, "standard")
+        sides.append({_key(group, row): (group, row) for group in groups for row in group.rows})
+    before, after = sides
+    shared = [key for key in before if key in after]
+    if not shared:
+        raise ConfigError(f"{first} and {second} have no task, option values and attention in common")
+    found = correct(
+        [compare(after[key][1].values, before[key][1].values, after[key][0].suite.higher_is_better) for key in shared]
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("task", "attention", "seeds", str(first), str(second), "difference, paired", "in words"):
+        table.add_column(heading, overflow="fold")
+    problems: list[str] = []
+    for key, one in zip(shared, found, strict=True):
+        (group, old), (_, new) = before[key], after[key]
+        gap = f"{signed(one.difference.mean)} [{interval(one.difference, signs=True)}]"
+        cells = (group.title, new.attention, str(one.seeds), number(old.score.mean), number(new.score.mean), gap)
+        table.add_row(*map(Text, (*cells, verdict(one, str(first)))))
+        problems += _met(conditions, f"{group.title} · {new.attention}", old, new, one)
+    if "missing" in conditions:
+        problems += [f"{before[key][0].title} · {before[key][1].attention}: missing in {second}"
+                     for key in before if key not in after]  # fmt: skip
+    return table, problems
+
+
+def _key(group: Group, row: Row) -> str:
+    cell = group.cells[0].cell
+    same = [cell["suite"], cell["task"], cell["smoke"], cell["data"], cell["options"], group.suite.metric]
+    return json.dumps(encode([*same, row.attention]), sort_keys=True)
+
+
+def _parse(text: str) -> dict[str, float]:
+    found = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, _, value = item.partition("=")
+        if name not in CONDITIONS:
+            raise ConfigError(f"--fail-on has no condition '{name}'; {one_of(name, CONDITIONS)}")
+        share = re.fullmatch(r"(\d+(?:\.\d+)?)%", value)
+        if (name == "slower") != bool(share):
+            wanted = "write slower=10%" if name == "slower" else f"'{name}' takes no value"
+            raise ConfigError(f"--fail-on is {item!r}; {wanted}")
+        found[name] = float(share[1]) / 100 if share else math.nan
+    return found
+
+
+def _met(conditions: dict[str, float], name: str, old: Row, new: Row, one: Comparison) -> list[str]:
+    problems = []
+    if "worse" in conditions and one.mark == "▼":
+        problems.append(f"{name}: worse")
+    if "failed" in conditions and one.failed > one.baseline_failed:
+        problems.append(f"{name}: {one.failed} of {one.seeds} seeds failed, {one.baseline_failed} before")
+    if "missing" in conditions and old.values.keys() - new.values.keys():
+        problems.append(f"{name}: seeds {sorted(old.values.keys() - new.values.keys())} are missing")
+    if "slower" in conditions and new.seconds > (1 + conditions["slower"]) * old.seconds:
+        problems.append(f"{name}: {new.seconds:.1f} s a cell, {old.seconds:.1f} s before")
+    return problems

@@ -1,0 +1,467 @@
+"""From the cells of a run's folder to the tables of its report: rows, comparisons, ranks and conclusions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from quest_core.errors import ConfigError, one_of
+from quest_core.hosts.discovery import Record
+
+from . import store
+from .plan import Suite, catalogue, parse_seeds, reproduce, write_value
+from .stats import Comparison, Estimate, Ranking, compare, correct, estimate, rank, verdict
+from .store import Stored
+from .worker import encode
+
+SELECTIONS = {
+    "validation": "The reported epoch is the best one on a validation split.",
+    "last": "The reported epoch is the last one; nothing is selected.",
+    "paper": "The reported epoch is the best one on the test split, as in the paper's protocol. That is optimistic, "
+    "and more so the noisier a curve is, so it can favour one attention.",
+}
+UNKNOWN_SELECTION = "The suite does not declare how the reported epoch is selected."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention of one group.
+
+    Attributes:
+        planned, finished: cells that were asked for, and those with a finite value.
+        failed: cells that failed or diverged.
+        score: over the seeds that are finite for this attention and for the baseline.
+        baseline_there: the baseline's estimate on these seeds, if they are not all of the baseline's; else None.
+        comparison: with the baseline, corrected over the report; None on the baseline's own row and without a baseline.
+        values: seed -> value; NaN for a failed cell.
+    """
+
+    attention: str
+    planned: int
+    finished: int
+    failed: int
+    score: Estimate
+    baseline_there: Estimate | None
+    comparison: Comparison | None
+    verdict: str
+    seconds: float
+    peak_rss_mib: float | None
+    paper: float | None
+    command: str
+    values: Mapping[int, float]
+
+    @property
+    def mark(self) -> str:
+        return self.comparison.mark if self.comparison else ""
+
+    @property
+    def difference(self) -> Estimate | None:
+        return self.comparison.difference if self.comparison else None
+
+    def words(self) -> tuple[str, ...]:
+        """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for a terminal."""
+        gap = ""
+        if self.difference:
+            gap = signed(self.difference.mean)
+            gap += f" [{interval(self.difference, signs=True)}]" if self.difference.has_interval else ""
+        score = number(self.score.mean) + (f" [{spread_or_failures(self)}]" if self.finished else "")
+        return self.attention, f"{self.finished}/{self.planned}", score, gap, number(self.paper), self.verdict
+
+
+@dataclass(frozen=True)
+class Item:
+    """A metric called ``<metric>/<item>``: a part of the group's own metric, such as one corruption.
+
+    Attributes:
+        name: the part after the slash.
+        estimates: by attention, over seeds.
+        differences: of the other attentions from the baseline, paired by seed. They are not tested.
+    """
+
+    name: str
+    estimates: Mapping[str, Estimate]
+    differences: Mapping[str, Estimate]
+
+
+@dataclass
+class Group:
+    """One task with one choice of option values: one table."""
+
+    suite: Suite
+    task: str
+    settings: str  # the options that are not at their default, in words
+    smoke: bool
+    baseline: str
+    selection: str
+    rows: list[Row]
+    cells: Sequence[Stored]
+    items: list[Item] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    plots: list[Any] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        metric = "" if self.first_metric else self.suite.metric
+        return " · ".join(filter(None, (f"{self.suite.name}/{self.task}", metric, self.settings)))
+
+    @property
+    def first_metric(self) -> bool:
+        return bool(self.suite.metric == self.suite.info["metric"])
+
+    @property
+    def failed(self) -> list[Stored]:
+        return [cell for cell in self.cells if cell.state == "failed"]
+
+    @property
+    def unfinished(self) -> int:
+        return sum(row.planned - row.finished - row.failed for row in self.rows)
+
+    def row(self, attention: str) -> Row | None:
+        return next((row for row in self.rows if row.attention == attention), None)
+
+    @property
+    def conclusion(self) -> str:
+        """The finding in one sentence."""
+        base = self.row(self.baseline)
+        compared = [row for row in self.rows if row.comparison and row.comparison.test]
+        if not compared:
+            missing = "" if base else f", because {self.baseline} was not run"
+            return f"Nothing is compared with {self.baseline}{missing}."
+        unit = f" {self.suite.unit}" if self.suite.unit else ""
+        parts = []
+        for word in ("better", "worse"):
+            found = [row for row in compared if row.mark == {"better": "▲", "worse": "▼"}[word]]
+            names = [f"{row.attention} ({_gain(row, unit)})" for row in found]
+            parts += (
+                [f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}"] if names else []
+            )
+        equal = [row.attention for row in compared if row.comparison and row.comparison.p == 1 and not row.failed]
+        if equal:
+            parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
+        same = [row for row in compared if not row.mark and row.attention not in equal]
+        if same:
+            names = [row.attention for row in same]
+            seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
+            verb = "is" if len(names) == 1 else "are"
+            text = f"{join(names)} {verb} not distinguished from {self.baseline} by {seeds} seeds"
+            seen = [row.comparison.detectable for row in same if row.comparison]
+            finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
+            if finite:
+                ends = f"a difference of {finite[0]}"
+                if len(finite) > 1:
+                    ends = f"differences from {finite[0]} to {finite[-1]}"
+                text += f", which find {ends}{unit} with a power of 80%"
+            parts.append(text)
+        lost = [f"{row.attention} failed on {row.failed} of {row.planned} seeds" for row in self.rows if row.failed]
+        text = "; ".join([*parts, *lost])
+        return f"{text}."
+
+
+def _gain(row: Row, unit: str) -> str:
+    assert row.comparison is not None
+    if row.comparison.test == "sign":
+        return f"{row.comparison.wins} of {row.comparison.seeds} seeds won"
+    found = row.comparison.difference
+    return f"{signed(found.mean)}{unit}, {interval(found, signs=True)}"
+
+
+def join(names: Sequence[str], word: str = "and") -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def read_groups(out: Path, baseline: str) -> list[Group]:
+    """Return the groups of a run's folder with their statistics, in the report's order, without plots.
+
+    Raises:
+        ConfigError: the folder has no cell, or none of the chosen baseline.
+    """
+    cells = load_cells(out)
+    runs = store.read_run(out)
+    attentions = {cell.cell["attention"] for cell in cells}
+    if baseline not in attentions and baseline != "standard":
+        raise ConfigError(f"--baseline is '{baseline}', which was not run here; {one_of(baseline, attentions)}")
+    # a suite that only another environment has is known from the record of its run
+    recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?", "ok")) for run in runs}
+    declared = catalogue().suites
+    # a task may have named its own metric, which only the record knows
+    suites = {**recorded, **{name: suite for name, suite in declared.items() if suite.tasks or name not in recorded}}
+    missing = sorted({cell.cell["suite"] for cell in cells} - suites.keys())
+    if missing:
+        raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")
+    grouped = [(members, suites[members[0].cell["suite"]]) for members in _grouped(cells, runs)]
+    groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
+    family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
+    corrected = iter(family)
+    for group in groups:
+        for place, row in enumerate(group.rows):
+            if row.comparison:
+                found = next(corrected)
+                group.rows[place] = replace(row, comparison=found, verdict=verdict(found, baseline))
+    return groups
+
+
+def load_cells(out: Path) -> list[Stored]:
+    """Return the cells of a run's folder; raises ConfigError if none has ended."""
+    cells = store.load_all(out)
+    if all(cell.state == "unfinished" for cell in cells):
+        found = "holds no results" if out.is_dir() else "does not exist"
+        raise ConfigError(f"{out} {found}; first run: quest bench run SUITE --out {out}")
+    return cells
+
+
+def ranking(groups: Sequence[Group], baseline: str) -> Ranking | None:
+    """Rank the attentions over the tasks, by each suite's own metric.
+
+    Returns:
+        None for fewer than two tasks, for smoke runs, or if a task occurs with several option values, because these are
+        not independent.
+    """
+    first = [group for group in groups if group.first_metric]
+    tasks = Counter((group.suite.name, group.task) for group in first)
+    if any(count > 1 for count in tasks.values()) or any(group.smoke for group in first):
+        return None
+    scores = []
+    for group in first:
+        shared = set.intersection(*(set(row.values) for row in group.rows))
+        means = {}
+        for row in group.rows:
+            values = [row.values[seed] for seed in sorted(shared)]
+            finite = all(map(math.isfinite, values)) and values
+            means[row.attention] = math.fsum(values) / len(values) if finite else math.nan
+        if shared:
+            scores.append((means, group.suite.higher_is_better))
+    return rank([means for means, _ in scores], [higher for _, higher in scores], baseline)
+
+
+def causes(cells: Iterable[Stored]) -> list[tuple[str, list[Stored]]]:
+    """Failed cells by the first line of their reason with numbers left out, the most frequent first."""
+    found: dict[str, list[Stored]] = {}
+    for cell in cells:
+        if cell.state == "failed":
+            line = (cell.error or "").strip().splitlines()[0] if (cell.error or "").strip() else "no reason recorded"
+            found.setdefault(store.without_numbers(line), []).append(cell)
+    return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
+def frame(cells: Sequence[Stored]) -> pd.DataFrame:
+    """One row a cell: suite, task, attention, seed, state, error, seconds, ..., `option/*`, `metric/*` and `series/*`.
+
+    `options`, `details`, `versions` and `provenance` hold JSON text; :func:`quest_bench.store.load_all` reads the table
+    back. The columns `option/*` hold each option as text, because suites may use one name for different types.
+    """
+    rows = []
+    for cell in cells:
+        row: dict[str, Any] = {
+            "suite": cell.cell["suite"],
+            "task": cell.cell["task"],
+            "attention": cell.cell["attention"],
+            "seed": cell.cell["seed"],
+            "smoke": cell.cell["smoke"],
+            "data": cell.cell["data"],
+            "state": cell.state,
+            "error": cell.error,
+            "folder": cell.folder.name,
+            "options": json.dumps(encode(cell.cell["options"])),
+        }
+        row.update({f"option/{key}": write_value(value) for key, value in cell.cell["options"].items()})
+        if cell.result is not None:
+            row.update({key: cell.result.get(key) for key in store.RESULT_FACTS})
+            row.update({key: json.dumps(encode(cell.result.get(key))) for key in store.RESULT_JSON})
+            row.update({f"metric/{key}": float(value) for key, value in cell.result["metrics"].items()})
+            row.update({f"series/{key}": [float(v) for v in values] for key, values in cell.result["series"].items()})
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
+    """Cells that differ only in attention and seed, together; ordered as they were run, then by task and options."""
+    groups: dict[str, list[Stored]] = {}
+    for cell in cells:
+        same = {key: cell.cell[key] for key in ("suite", "task", "smoke", "data", "options")}
+        groups.setdefault(json.dumps(encode(same), sort_keys=True), []).append(cell)
+    suites = [run["suite"] for run in runs]
+
+    def order(members: list[Stored]) -> tuple[Any, ...]:
+        cell = members[0].cell
+        place = suites.index(cell["suite"]) if cell["suite"] in suites else len(suites)
+        values = sorted(cell["options"].items())
+        by_size = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in values]
+        return place, cell["suite"], cell["task"], by_size
+
+    return sorted(groups.values(), key=order)
+
+
+def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequence[Mapping[str, Any]]) -> Group:
+    first = members[0].cell
+    asked = planned(first, runs)
+    by_attention: dict[str, list[Stored]] = {}
+    for cell in members:
+        by_attention.setdefault(cell.cell["attention"], []).append(cell)
+    names = order(by_attention, baseline, runs)
+    values = {name: _values(by_attention[name], suite.metric) for name in names}
+    reference = values.get(baseline, {})
+    rows = []
+    for attention in names:
+        own = values[attention]
+        comparison = compare(own, reference, suite.higher_is_better) if attention != baseline and reference else None
+        shared, there = own, None
+        if comparison:
+            shared = {seed: own[seed] for seed in own if math.isfinite(own[seed] - reference.get(seed, math.nan))}
+            if shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
+                there = estimate([reference[seed] for seed in shared])
+        done = [c.result for c in by_attention[attention] if c.result is not None]
+        peaks = [r["peak_rss_mib"] for r in done if r.get("peak_rss_mib") is not None]
+        finite = sum(map(math.isfinite, own.values()))
+        seeds = {c.cell["seed"] for c in by_attention[attention]}
+        rows.append(
+            Row(
+                attention,
+                len(asked.get(attention, set()) | seeds),
+                finite,
+                len(own) - finite,
+                estimate(list(shared.values())),
+                there,
+                comparison,
+                "baseline" if attention == baseline else f"no {baseline} to compare with",
+                estimate([r["seconds"] for r in done]).mean,
+                max(peaks, default=None),
+                suite.paper.get(first["task"], {}).get(attention),
+                reproduce({**first, "attention": attention}, seeds, suite),
+                dict(sorted(own.items())),
+            )
+        )
+    settings = _describe_settings(
+        {k: v for k, v in first["options"].items() if k not in suite.options or suite.options[k]["default"] != v}
+    )
+    chosen = first["options"].get("select", suite.info.get("selection"))
+    selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
+    items = _items(by_attention, names, suite.metric, baseline)
+    return Group(suite, first["task"], settings, first["smoke"], baseline, selection, rows, members, items)
+
+
+def _values(cells: Sequence[Stored], metric: str) -> dict[int, float]:
+    """Seed -> value; NaN where the cell failed or diverged. Cells that have not ended are left out."""
+    found = {}
+    for cell in cells:
+        if cell.state != "unfinished":
+            value = float(cell.result["metrics"].get(metric, math.nan)) if cell.result else math.nan
+            found[cell.cell["seed"]] = value if math.isfinite(value) else math.nan
+    return found
+
+
+def planned(cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, set[int]]:
+    """Attention -> the seeds that the recorded commands asked for, in the group of a cell."""
+    found: dict[str, set[int]] = {}
+    for run in runs:
+        same = run["suite"] == cell["suite"] and cell["task"] in run.get("tasks", ())
+        same = same and run.get("smoke", False) == cell["smoke"]
+        if same and all(cell["options"].get(key) in values for key, values in run.get("settings", {}).items()):
+            for attention in run["attentions"]:
+                found.setdefault(attention, set()).update(parse_seeds(run["seeds"]))
+    return found
+
+
+def _items(
+    by_attention: Mapping[str, Sequence[Stored]], names: Sequence[str], metric: str, baseline: str
+) -> list[Item]:
+    """The metrics called ``<metric>/<item>``, in the order in which the cells name them."""
+    results = {attention: [c for c in by_attention[attention] if c.result is not None] for attention in names}
+    keys = dict.fromkeys(
+        key
+        for cell in itertools.chain.from_iterable(results.values())
+        for key in (cell.result or {})["metrics"]
+        if key.startswith(f"{metric}/")
+    )
+    items = []
+    for key in keys:
+        values = {attention: _values(cells, key) for attention, cells in results.items()}
+        reference = values.get(baseline, {})
+        differences = {a: compare(v, reference, True).difference for a, v in values.items() if a != baseline}
+        items.append(
+            Item(
+                key.removeprefix(f"{metric}/").replace("_", " "),
+                {attention: estimate(list(found.values())) for attention, found in values.items()},
+                differences if reference else {},
+            )
+        )
+    return items
+
+
+def order(found: Iterable[str], baseline: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The baseline first, then as the commands listed them."""
+    listed = [attention for run in runs for attention in run["attentions"]]
+    return sorted(found, key=lambda a: (a != baseline, listed.index(a) if a in listed else len(listed), a))
+
+
+def _describe_settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={write_value(value)}" for key, value in settings.items())
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    """Four digits or so, plainly: 57.83, 0.942, 1240; as many decimals for all numbers of a size."""
+    if value is None or math.isnan(value):
+        return "–"
+    size = abs(value)
+    if math.isinf(value):
+        text = "∞"
+    elif size == 0:
+        text = "0"
+    elif size < 0.001 or size >= 1e6:
+        text = f"{size:.2e}"
+    else:
+        text = f"{size:.{3 if size < 1 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
+    return f"−{text}" if value < 0 else text
+
+
+def signed(value: float | None) -> str:
+    text = number(value)
+    return f"+{text}" if value is not None and value > 0 else text
+
+
+def interval(of: Estimate, signs: bool = False) -> str:
+    write = signed if signs else number
+    return f"{write(of.low)} to {write(of.high)}" if of.has_interval else "–"
+
+
+def spread_or_failures(row: Row) -> str:
+    """The interval of the mean; if a seed failed, the count of failures takes its place."""
+    return f"{row.failed} of {row.planned} failed" if row.failed else interval(row.score)
+
+
+def glance(row: Row) -> str:
+    """The mean and half its interval, or the count of failures."""
+    return f"{number(row.score.mean)}, {spread_or_failures(row)}" if row.failed else spread(row.score)
+
+
+def spread(found: Estimate) -> str:
+    """The mean and half its interval."""
+    mean = number(found.mean)
+    if not found.has_interval:
+        return mean
+    decimals = len(mean.partition(".")[2]) if "e" not in mean else 2
+    return f"{mean} ± {(found.high - found.low) / 2:.{decimals}f}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    if value < 100:
+        return f"{value:.1f} s"
+    return f"{value / 60:.1f} min" if value < 6000 else f"{value / 3600:.1f} h"
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,46 @@
+"""Jobs of submitit's local executor share one folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from quest_bench.cli import app_main
+from quest_bench.cluster import Orchestrate, strip
+from quest_bench.store import load_all
+
+submitit = pytest.importorskip("submitit", reason="submitit is not installed: pip install 'quest-bench[slurm]'")
+
+
+def test_two_local_jobs_run_all_cells(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "fake/suite", "--attention", "standard,quest", "--seeds", "0-1", "--set", "mode=slow"]
+    command += ["--jobs", "1", "--out", "out", "--cluster", "local", "--orchestrators", "2"]
+    assert app_main([*command, "--cluster-set=timeout_min=5"]) == 0
+    assert "next: quest bench status out" in capfd.readouterr().out
+    end = time.monotonic() + 150
+    while not (len(cells := load_all(Path("out"))) == 8 and all(cell.state == "done" for cell in cells)):
+        assert time.monotonic() < end, [path.read_text() for path in Path("out/cluster").glob("*.err")]
+        time.sleep(0.5)
+
+
+def test_a_job_does_not_submit_again() -> None:
+    given = ["run", "a", "--cluster", "slurm", "--seeds", "0", "--orchestrators=3", "--cluster-set", "x=1"]
+    assert strip(given) == ["run", "a", "--seeds", "0"]
+    again = Orchestrate(["run"]).checkpoint()
+    assert isinstance(again.function, Orchestrate)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "slurn"], "did you mean 'slurm'"),
+        (["--cluster", "slurm"], "--cluster slurm: submitit refused"),
+        (["--cluster", "local", "--cluster-set", "partition"], "is not key=value"),
+        (["--cluster", "local", "--cluster-set", "no_such_key=1"], "--cluster local: submitit refused"),
+    ],
+)
+def test_wrong_clusters(fake: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert app_main(["run", "fake/suite", "--out", "out", *arguments]) == 2
+    assert words in capfd.readouterr().err

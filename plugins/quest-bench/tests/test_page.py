@@ -1,0 +1,96 @@
+"""The page of a report in a real browser: it draws, sorts and reads on a phone, and stays small."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import write_results
+
+from quest_bench import worker
+from quest_bench.report import write_report
+from quest_bench.worker import decode, write_json
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    installed = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        own = Path(playwright.chromium.executable_path)
+        path = str(own) if own.is_file() else installed
+        if path is None:
+            pytest.skip("no browser: playwright install chromium, or apt-get install chromium")
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield running
+        running.close()
+
+
+SMALL_TEXT = """() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || parent.closest("script, noscript, style")) continue;
+    const box = parent.getBoundingClientRect();
+    if (!box.width || !parent.checkVisibility()) continue;
+    const svg = parent.ownerSVGElement;
+    const scale = svg && svg.viewBox.baseVal.width ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
+    const size = parseFloat(getComputedStyle(parent).fontSize) * scale;
+    if (size < 11) found.push([size, walker.currentNode.textContent]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_in_a_browser(fake: Path, browser: Any, width: int, scheme: str) -> None:
+    scores = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 49.0]}
+    write_results(Path("out"), ["scale=1,2"], scores)
+    text = write_report(Path("out"), "standard").resolve()
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda r: problems.append(r.url) if not r.url.startswith(("file:", "blob:", "data:")) else None)
+    page.goto(text.as_uri())
+    for chart in page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.locator("svg").first.wait_for(timeout=60_000)
+    assert problems == []
+    assert page.locator(".chart").count() == 5
+    assert page.evaluate(SMALL_TEXT) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.locator(".chart svg").evaluate_all("found => found.map(one => one.getBoundingClientRect().right)")
+    assert max(boxes) <= width
+    table = page.locator("section table").first
+    heading = table.locator("th", has_text="mean")
+    for order in (sorted, lambda values: sorted(values, reverse=True)):
+        heading.locator("button").click()
+        means = [float(cell.split()[0]) for cell in table.locator("tbody tr td:nth-child(3)").all_inner_texts()]
+        assert means == order(means)
+    assert heading.get_attribute("aria-sort") == "descending"
+    page.close()
+
+
+def test_500_cells_with_10000_points_are_below_a_megabyte(fake: Path) -> None:
+    random.seed(0)
+    scores = {name: [50.0 + random.random() for _ in range(3)] for name in ("standard", "quest", "qnorm", "qknorm")}
+    write_results(Path("out"), [f"scale={','.join(map(str, range(1, 43)))}"], scores)
+    series = [round(1 / (1 + i / 500) + random.random() / 10, 5) for i in range(10_000)]
+    for path in Path("out").glob("cells/*/result.json"):
+        found = decode(path.read_text())
+        found["series"]["loss"] = series
+        write_json(path, found)
+    worker.machine()
+    assert len(list(Path("out").glob("cells/*"))) == 504
+    assert write_report(Path("out"), "standard").stat().st_size < 1_000_000

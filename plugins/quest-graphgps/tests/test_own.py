@@ -1,0 +1,78 @@
+"""GraphGPS's own trainer as a suite; a stand-in for main.py writes what GraphGym writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quest_core.benchmarks import Cell
+from quest_core.errors import PluginError
+from quest_graphgps.bench.own import run_own, tasks
+
+MAIN = """
+import json, pathlib, sys
+words = sys.argv[1:]
+given = dict(zip(words[::2], words[1::2]))
+if given["gt.attention"] == "broken":
+    sys.exit("no luck")
+folder = pathlib.Path(given["out_dir"]) / "small" / given["seed"]
+for split, mae in {"train": [3, 2, 1], "val": [2.0, 1.0, 1.5], "test": [2.5, 1.25, 0.5]}.items():
+    (folder / split).mkdir(parents=True)
+    lines = [{"epoch": i, "loss": m, "mae": m, "time_epoch": 0.5} for i, m in enumerate(mae)]
+    lines.insert(2, {"epoch": 1, "loss": 9.0, "mae": 9.0, "time_epoch": 0.5}) if split == "train" else None
+    (folder / split / "stats.json").write_text("\\n".join(map(json.dumps, lines)))
+    print(f"{split}: {lines[-1]}")
+pathlib.Path(given["out_dir"], "words.json").write_text(json.dumps(words))
+"""
+
+
+@pytest.fixture
+def repo(tmp_path):
+    folder = tmp_path / "GraphGPS"
+    (folder / "configs" / "GPS").mkdir(parents=True)
+    (folder / "main.py").write_text(MAIN)
+    configs = {
+        "small": "metric_best: mae\nmetric_agg: argmin\nmodel: {type: GPSModel}\noptim: {max_epoch: 3}\n",
+        "auto": "model: {type: GPSModel}\n",
+        "gcn": "metric_best: mae\nmodel: {type: gnn}\n",
+        "torn": "a: [",
+    }
+    for name, text in configs.items():
+        (folder / "configs" / "GPS" / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def cell(repo, tmp_path, attention="quest"):
+    work = tmp_path / "work"
+    work.mkdir(exist_ok=True)
+    options = {"set": "gt.dropout 0.1"}
+    return Cell("graphgps", "configs/GPS/small.yaml", attention, 7, False, repo, options, work)
+
+
+def test_the_configs_of_a_checkout_are_listed_and_checked(repo):
+    found = tasks(repo)
+    small = found.pop("configs/GPS/small.yaml")
+    assert (small["metric"], small["higher_is_better"], small["problem"]) == ("mae", False, None)
+    assert str(repo / "main.py") in small["files"]
+    assert "does not name its metric" in found["configs/GPS/auto.yaml"]["problem"]
+    assert "has no attention" in found["configs/GPS/gcn.yaml"]["problem"]
+    assert "no readable config" in found["configs/GPS/torn.yaml"]["problem"]
+
+
+def test_the_test_metric_of_the_best_validation_epoch_is_read(repo, tmp_path):
+    reported = []
+    done = run_own(cell(repo, tmp_path), lambda *what: reported.append(what))
+    assert (done.metrics["mae"], done.metrics["epochs"], done.details["reported_epoch"]) == (1.25, 3, 1)
+    assert done.series["train_mae"] == [3, 9.0, 1]
+    assert done.metrics["seconds_per_epoch"] == 0.5
+    assert reported[-1][0] == 1.0
+    words = json.loads((tmp_path / "work" / "results" / "words.json").read_text())
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert (given["gt.attention"], given["seed"], given["gt.dropout"]) == ("quest", "7", "0.1")
+    assert given["train.auto_resume"] == "True"
+
+
+def test_a_failed_main_is_quoted(repo, tmp_path):
+    with pytest.raises(PluginError, match=r"(?s)ended with status 1; last lines:.*no luck"):
+        run_own(cell(repo, tmp_path, "broken"), lambda *_: None)
