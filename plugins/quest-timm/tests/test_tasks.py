@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from quest_core.benchmarks import Cell
+from quest_timm.bench.suites import SUITES
 from quest_timm.bench.tasks import make_batch, run_strokes
-from quest_timm.info import INFO
 
-(SUITE,) = INFO["suites"]
+SUITE = SUITES["vision/strokes"]
 OPTIONS = {option["name"]: option["default"] for option in SUITE["options"]}
 
 
 def test_a_smoke_run_returns_the_metric(tmp_path):
     seen = []
-    cell = Cell(SUITE["suite"], "strokes", "quest", 0, True, None, OPTIONS, tmp_path)
+    cell = Cell("vision/strokes", "strokes", "quest", 0, True, None, OPTIONS, tmp_path)
     result = run_strokes(cell, lambda share, text: seen.append(share))
     assert 0 <= result.metrics["accuracy"] <= 100
     assert seen[-1] == 1

@@ -1,4 +1,4 @@
-"""The plugin's description as data. Standard library only, because listing plugins executes only this file."""
+"""The plugin as data. INFO is a literal, because core reads this file without running it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,5 @@ INFO: dict[str, Any] = {
         "MaxViT, MaxxViT, CoAtNet",
         "Hiera, NesT, PVTv2, Twins, VOLO (class attention only), CAFormer, ViT-RelPos",
     ],
-    "suites": [
-        {
-            "suite": "vision/strokes",
-            "summary": "a 4-layer ViT tells which direction most strokes of a generated image have; synthetic data",
-            "tasks": ["strokes"],
-            "metric": "accuracy",
-            "unit": "%",
-            "higher_is_better": True,
-            "options": [
-                {"name": "steps", "kind": "int", "default": 600, "doc": "training steps of 64 images", "minimum": 1},
-                {"name": "strokes", "kind": "int", "default": 7, "doc": "strokes an image", "minimum": 1},
-                {"name": "lr", "kind": "float", "default": 0.001, "doc": "learning rate of AdamW", "minimum": 0},
-            ],
-        }
-    ],
+    "suites": "quest_timm.bench.suites:SUITES",
 }

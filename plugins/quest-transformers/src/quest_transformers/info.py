@@ -1,4 +1,4 @@
-"""The plugin's description as data. Standard library only, because listing plugins executes only this file."""
+"""The plugin as data. INFO is a literal, because core reads this file without running it."""
 
 from __future__ import annotations
 

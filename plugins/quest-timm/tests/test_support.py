@@ -1,0 +1,24 @@
+"""What timm's ViT takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import timm
+import torch
+
+import quest_timm  # noqa: F401
+from quest_core.testing.support import check
+from quest_timm.info import INFO
+
+
+def train(attention: str) -> None:
+    sizes = {"img_size": 32, "embed_dim": 32, "num_heads": 4, "depth": 2, "num_classes": 2}
+    model = timm.create_model("vit_tiny_patch16_224", attention=attention, **sizes)
+    loss = model(torch.randn(2, 3, 32, 32)).pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    check(Path(__file__).with_name("support.json"), INFO["host"], train, {})

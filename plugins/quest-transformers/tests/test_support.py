@@ -1,0 +1,26 @@
+"""What BERT of transformers takes: see quest_core.testing.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertModel
+
+import quest_transformers  # noqa: F401
+from quest_core.testing.support import check
+from quest_transformers.info import INFO
+
+
+def train(attention: str, **options: float) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=50, attn_implementation=attention, **sizes, **options)
+    model = BertModel._from_config(config)
+    loss = model(torch.randint(50, (2, 9))).last_hidden_state.pow(2).mean()
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    settings = {"`attention_probs_dropout_prob=0`": {"attention_probs_dropout_prob": 0.0}}
+    check(Path(__file__).with_name("support.json"), INFO["host"], train, settings)
