@@ -1,0 +1,1 @@
+"""Benchmark tasks; `import quest_transformers` loads none of this."""

@@ -1,0 +1,31 @@
+"""The suite transformers/bytes-lm, shortened."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from quest_core.benchmarks import Cell
+from quest_transformers.bench.tasks import run_bytes_lm
+from quest_transformers.info import INFO
+
+SUITE = INFO["suites"][0]
+DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
+
+
+@pytest.mark.parametrize("task", SUITE["tasks"])
+def test_a_run_is_reproducible(task, tmp_path):
+    cell = Cell(SUITE["suite"], task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
+    one, two = (run_bytes_lm(cell, lambda *_: None) for _ in range(2))
+    assert one == two
+    assert math.isfinite(one.metrics["perplexity"])
+    assert one.details["injected"].startswith("attention=quest in 4 modules")
+
+
+def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
+    printed = fresh_python(
+        "import sys, quest_transformers\nprint([n for n in sys.modules if n.startswith('quest_transformers.bench')])",
+        tmp_path,
+    )
+    assert printed == "[]\n"
