@@ -7,16 +7,16 @@ import math
 import pytest
 
 from quest_core.benchmarks import Cell
+from quest_transformers.bench.suites import SUITES
 from quest_transformers.bench.tasks import run_bytes_lm
-from quest_transformers.info import INFO
 
-SUITE = INFO["suites"][0]
+SUITE = SUITES["transformers/bytes-lm"]
 DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
 
 
 @pytest.mark.parametrize("task", SUITE["tasks"])
 def test_a_run_is_reproducible(task, tmp_path):
-    cell = Cell(SUITE["suite"], task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
+    cell = Cell("transformers/bytes-lm", task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
     one, two = (run_bytes_lm(cell, lambda *_: None) for _ in range(2))
     assert one == two
     assert math.isfinite(one.metrics["perplexity"])

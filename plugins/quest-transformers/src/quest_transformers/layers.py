@@ -211,7 +211,7 @@ class Rules:
             anatomy.scaling,
             mechanism.family is not None,
             mechanism.family is not None or any(part.chained for part in specs),
-            any(part.counts_queries for part in specs),
+            "queries" in mechanism.reads,
         )
 
 

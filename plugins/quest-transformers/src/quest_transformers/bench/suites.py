@@ -1,0 +1,20 @@
+"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SUITES: dict[str, dict[str, Any]] = {
+    "transformers/bytes-lm": {
+        "summary": "a decoder of four layers predicts the bytes of Python's own documentation",
+        "tasks": ["gpt2", "llama"],
+        "metric": "perplexity",
+        "unit": "",
+        "higher_is_better": False,
+        "options": [
+            {"name": "steps", "kind": "int", "default": 800, "doc": "training steps", "minimum": 1},
+            {"name": "lr", "kind": "float", "default": 0.003, "doc": "highest learning rate of AdamW", "minimum": 0},
+            {"name": "width", "kind": "int", "default": 64, "doc": "features of a token", "minimum": 4},
+        ],
+    },
+}
