@@ -309,7 +309,8 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
             table.add_column(heading, overflow="fold")
         for cell, reason in outcome.failed:
             log = cell.workdir.parent / "log.txt"
-            table.add_row(*map(Text, (label(cell), reason, store.last_line(log.parent, reason), str(log))))
+            first = (reason.splitlines() or [""])[0]
+            table.add_row(*map(Text, (label(cell), first, store.last_line(log.parent, reason), str(log))))
         console.print(table)
     if outcome.stopped:
         done = f"stopped by {outcome.stopped.name}; {len(outcome.done)} cells finished in this run"

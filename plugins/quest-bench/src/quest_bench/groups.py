@@ -151,7 +151,8 @@ class Group:
             names = [row.attention for row in same]
             seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
             verb = "is" if len(names) == 1 else "are"
-            text = f"{join(names)} {verb} not distinguished from {self.baseline} by {seeds} seeds"
+            text = f"{join(names)} {verb} not distinguished from {self.baseline} by {seeds} seed"
+            text += "" if seeds == "1" else "s"
             seen = [row.comparison.detectable for row in same if row.comparison]
             finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
             if finite:

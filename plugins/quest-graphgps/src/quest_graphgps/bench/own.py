@@ -55,7 +55,7 @@ def run_own(cell: Cell, progress: Progress) -> Result:
         ``epochs``; series of loss and metric for each split.
 
     Raises:
-        PluginError: main.py failed, with its last lines.
+        PluginError: main.py failed, with its last line.
     """
     assert cell.data is not None
     config = yaml.safe_load((cell.data / cell.task).read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     words += ["train.auto_resume", "True", "train.enable_ckpt", "True", "train.ckpt_period", "1"]
     words += ["optim.max_epoch", str(SMOKE_EPOCHS)] if cell.smoke else []
     words += cell.options["set"].split()
-    tail: list[str] = []
+    last = "it printed nothing"
     started = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-m", "quest_graphgps", *words],
@@ -78,12 +78,12 @@ def run_own(cell: Cell, progress: Progress) -> Result:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            tail = [*tail[-20:], line]
+            last = line.strip() or last
             if line.startswith("val: {'epoch': "):
                 done = int(line.partition("'epoch': ")[2].partition(",")[0]) + 1
                 progress(min(done / epochs, 1.0), line.strip()[:100])
     if process.returncode:
-        raise PluginError(f"GraphGPS's main.py ended with status {process.returncode}; last lines:\n{''.join(tail)}")
+        raise PluginError(f"GraphGPS's main.py ended with status {process.returncode}: {last}; log.txt has the rest")
     return read_stats(cell.workdir / "results", metric, config.get("metric_agg", "argmax") == "argmax", started)
 
 

@@ -37,7 +37,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "checkout of Pointcept on PYTHONPATH, and a GPU to be done in days",
         "tasks": ["val"],
         "metric": "miou",
-        "selection": "last",
+        "selection": "paper",
         "unit": "%",
         "higher_is_better": True,
         "paper": {"val": _PAPER},
