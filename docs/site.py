@@ -19,6 +19,7 @@ SITE = "https://quest-attention.github.io/quest/"
 REPOSITORY = "https://github.com/quest-attention/quest"
 RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
+SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
 MODULES = {  # what authors of plugins import, besides the names of quest_core itself
     "quest_core": "quest_core",
@@ -128,3 +129,13 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
         return f"{match['start']}{new}{'#' + anchor if anchor else ''}{match['end']}"
 
     return LINK.sub(replace, text)
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Replace the script that the theme loads from another server, so that search needs no network."""
+    return output.replace(SHIM, os.path.relpath(LOCAL_SHIM, Path(page.file.dest_uri).parent))
+
+
+def on_post_template(output: str, *, template_name: str, config: Any) -> str:
+    """The same for the page of errors."""
+    return output.replace(SHIM, LOCAL_SHIM)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,20 @@ def test_the_site_works_without_a_server(site: Path) -> None:
         if page.name == "interactive.html":
             continue
         text = page.read_text()
-        assert re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?:[^"]+\.(?:js|css))"', text) == []
+        assert re.findall(r'<script[^>]+src="(https?:[^"]+)"', text) == []
+        assert re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="(https?:[^"]+)"', text) == []
         for target in re.findall(r'(?:href|src)="([^"#?]+)', text):
             if "://" not in target and not target.startswith(("mailto:", "data:", "/")):
                 assert (page.parent / target).exists(), f"{page.relative_to(site)} links to {target}"
+
+
+@pytest.mark.slow
+def test_a_browser_finds_a_page_without_a_network(site: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium and no google-chrome")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"file://{site}/index.html?q=sinkhorn"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stdout
+    assert re.search(r"[1-9]\d* matching documents", shown)
+    assert "mechanisms.html" in shown

@@ -82,7 +82,8 @@ def register() -> None:
         "transformer_xl": _transformer_xl(),
     }
     for stock, (model, dataclass) in made.items():
-        host.register_model(f"quest_{stock}", dataclass=dataclass)(model)
+        if f"quest_{stock}" not in host.MODEL_REGISTRY:  # fairseq 0.12.2 refuses a second registration
+            host.register_model(f"quest_{stock}", dataclass=dataclass)(model)
         for preset in host.ARCH_MODEL_INV_REGISTRY[stock]:
             name, apply = f"quest_{preset}", _checked(host.ARCH_CONFIG_REGISTRY[preset])
             if name not in host.ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
