@@ -89,6 +89,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "accuracy",
         "unit": "%",
         "higher_is_better": True,
+        "selection": "validation",
         "options": IMAGE_OPTIONS,
         "needs": None,
     },
