@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
-from quest_core.mechanisms import aft_conv, aft_ops
+from quest_core.kernels import blocks
 from quest_core.testing import versions
 
 SPECS = ["linear", "cosine", "aft-simple", "aft-full(max_length=96)", "aft-local(max_length=96)", "aft-conv(dims=1)"]
@@ -260,11 +260,10 @@ def test_shapes_without_numbers(spec: str, is_causal: bool, mode: str) -> None:
             assert [y.grad.shape for y in x if y.grad is not None] == [y.shape for y in x]
 
 
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
-def test_the_operator_of_a_large_grid_refuses_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aft_conv, "PLAIN_WEIGHTS", 0)
-    with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support double backward"):
-        twice(Call("aft-conv(dims=1)", False), "aft-conv(dims=1)")
+def test_a_large_grid_has_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PLAIN_WEIGHTS", 0), ("BLOCK_WEIGHTS", 1), ("BLOCK_ROWS", 3)):
+        monkeypatch.setattr(blocks, name, value)
+    twice(Call("aft-conv(dims=1)", False), "aft-conv(dims=1)")
 
 
 @pytest.mark.needs_torch("2.2", "torch.export.Dim")
@@ -272,9 +271,3 @@ def test_a_dynamic_square_is_refused() -> None:
     call, n = Call("aft-conv(window=3)", False), torch.export.Dim("n", min=2, max=96)
     with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support torch.export with a dynamic"):
         torch.export.export(call, inputs("aft-conv", 36), dynamic_shapes={name: {2: n} for name in "qkv"})
-
-
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
-def test_the_log_normaliser_that_a_cache_holds_has_a_gradient() -> None:
-    k, v = (torch.randn(6, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(aft_ops.aft_running, (k, v))
