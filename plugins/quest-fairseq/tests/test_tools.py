@@ -254,13 +254,21 @@ def test_learned_positions_are_as_many_as_the_model_has() -> None:
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 48
 
 
-def test_without_user_dir_fairseq_says_what_the_readme_explains(lm_data: Path, tmp_path: Path) -> None:
-    """The message that users see is fairseq's, and a riddle; the README's table of symptoms must have it."""
+@pytest.mark.parametrize(
+    ("change", "symptom"),
+    [
+        ([], "Unsupported interpolation type quest.share"),
+        (["dataset.batch_size=8"], "KeyError: \"'_name'\""),  # as in a yaml that does not use quest.share
+    ],
+)
+def test_without_the_plugin_fairseq_says_what_the_readme_explains(
+    change: list[str], symptom: str, lm_data: Path, tmp_path: Path
+) -> None:
+    """The messages are hydra's and fairseq's and do not name the cause, so the README must list them."""
     command = [Path(sys.executable).with_name("fairseq-hydra-train"), "--config-dir", f"{USER_DIR}/configs"]
-    command += ["--config-name", "pydocs", f"task.data={lm_data}", "common.cpu=true", "hydra.run.dir=."]
+    command += ["--config-name", "pydocs", f"task.data={lm_data}", "common.cpu=true", "hydra.run.dir=.", *change]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode != 0
-    symptom = "KeyError: \"'_name'\""
     assert symptom in done.stderr
     assert f"`{symptom}`" in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
