@@ -27,10 +27,11 @@ RUN += "--decoder-attention-heads 4 --ddp-backend legacy_ddp --clip-norm 1"
 TWO = ["--distributed-backend", "gloo", "--distributed-world-size", "2"]
 
 
-def run(*commands: list[object]) -> str:
-    """Run processes side by side; the output of the first, which is rank 0."""
+def run(*commands: list[object], folder: Path | None = None) -> str:
+    """Run processes side by side in `folder`; the output of the first, which is rank 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes |= {"env": environment, "cwd": folder}
     started = [subprocess.Popen(list(map(str, command)), **pipes) for command in commands]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in started]
@@ -101,12 +102,12 @@ def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(data: Path
         train = [TOOLS / "quest", "run", TOOLS / "fairseq-hydra-train", "--config-dir", f"{USER_DIR}/configs"]
         return [*train, "--config-name", "pydocs", *given]
 
-    one = run(command("one"))
+    one = run(command("one"), folder=tmp_path)
     cluster = ["distributed_training.distributed_world_size=2", "distributed_training.distributed_backend=gloo"]
     cluster += [f"distributed_training.distributed_init_method=file://{tmp_path}/meeting"]
     cluster += ["distributed_training.distributed_no_spawn=true", "distributed_training.ddp_backend=legacy_ddp"]
     ranks = [command("two", *cluster, f"distributed_training.distributed_rank={rank}") for rank in (0, 1)]
-    two = run(*ranks)
+    two = run(*ranks, folder=tmp_path)
     for key, count in (("bsz", 4), ("lr", 4)):
         values = [re.findall(rf'"{key}": "([^"]+)"', output)[:count] for output in (one, two)]
         assert values[0] == values[1] != [], key

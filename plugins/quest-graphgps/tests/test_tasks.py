@@ -31,6 +31,8 @@ from quest_graphgps.bench.suites import SUITES as ALL
 
 SUITES = {name: suite for name, suite in ALL.items() if name != "graphgps"}  # that one: test_own.py
 
+OURS = [suite for suite, declared in SUITES.items() if declared["tasks"]]  # the others find their tasks in a checkout
+
 
 def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options) -> Cell:
     defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
@@ -69,7 +71,7 @@ def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
     assert result.details["graphs"] == [3, 2, 2]
 
 
-DOWNLOADED = sorted(name for name, suite in SUITES.items() if suite.get("data_required"))
+DOWNLOADED = sorted(name for name in OURS if SUITES[name].get("data_required"))
 
 
 @pytest.mark.parametrize("suite", DOWNLOADED)
@@ -123,7 +125,15 @@ def test_suites_declare_options_that_are_valid(suite) -> None:
     for option in SUITES[suite]["options"]:
         rule = Option(option["name"], kinds[option["kind"]], option["default"], option["doc"], option.get("minimum"))
         assert rule.check(option["default"], suite) == option["default"]
-    assert suite in tasks.CONFIGS
+
+
+def test_every_suite_but_graphgps_own_has_a_config() -> None:
+    assert {*tasks.CONFIGS} == {*OURS}
+    assert {*SUITES} - {*OURS} == {"graphgps"}  # test_own.py tests it
+
+
+@pytest.mark.parametrize("suite", OURS)
+def test_suites_declare_the_metrics_that_their_cells_report(suite) -> None:
     assert tasks.METRIC_NAMES[suite] == SUITES[suite]["metric"]
     assert tasks.METRICS[suite][0] == SUITES[suite].get("higher_is_better", True)
 
