@@ -33,7 +33,7 @@ GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: where it was, what it was, and its parameters before and after.
+    """One replaced module: its path, its class, and its parameters before and after.
 
     Attributes:
         query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.

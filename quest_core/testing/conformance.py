@@ -436,7 +436,7 @@ class AdapterConformance(ABC):
                 norms = part.projections.norms(part, part.head_sizes, role)
                 torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
         assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
-        model.load_state_dict(self.injected("quest").state_dict())  # what a start was does not bind a checkpoint
+        model.load_state_dict(self.injected("quest").state_dict())  # a start does not bind a checkpoint
 
     def test_autocast(self) -> None:
         try:
