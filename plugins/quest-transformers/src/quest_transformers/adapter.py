@@ -40,7 +40,7 @@ class TransformersAdapter(Adapter):
         return replace(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: what it offers, its key/value heads, or its masks."""
+        """Return why a site cannot honour `config`: its capabilities, projections, key/value heads or masks."""
         why = refusal(config, site.capabilities)
         if why is not None:
             return why
