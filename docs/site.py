@@ -69,7 +69,8 @@ def on_config(config: Any) -> Any:
         pages.setdefault(path.split("/")[1], []).append({name.rpartition(".")[2]: path})
     for section in config["nav"]:
         if "Frameworks" in section:
-            section["Frameworks"] = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
+            hosts = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
+            section["Frameworks"] = [*hosts, *section["Frameworks"]]
         if "Reference" in section:
             section["Reference"] = [{module: listed} for module, listed in pages.items()]
         if "Extending" in section:

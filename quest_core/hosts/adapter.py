@@ -136,6 +136,16 @@ class Adapter(ABC):
         For what one module cannot know, such as the grid of patches that its tokens came from. By default nothing.
         """
 
+    def projected(self, module: nn.Module) -> list[Projected]:
+        """Return the parts of a replacement that describe their projections.
+
+        Override it for replacements that keep the host's class: return `Projected` views of their parameters.
+
+        Args:
+            module: as `replace` made it.
+        """
+        return [part for part in module.modules() if isinstance(part, Projected)]
+
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
 
@@ -148,7 +158,7 @@ class Adapter(ABC):
         Raises:
             UnsupportedError: the module is or contains no `Projected`, or its weight is made from others.
         """
-        found = [part for part in module.modules() if isinstance(part, Projected)]
+        found = self.projected(module)
         if len(found) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`, not "

@@ -33,7 +33,7 @@ GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: where it was, what it was, and its parameters before and after.
+    """One replaced module: its path, its class, and its parameters before and after.
 
     Attributes:
         query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.
@@ -55,11 +55,13 @@ class Report:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
         left_alone: paths of modules that look like attention and that no adapter knew.
+        started: whether options of the attention set the norms of queries or keys.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
     left_alone: tuple[str, ...] = ()
+    started: bool = False
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -69,7 +71,7 @@ class Report:
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
         norms = [norm for r in self.replacements for norm in r.query_norms]
-        if norms and AttentionConfig.parse(self.attention).starts:
+        if norms and self.started:
             size += f"; queries start with norms {min(norms):.3g} to {max(norms):.3g}"
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
@@ -214,7 +216,10 @@ def inject(
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         made = [owner.replace(site, config) for owner, site in chosen]
-    starting = [part for module in made for part in _starting(module, config)]
+    starting: list[Projected] = []
+    if fresh:
+        for (owner, _), module in zip(chosen, made, strict=True):
+            starting += _starting(owner, module, config)
 
     rows = []
     for (owner, site), module in zip(chosen, made, strict=True):
@@ -234,35 +239,31 @@ def inject(
     for part in starting:
         part.start()
     if fresh:
-        rows = [replace(row, query_norms=_query_norms(module)) for row, module in zip(rows, made, strict=True)]
-    report = Report(str(config), tuple(rows), tuple(left))
+        norms = [_query_norms(owner.projected(module)) for (owner, _), module in zip(chosen, made, strict=True)]
+        rows = [replace(row, query_norms=own) for row, own in zip(rows, norms, strict=True)]
+    report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     setattr(model, REPORT, report)
     return model, report
 
 
-def _starting(module: nn.Module, config: AttentionConfig) -> list[Projected]:
-    """The parts of a replacement whose start `config` sets; raises UnsupportedError where it cannot be set."""
-    if not config.starts:
-        return []
-    parts = [part for part in module.modules() if isinstance(part, Projected)]
-    if not parts:
+def _starting(owner: Adapter, module: nn.Module, config: AttentionConfig) -> list[Projected]:
+    """The parts of a fresh replacement that start as their options say; raises UnsupportedError where one cannot."""
+    parts = owner.projected(module)
+    if config.starts and not parts:
         raise UnsupportedError(
             f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
             "(quest_core.projections.Projected); leave the option out"
         )
-    for part in parts:
+    starting = [part for part in parts if part.config.starts]
+    for part in starting:
         part.start_factors()
-    return parts
+    return starting
 
 
-def _query_norms(module: nn.Module) -> tuple[float, ...]:
+def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
     """The expected norm of the queries of each head; () where the projections are not described or have no values."""
     try:
-        norms = [
-            part.projections.norms(part, part.head_sizes, "q")
-            for part in module.modules()
-            if isinstance(part, Projected)
-        ]
+        norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts]
     except UnsupportedError:  # parametrised
         return ()
     return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())

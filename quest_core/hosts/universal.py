@@ -36,7 +36,7 @@ SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 @dataclass(frozen=True)
 class Call:
-    """What the calls of one module said while the example ran.
+    """The calls of one module while the example ran.
 
     Attributes:
         path: of the module.
@@ -309,7 +309,7 @@ def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
 
     Args:
         module: its forward calls scaled_dot_product_attention.
-        call: what the calls say.
+        call: describes the calls.
         config: the mechanism to which they go.
     """
     made: Any = shallow_copy(module, _routed_class(_host(module)))

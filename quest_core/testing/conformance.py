@@ -27,7 +27,6 @@ from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
 from quest_core.mechanisms import POINTWISE, Part, Score
 from quest_core.notices import LOGGER
-from quest_core.projections import Projected
 from quest_core.testing.mechanisms import known
 from quest_core.testing.truth import computed_by_truth, missing
 
@@ -422,19 +421,22 @@ class AdapterConformance(ABC):
 
     def test_queries_and_keys_of_a_fresh_model_start_as_asked(self) -> None:
         spec = "quest(init=5, key_init=2)"
-        if not any(isinstance(part, Projected) for part in self.injected("quest").modules()):
-            with pytest.raises(quest_core.UnsupportedError, match="describes none"):
+        sites = list(self.adapter.sites(self.injected("quest")))
+        refused = any(self.adapter.refusal(site, quest_core.AttentionConfig.parse(spec)) for site in sites)
+        assert not (refused and self.calibrates), "queries that can be scaled can be started"
+        if refused or not any(self.adapter.projected(site.module) for site in sites):
+            with pytest.raises(quest_core.UnsupportedError, match="describes none|cannot be used in"):
                 quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
             return
         model, report = quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
-        parts = [part for part in model.modules() if isinstance(part, Projected)]
+        parts = [part for site in self.adapter.sites(model) for part in self.adapter.projected(site.module)]
         assert len(parts) >= self.sites, "each replacement must be or contain a quest_core.projections.Projected"
         for part in parts:
             for role, norm in (("q", 5.0), ("k", 2.0)):
                 norms = part.projections.norms(part, part.head_sizes, role)
                 torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
         assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
-        model.load_state_dict(self.injected("quest").state_dict())  # what a start was does not bind a checkpoint
+        model.load_state_dict(self.injected("quest").state_dict())  # a start does not bind a checkpoint
 
     def test_autocast(self) -> None:
         try:

@@ -14,6 +14,7 @@ from timm.utils import ParseKwargs
 import quest_core
 import quest_timm
 from quest_core.mechanisms import reference
+from quest_core.projections import Projected
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5}
 
@@ -158,7 +159,7 @@ def test_differential_attention_is_refused_by_name():
 def test_misplaced_and_misspelt_options_are_named():
     with pytest.raises(quest_core.ConfigError, match="'qest' is not a mechanism"):
         vit(attention="qest")
-    with pytest.raises(quest_core.ConfigError, match="attention_from and allow_partial belong to attention"):
+    with pytest.raises(quest_core.ConfigError, match="is given without attention"):
         vit(attention_from="standard")
 
 
@@ -178,3 +179,32 @@ def test_parallel_blocks_are_sites_themselves():
     torch.testing.assert_close(ours(x), stock(x), rtol=1e-6, atol=1e-6)
     report = vit(block_fn=ParallelScalingBlock, attention="qknorm").attention_report
     assert [row.path for row in report.replacements] == ["blocks.0", "blocks.1"]
+
+
+def norms(model, role):
+    parts = [part for part in model.modules() if isinstance(part, Projected)]
+    return [norm for part in parts for norm in part.projections.norms(part, part.head_sizes, role).tolist()]
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"])
+def test_queries_and_keys_start_as_asked(name):
+    model = timm.create_model(name, attention="quest(init=5, key_init=2)")
+    assert norms(model, "q") == pytest.approx([5] * len(norms(model, "q")))
+    assert norms(model, "k") == pytest.approx([2] * len(norms(model, "k")))
+    assert "queries start with norms 5 to 5" in str(model.attention_report)
+
+
+def test_a_checkpoint_is_not_scaled(tmp_path):
+    trained = timm.create_model("vit_tiny_patch16_224", attention="quest")
+    torch.save(trained.state_dict(), tmp_path / "trained.pth")
+    loaded = timm.create_model(
+        "vit_tiny_patch16_224", attention="quest(init=5)", checkpoint_path=str(tmp_path / "trained.pth")
+    )
+    assert norms(loaded, "q") == norms(trained, "q")
+
+
+def test_a_start_that_has_no_effect_is_refused():
+    with pytest.raises(quest_core.ConfigError, match="pretrained=True loads trained ones"):
+        timm.create_model("vit_tiny_patch16_224", pretrained=True, attention="quest(init=5)")
+    with pytest.raises(quest_core.UnsupportedError, match="qk_norm=True normalises"):
+        timm.create_model("vit_tiny_patch16_224", qk_norm=True, attention="quest(init=5)")

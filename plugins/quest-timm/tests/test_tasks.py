@@ -1,4 +1,4 @@
-"""The benchmark suite: what a cell returns, and that its data are those of the seed."""
+"""The benchmark suite: the results of a cell, and data that follow from the seed."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from models import CONFIGS, SITES, build, inputs
 
+import quest_core
 from quest_core.testing import AdapterConformance
 from quest_transformers import TransformersAdapter
 
@@ -59,6 +61,10 @@ class TestVit(Model):
 class TestGpt2(Causal):
     refused = ("sinkhorn", "quest+gqa(kv_heads=2)")  # one layer makes q, k and v, and is split into equal parts
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+    def test_queries_and_keys_of_a_fresh_model_start_as_asked(self):
+        with pytest.raises(quest_core.UnsupportedError, match="not Linear layers of one role each"):
+            quest_core.inject(self.stock(), "quest(init=5)", adapter=self.adapter, fresh=True)
 
 
 class TestLlama(Causal):

@@ -1,4 +1,4 @@
-"""What transformers does with this plugin's models and names where the plugin is not imported."""
+"""transformers without this plugin refuses its models and its names."""
 
 from __future__ import annotations
 

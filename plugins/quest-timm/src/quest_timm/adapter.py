@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
-from quest_core.hosts.injection import REPORT, inject
+from quest_core.hosts.injection import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 
 from .info import INFO
@@ -76,7 +76,7 @@ class TimmAdapter(Adapter):
             return routed
         made = _replacement(site.module)
         assert made is not None
-        return made.from_host(site.module, config, site.num_heads, site.head_dim, site.fresh)
+        return made.adopt(site.module, config, num_heads=site.num_heads, head_dim=site.head_dim, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, biases on the logits, or moving windows."""
@@ -85,6 +85,8 @@ class TimmAdapter(Adapter):
             why = why_not(call, config)
             if why is not None:
                 return why
+        if config.starts and _normalised(site.module):
+            return "qk_norm=True normalises queries and keys after their projections, so a start of these has no effect"
         if config.family is not None and _biased(site.module):
             return f"relative positions are added to the logits, and '{config.family}' has none"
         stacked = getattr(_replacement(site.module), "stacked", False) and re.search(
@@ -100,7 +102,7 @@ class TimmAdapter(Adapter):
         Raises:
             UnsupportedError: a norm follows the projection, or timm's own forward is kept.
         """
-        if not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType):
+        if _normalised(module):
             raise UnsupportedError(
                 f"{type(module).__name__} normalises its queries (qk_norm=True), so a factor on them is lost; "
                 "use attention= without calibration and fine-tune"
@@ -138,33 +140,25 @@ def _accepting(stock: Callable[..., Any], adapter: TimmAdapter) -> Callable[...,
     """Return build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
 
     def build_model_with_cfg(
-        model_cls: Callable[..., nn.Module],
-        *arguments: Any,
-        attention: AttentionSpec | None = None,
-        attention_from: AttentionSpec | None = None,
-        allow_partial: bool = False,
-        **options: Any,
+        model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, *arguments: Any, **options: Any
     ) -> Any:
-        if attention is None:
-            if attention_from is not None or allow_partial:
-                raise ConfigError("attention_from and allow_partial belong to attention; say attention='quest' too")
-            return stock(model_cls, *arguments, **options)
-        config = AttentionConfig.parse(attention)
+        request = Request.read(options, variant)
+        options = {name: value for name, value in options.items() if name not in KEYS}
+        if request is None:
+            return stock(model_cls, variant, pretrained, *arguments, **options)
+        if pretrained and request.attention.starts:
+            raise ConfigError(
+                f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
+                "loads trained ones; leave the option or pretrained out"
+            )
         reports = []
 
         def injected(*given: Any, **named: Any) -> nn.Module:
-            model, report = inject(
-                model_cls(*given, **named),
-                config,
-                adapter=adapter,
-                fresh=True,
-                attention_from=attention_from,
-                allow_partial=allow_partial,
-            )
+            model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
             reports.append(report)
             return model
 
-        made = stock(injected, *arguments, **options)
+        made = stock(injected, variant, pretrained, *arguments, **options)
         setattr(made, REPORT, reports[0])  # features_only has wrapped the model
         reports[0].announce()
         return made
@@ -210,6 +204,10 @@ def _kind(module: nn.Module) -> str:
 def _shares_heads(module: Any) -> bool:
     """Return whether a module has fewer key/value heads of its own, which it repeats before the call."""
     return getattr(module, "num_kv_groups", 1) > 1 and type(module).__name__ == "AttentionRope"
+
+
+def _normalised(module: nn.Module) -> bool:
+    return not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType)
 
 
 def _biased(module: nn.Module) -> bool:

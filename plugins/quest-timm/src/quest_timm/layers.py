@@ -7,7 +7,7 @@ the projections are smaller, and a host checkpoint is pooled on load.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,35 +16,17 @@ from timm.layers import attention as timm_attention
 from timm.models import beit, cait, crossvit, eva, swin_transformer
 from torch import Tensor, nn
 
-from quest_core.config import AttentionConfig
-from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.projections import Packed, Projected, Separate, shallow_copy
+from quest_core.hosts.replacement import HostAttention
+from quest_core.projections import Packed, Separate
 
 
-class Replacement(Projected):
+class Replacement(HostAttention):
     """Attention of timm around a mechanism. A subclass inherits a host class too, and overrides `forward`."""
 
-    config: AttentionConfig
-    mechanism: Mechanism
     host: ClassVar[type[nn.Module]]
     cross: ClassVar[bool] = False
     stacked: ClassVar[bool] = False
     """Whether each layer sees the tokens of the one before in the same order, which elliptical scores need."""
-
-    @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, num_heads: int, head_dim: int, fresh: bool) -> Replacement:
-        """Return `host` with another mechanism; its sub-modules and parameters are the same objects.
-
-        Raises:
-            InputError: `host` is a replacement whose keys and values were reduced already.
-        """
-        made: Replacement = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim)
-        made.mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim)
-        anchor: Any = next(p for p in host.parameters())
-        made.mechanism.to(device=anchor.device, dtype=anchor.dtype).train(host.training)
-        made.projections.shrink(made, made.head_sizes, fresh=fresh)
-        return made
 
     def bias(self) -> Tensor | None:
         """Return the bias of `qkv` where the host keeps those of queries and values apart, with zeros for the keys."""

@@ -12,10 +12,11 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.discovery import require_host
+from quest_core.projections import Projected
 
 from . import surfaces
 from .info import INFO
-from .layers import Anatomy, examine, is_attention, replace, sizes_of
+from .layers import Anatomy, View, examine, is_attention, replace, sizes_of, unscalable
 
 
 class TransformersAdapter(Adapter):
@@ -39,7 +40,7 @@ class TransformersAdapter(Adapter):
         return replace(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: what it offers, its key/value heads, or its masks."""
+        """Return why a site cannot honour `config`: its capabilities, projections, key/value heads or masks."""
         why = refusal(config, site.capabilities)
         if why is not None:
             return why
@@ -48,6 +49,8 @@ class TransformersAdapter(Adapter):
         for name, what in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has attention sinks")):
             if getattr(module, name, None) is not None:
                 return f"the host {what} ({name}), which is a part of its own softmax"
+        if config.starts and (fixed := unscalable(module)) is not None:
+            return f"the norms of queries and keys cannot be set at the start: {fixed}"
         if config.family and anatomy.kv_heads != anatomy.num_heads:
             return (
                 f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"
@@ -62,6 +65,10 @@ class TransformersAdapter(Adapter):
         if anatomy.kv_heads % wanted:
             return f"its {anatomy.kv_heads} key/value heads cannot be reduced to {wanted}"
         return None
+
+    def projected(self, module: nn.Module) -> list[Projected]:
+        """Return a view of the module's parameters, because a replacement keeps its host's class."""
+        return [] if examine(module).projections is None else [View.of(module)]
 
     def connect(self, model: nn.Module) -> None:
         """Write the attention into the model's configs, in copies of those that have to change."""
@@ -79,22 +86,17 @@ class TransformersAdapter(Adapter):
         """
         host: Any = module
         sizes, projections = host.head_sizes, examine(host).projections
-        norms = [name for name, _ in module.named_children() if "norm" in name]
-        if norms:
+        packed: Any = getattr(host, "q_attn", None) or getattr(host, "c_attn", None)
+        why = unscalable(module)
+        if why is not None and (projections is not None or type(packed).__name__ != "Conv1D"):
             raise UnsupportedError(
-                f"{type(module).__name__} normalises queries or keys after their projections ({', '.join(norms)}), so "
-                "no factor on a projection changes them; use quest_core.inject and fine-tune without calibration"
+                f"the queries of {type(module).__name__} cannot be scaled: {why}; use quest_core.inject and fine-tune "
+                "without calibration"
             )
         factor = factor.repeat_interleave(sizes.num_heads // len(factor))
         if projections is not None:
             projections.scale(host, sizes, "q", factor)
             return
-        packed: Any = getattr(host, "q_attn", None) or getattr(host, "c_attn", None)
-        if type(packed).__name__ != "Conv1D":
-            raise UnsupportedError(
-                f"the queries of {type(module).__name__} cannot be scaled, because its projections are not known; use "
-                "quest_core.inject and fine-tune without calibration"
-            )
         rows = factor.repeat_interleave(sizes.head_dim)  # [H·D]
         with torch.no_grad():
             for parameter in (packed.weight, packed.bias):  # [E, H·D ...] and [H·D ...]
@@ -110,20 +112,20 @@ class TransformersAdapter(Adapter):
         require_host(self.name)
         surfaces.install(self, self.patches)
 
-    def uninstall(self) -> None:
-        """Undo `install`: the host is as it was before."""
-        super().uninstall()
-        surfaces.uninstall()
-
-    def only(self, chosen: Mapping[str, AttentionConfig], left_alone: Iterable[str]) -> TransformersAdapter:
+    def only(
+        self, chosen: Mapping[str, AttentionConfig], left_alone: Iterable[str], *, scales: bool = False
+    ) -> TransformersAdapter:
         """Return an adapter that gives some of the sites an attention each; it overrides that of inject.
 
         Args:
             chosen: the attention of each path; other sites are left out.
             left_alone: classes of attention modules that keep the host's own on purpose.
+            scales: whether the modules that it replaces have just been initialised, so that their options set the
+                norms of queries and keys. Others keep the weights that they have, or will be given by a checkpoint.
         """
         made: Any = _Some()
         made.chosen, made.leaves_alone = chosen, frozenset(left_alone)
+        made.scales, made.new = scales, []
         return made  # type: ignore[no-any-return]
 
 
@@ -131,12 +133,23 @@ class _Some(TransformersAdapter):
     """An adapter that knows some of the sites, and the attention of each."""
 
     chosen: Mapping[str, AttentionConfig]
+    scales: bool
+    new: list[nn.Module]
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         return (site for site in super().sites(model) if site.path in self.chosen)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        return super().replace(site, self.chosen[site.path])
+        made = super().replace(site, self.chosen[site.path])
+        if self.scales and made is not site.module:
+            self.new.append(made)
+        return made
+
+    def projected(self, module: nn.Module) -> list[Projected]:
+        views = super().projected(module)
+        for view in views:
+            view.loaded = not any(module is made for made in self.new)
+        return views
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         asked = config in self.chosen.values()  # else inject looks for those that are possible

@@ -20,7 +20,7 @@ from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.projections import HeadSizes, Projections, Separate, shallow_copy
+from quest_core.projections import HeadSizes, Projected, Projections, Separate, shallow_copy
 
 INTERFACE = "quest_transformers"
 """The name under which `attend` and `mask` are registered with transformers."""
@@ -169,6 +169,27 @@ def sizes_of(anatomy: Anatomy, config: AttentionConfig) -> HeadSizes:
     kept = sizes.kv_heads if any(part.reshapes for part in config.specs()) else anatomy.kv_heads
     own = None if anatomy.kv_heads == anatomy.num_heads else anatomy.kv_heads
     return HeadSizes(sizes.num_heads, kept, sizes.head_dim, sizes.key_dim, sizes.value_dim, own)
+
+
+class View(Projected):
+    """The parameters of a replacement, described; a replacement itself keeps the class and the config of its host."""
+
+    @classmethod
+    def of(cls, module: Any) -> View:
+        """Return a view of a module that `replace` made, whose projections are known."""
+        made: Any = shallow_copy(module, cls)
+        made.config, made.projections = module.mechanism.config, examine(module).projections
+        return made  # type: ignore[no-any-return]
+
+
+def unscalable(module: nn.Module) -> str | None:
+    """Return why no factor on the projections of an attention module scales its queries and keys, or None."""
+    norms = [name for name, _ in module.named_children() if "norm" in name]
+    if norms:
+        return f"they are normalised after their projections ({', '.join(norms)})"
+    if examine(module).projections is None:
+        return "its projections are not Linear layers of one role each"
+    return None
 
 
 def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:

@@ -64,8 +64,10 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-    AttentionInterface.register(INTERFACE, attend)
-    AttentionMaskInterface.register(INTERFACE, mask)
+    for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, mask)):
+        register = functools.partial(interface.register, INTERFACE, function)
+        remove = functools.partial(interface._global_mapping.pop, INTERFACE)
+        patches.once(interface.__name__, register, remove)
     patches.wrap(PreTrainedConfig, "_attn_implementation", _implementation)
     patches.put(PreTrainedConfig, "attention", property(_attention, _set_attention))
     patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)
@@ -76,14 +78,6 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     _wrap_method(patches, PreTrainedModel, "from_pretrained", _remember_loading)
     _wrap_method(patches, PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
     _wrap_method(patches, PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
-
-
-def uninstall() -> None:
-    """Remove the attention function and its mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(INTERFACE, None)
 
 
 def _wrap_method(patches: Patches, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -220,7 +214,13 @@ def _accept_names(stock: Any) -> Any:
 
 
 def fulfil(
-    adapter: TransformersAdapter, model: nn.Module, *, fresh: bool, choice: Choice | None = None, **options: Any
+    adapter: TransformersAdapter,
+    model: nn.Module,
+    *,
+    fresh: bool,
+    loads: bool = False,
+    choice: Choice | None = None,
+    **options: Any,
 ) -> bool:
     """Put into a model what its configs ask for; return whether a module was replaced.
 
@@ -228,6 +228,7 @@ def fulfil(
         adapter: of this plugin.
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
         fresh: the weights have only been initialised.
+        loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         options: `attention_from` and `allow_partial` of quest_core.inject.
 
@@ -257,11 +258,16 @@ def fulfil(
         # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
         apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
         configs = sorted({*chosen.values()}, key=str)
-        # inject links layers if its own argument is chained.
-        main = next((config for config in configs if any(part.chained for part in config.specs())), configs[0])
-        _, report = inject(model, main, adapter=adapter.only(chosen, apart), fresh=fresh, **options)
+        # inject links layers if its own argument is chained, and refuses one with a start for trained weights.
+        main = max(configs, key=lambda config: (not fresh and bool(config.starts), _chained(config)))
+        some = adapter.only(chosen, apart, scales=fresh and not loads)
+        _, report = inject(model, main, adapter=some, fresh=fresh, **options)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
     return changed
+
+
+def _chained(config: AttentionConfig) -> bool:
+    return any(part.chained for part in config.specs())
 
 
 def _along(model: nn.Module, path: str) -> list[nn.Module]:
@@ -375,7 +381,7 @@ def _compare(adapter: TransformersAdapter, stock: Any) -> Any:
         loading = _loading.get() or Loading(None, False)
         loading.pending = not _fits(adapter, model, _spelled(state_dict, checkpoint_files), loading)
         if not loading.pending:
-            fulfil(adapter, model, fresh=True, **loading.options)
+            fulfil(adapter, model, fresh=True, loads=True, **loading.options)
         info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
         if loading.pending:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]

@@ -1,0 +1,82 @@
+"""`init` and `key_init`: the norms that queries and keys of a fresh model start with, and that trained ones keep."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from models import BERT, CLASSES, CONFIGS, build
+
+import quest_core
+from quest_core import ConfigError, UnsupportedError
+from quest_transformers import TransformersAdapter
+
+STARTED = "quest(init=5, key_init=2)"
+
+
+def norms(model, role="q"):
+    """The norms of each head, by path."""
+    adapter = TransformersAdapter()
+    return {
+        site.path: part.projections.norms(part, part.head_sizes, role).tolist()
+        for site in adapter.sites(model)
+        for part in adapter.projected(site.module)
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("gpt2", "qwen3")])
+def test_from_config_starts_as_asked_and_what_was_saved_is_not_scaled(name, tmp_path):
+    model = build(name, attention=STARTED)
+    for role, norm in (("q", 5), ("k", 2)):
+        assert all(heads == pytest.approx([norm] * len(heads)) for heads in norms(model, role).values())
+    assert "queries start with norms 5 to 5" in str(model.attention_report)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    loaded = CLASSES.get(name, hf.AutoModelForCausalLM).from_pretrained(tmp_path)
+    assert norms(loaded) == norms(model)
+    assert loaded.config.attention == model.config.attention
+
+
+def test_each_role_starts_as_its_own_attention_says():
+    choice = {"encoder": "qnorm", "decoder": "quest(init=5)", "cross": "standard"}
+    found = norms(build("bart", attention=choice))
+    assert {path for path, heads in found.items() if heads == pytest.approx([5] * 4)} == {
+        path for path in found if ".decoder." in path and path.endswith("self_attn")
+    }
+
+
+def test_pretrained_weights_are_not_scaled(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="this model may be trained"):
+        hf.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="quest(init=5)", attention_from="standard"
+        )
+    with pytest.raises(ConfigError, match="this model may be trained"):
+        build("llama").set_attn_implementation("quest(init=5)")
+
+
+def test_a_model_inside_a_new_one_keeps_its_weights():
+    config = hf.BertConfig(**BERT)
+    encoder = hf.AutoModel.from_config(config, attn_implementation="quest(init=5)")
+    with torch.no_grad():
+        encoder.encoder.layer[0].attention.self.query.weight.mul_(2)
+    before = norms(encoder)
+    other = copy.deepcopy(config)
+    other.is_decoder = other.add_cross_attention = True
+    decoder = hf.AutoModelForCausalLM.from_config(other, attn_implementation="quest(init=5)")
+    after = norms(hf.EncoderDecoderModel(encoder=encoder, decoder=decoder))
+    assert {path: after[f"encoder.{path}"] for path in before} == before
+
+
+def test_norms_after_the_projections_are_refused():
+    with pytest.raises(UnsupportedError, match="they are normalised after their projections"):
+        build("qwen3", attention="quest(init=5)")
+
+
+def test_inject_starts_a_fresh_model():
+    model, _ = quest_core.inject(build("bert"), "quest(init=5)", fresh=True)
+    assert all(heads == pytest.approx([5] * 4) for heads in norms(model).values())
