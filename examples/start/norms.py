@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +24,8 @@ import torch
 from torch import nn
 
 import quest_core
-from quest_core.projections import Projected
+from quest_core.hosts.discovery import adapter
+from quest_core.hosts.torch import TorchAdapter
 
 
 def pytorch() -> Iterator[tuple[str, nn.Module]]:
@@ -117,8 +119,13 @@ HOSTS: dict[str, tuple[str, Models]] = {  # framework -> plugin that knows its a
 def measure(host: str) -> Iterator[dict[str, Any]]:
     """One row for each model of a host: the norms over all layers and heads."""
     for name, model in HOSTS[host][1]():
-        model, _ = quest_core.inject(model, "quest", fresh=True, allow_partial=True)
-        parts = [part for part in model.modules() if isinstance(part, Projected)]
+        model, report = quest_core.inject(model, "quest", fresh=True, allow_partial=True)
+        owners = [TorchAdapter() if r.adapter == "torch" else adapter(r.adapter) for r in report.replacements]
+        modules = [model.get_submodule(r.path) for r in report.replacements]
+        parts = [part for owner, module in zip(owners, modules, strict=True) for part in owner.projected(module)]
+        if not parts:
+            print(f"{name}: its projections are not described, as those of Conv1D are not", file=sys.stderr)
+            continue
         q, k = (torch.cat([p.projections.norms(p, p.head_sizes, role) for p in parts]) for role in "qk")
         dims = {part.head_sizes.head_dim for part in parts}
         row = {"host": host, "model": name, "layers": len(parts), "head_dim": sorted(dims)}
