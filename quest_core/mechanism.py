@@ -51,7 +51,7 @@ class Observation(NamedTuple):
         mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
         is_causal: query i sees keys j ≤ i + M − N.
         residual: what was added to the logits [B, H, N, M].
-        real: the queries that are no padding [B, N]; None when all are, or when the mask hides the others.
+        real: the queries that are not padding [B, N]; None when all are, or when the mask hides the others.
         piece: 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
     """
 

@@ -97,7 +97,7 @@ def _fails(kind: str, one: Example) -> bool:
     try:
         wrong = settle(one)
         return wrong is not None and _kind(wrong) == kind
-    except Exception:  # an example that cannot be made is no simpler one
+    except Exception:  # an example that cannot be made is not a simpler one
         return False
 
 

@@ -38,7 +38,7 @@ def tasks(repo: Path) -> dict[str, dict[str, Any]]:
             elif metric == "auto":
                 entry["problem"] = f"{path} does not name its metric; add metric_best and metric_agg"
         except (OSError, yaml.YAMLError, AttributeError) as error:
-            entry["problem"] = f"{path} is no readable config: {error}"
+            entry["problem"] = f"{path} cannot be read as a config: {error}"
         found[str(path.relative_to(repo))] = entry
     return found
 

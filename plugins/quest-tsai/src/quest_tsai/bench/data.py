@@ -127,7 +127,7 @@ def _read_parquet(path: Path) -> tuple[list[np.ndarray], list[str]]:
     except ImportError:
         raise PluginError(f"{path} needs pyarrow, which is not installed; pip install pyarrow") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no readable parquet file: {error}") from None
+        raise InputError(f"{path} cannot be read as parquet: {error}") from None
     features = [name for name in table.columns if name != "label"]
     if "label" not in table.columns or not features:
         raise InputError(f"{path} has the columns {list(table.columns)}; it needs label and one for each feature")
