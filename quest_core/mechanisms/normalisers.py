@@ -105,10 +105,9 @@ class Sigmoid(Normaliser):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
         """See `Normaliser.forward`."""
-        plain = super().forward
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return plain(q, k, v, mask=mask, is_causal=is_causal, **how)
+            return Normaliser.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
 
         return _joined(in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0), 2)
 

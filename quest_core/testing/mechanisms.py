@@ -22,6 +22,7 @@ from ..catalogue import parts
 from ..checkpoints import ENTRY
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import CheckpointError, ConfigError, UnsupportedError, one_of
+from ..kernels.pytorch import is_compiling
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import Dims, Family, Grouping, Normaliser, Score
 from ..mechanisms.part import READS, Part
@@ -690,7 +691,7 @@ class Layers(nn.Module):
         return torch.cat(outs, dim=2)
 
     def _each(self, call: Callable[[Mechanism, Tensor], Any], v: Tensor, seed: int | None) -> Any:
-        if seed is not None and not torch.compiler.is_compiling():
+        if seed is not None and not is_compiling():
             torch.manual_seed(seed)
         if self.before is not None:
             call(self.before, 0.5 * v.flip(-1))

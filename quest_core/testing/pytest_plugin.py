@@ -2,7 +2,7 @@
 
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
   to have all that the tests need. Expected failures are left alone.
-- A test that the installed PyTorch is too old for is skipped, and this skip does not count as a failure: see `versions`.
+- A test that the installed PyTorch is too old for is skipped; this skip does not count as a failure: see `versions`.
 - Every run draws other random numbers. The header, and the summary of a failed run, name the seed that repeats them:
   ``QUEST_TEST_SEED=1234 pytest ...``.
 - Every test starts with one PyTorch thread. The tensors of tests are tiny, and on a busy machine two threads wait for
