@@ -15,8 +15,13 @@ from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normali
 from quest_core.testing import MechanismError, check_mechanism
 from quest_core.testing.mechanisms import known
 
+OPERATORS = pytest.mark.needs_torch("2.4", "torch.library.custom_op")
+BY_OPERATOR = ("aft-simple", "aft-full", "aft-local")
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, id=p.name, marks=OPERATORS if p.name in BY_OPERATOR else ()) for p in PARTS]
+)
 def test_every_mechanism_of_quest_core_passes(part: Part) -> None:
     check_mechanism(part)
 
@@ -29,7 +34,7 @@ def test_every_mechanism_of_quest_core_passes(part: Part) -> None:
         "sigmoid(bias=-1)",
         "sinkhorn(iterations=1)",
         "elliptical+kdgqa(kv_heads=2)",
-        "aft-full(rank=null, max_length=32)",
+        pytest.param("aft-full(rank=null, max_length=32)", marks=OPERATORS),
         {"name": "standard", "scale": 0.5},
         quest_core.Mechanism("linear"),
     ],
@@ -170,7 +175,12 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+DIVIDED = pytest.mark.needs_torch("2.5", "torch.distributed.tensor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=DIVIDED if "heads_can_be_divided" in WRONG[name][1] else ()) for name in WRONG]
+)
 def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     part, checks = WRONG[name]
     outcomes = check_mechanism(part, checks=sorted(checks), raises=False)

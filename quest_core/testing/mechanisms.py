@@ -193,10 +193,10 @@ class MechanismConformance:
         """Fail, saying `said`, unless two results are equal within `close` of the largest number."""
         if got.shape != want.shape:
             raise _Found(f"shapes {list(got.shape)} and {list(want.shape)} differ. {said}")
-        apart = (got.double() - want.double()).abs()
+        apart = (got.double() - want.double()).abs().nan_to_num(math.inf)
         worst = apart.max().item() if apart.numel() else 0.0
         if not worst <= close * max(1.0, want.abs().max().item() if want.numel() else 0.0):
-            place = [int(i) for i in torch.unravel_index(apart.nan_to_num(math.inf).argmax(), apart.shape)]
+            place = (apart == apart.max()).nonzero()[:1].flatten().tolist()
             raise _Found(f"{said} (difference {worst:.3g} at {place} of {list(got.shape)})")
 
     def declare(self, what: str) -> str:
