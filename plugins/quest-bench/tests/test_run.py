@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -15,8 +16,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from quest_bench.cli import app_main
+from quest_bench.plan import catalogue, select
+from quest_bench.run import Lines, Outcome, Runner
 from quest_bench.store import load_all
 from quest_bench.worker import decode, encode, write_json
 
@@ -235,6 +239,16 @@ def _tree(root: int) -> list[int]:
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
     return found
+
+
+def test_a_worker_that_ends_between_two_cells_is_replaced(fake: Path) -> None:
+    suite, _ = select(catalogue(), "fake/suite")
+    runner = Runner(suite, sys.executable, Console(file=io.StringIO()), jobs=1, threads=1)
+    (slot,) = runner.slots
+    slot.process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    slot.process.wait()
+    assert runner._handle(slot, slot.process, None, Outcome(), Lines(runner.console, 1)) is None
+    assert slot.process is None  # so that the next cell starts a worker, with a listener
 
 
 def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:

@@ -294,7 +294,11 @@ class Runner:
     ) -> Cell | None:
         """Take in one message; returns the cell if another orchestrator runs it."""
         cell = slot.cell
-        if process is not slot.process or cell is None:
+        if process is not slot.process:
+            return None
+        if cell is None:
+            if message is None:
+                _close(slot)  # it ended between two cells; the next cell gets a new worker
             return None
         if message is not None and "progress" in message:
             slot.fraction, slot.text = message["progress"], message["text"]
