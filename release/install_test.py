@@ -275,7 +275,7 @@ def table() -> str:
     lines += skipped or ["Nothing was left out."]
     lines += ["", "## What `quest doctor` printed", "", "```text"]
     for one in every:
-        lines += [line for line in one["doctor"].splitlines() if "quest-" in line and "no plugins" not in line]
+        lines += [line for line in one["doctor"].splitlines() if re.match(r"(  \w+ +)?quest-\w+ \d", line)]
     return "\n".join([*lines, "```", ""])
 
 

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quest_core
@@ -24,13 +26,22 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize("spec", ["quest", "quest+gqa(kv_heads=2)", "elliptical-quest", "quest+sigmoid"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_expected_norms_are_those_asked_for(spec: str, bias: bool) -> None:
-    config = quest_core.AttentionConfig.parse(spec).to_dict() | {"init": 5.0, "key_init": 0.25}
-    layer = quest_core.Attention(32, 4, config, bias=bias)
-    assert norms(layer, "q").tolist() == pytest.approx([5] * 4)
-    assert norms(layer, "k").tolist() == pytest.approx([0.25] * layer.kv_heads)
+@given(
+    spec=st.sampled_from(["quest", "elliptical-quest", "quest+sigmoid", "quest+gqa"]),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    head_dim=st.integers(1, 9),
+    bias=st.booleans(),
+    init=st.floats(1e-3, 1e3),
+    key_init=st.floats(1e-3, 1e3),
+)
+def test_expected_norms_are_those_asked_for(
+    spec: str, groups: int, share: int, head_dim: int, bias: bool, init: float, key_init: float
+) -> None:
+    config = {"name": spec, "init": init, "key_init": key_init} | ({"kv_heads": groups} if "gqa" in spec else {})
+    layer = quest_core.Attention(8, groups * share, config, head_dim=head_dim, bias=bias)
+    assert norms(layer, "q").tolist() == pytest.approx([init] * groups * share, rel=1e-5)
+    assert norms(layer, "k").tolist() == pytest.approx([key_init] * layer.kv_heads, rel=1e-5)
 
 
 def test_the_expectation_is_that_of_layer_normed_inputs() -> None:
