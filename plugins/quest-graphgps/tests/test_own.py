@@ -57,7 +57,7 @@ def test_the_configs_of_a_checkout_are_listed_and_checked(repo):
     assert str(repo / "main.py") in small["files"]
     assert "does not name its metric" in found["configs/GPS/auto.yaml"]["problem"]
     assert "has no attention" in found["configs/GPS/gcn.yaml"]["problem"]
-    assert "no readable config" in found["configs/GPS/torn.yaml"]["problem"]
+    assert "cannot be read as a config" in found["configs/GPS/torn.yaml"]["problem"]
 
 
 def test_the_test_metric_of_the_best_validation_epoch_is_read(repo, tmp_path):
