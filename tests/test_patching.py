@@ -108,3 +108,21 @@ def test_what_is_no_attribute_is_done_once_and_undone() -> None:
     assert not registry
     patches.once("entry", lambda: registry.setdefault("quest", 3), registry.clear)
     assert registry == {"quest": 3}
+
+
+def test_every_copy_of_a_function_is_wrapped_and_restored() -> None:
+    home, early, late = (ModuleType(f"copied_{name}") for name in ("home", "early", "late"))
+    stock = home.run = early.run = lambda: 1  # type: ignore[attr-defined]
+    patches, modules = Patches(), {module.__name__: module for module in (home, early, late)}
+    sys.modules.update(modules)
+    try:
+        for _ in range(2):
+            patches.wrap_everywhere(home, "run", plus_one)
+        assert home.run is early.run is not stock
+        assert home.run() == 2
+        late.run = home.run  # type: ignore[attr-defined]
+        patches.undo()
+        assert home.run is early.run is late.run is stock
+    finally:
+        for name in modules:
+            del sys.modules[name]

@@ -51,6 +51,14 @@ class Patches:
             self._made[id(owner), name] = (owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
 
+    def wrap_everywhere(self, owner: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+        """As `wrap`, also in every module that has imported the function by name; `undo` finds later imports too."""
+        stock = getattr(owner, name)
+        ours = make(stock)
+        self.once(
+            f"{owner.__name__}.{name}", lambda: _exchange(name, stock, ours), lambda: _exchange(name, ours, stock)
+        )
+
     def once(self, name: str, do: Callable[[], object], undo: Callable[[], object]) -> None:
         """Call `do`, unless this object has done so under `name` already; the method `undo` calls `undo`.
 
@@ -82,6 +90,12 @@ class Patches:
         self._made.clear()
         while self._undoes:
             self._undoes.popitem()[1]()
+
+
+def _exchange(name: str, old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

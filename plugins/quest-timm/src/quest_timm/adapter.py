@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -114,27 +113,13 @@ class TimmAdapter(Adapter):
         require_host(self.name)
         from timm.models import _builder
 
-        stock = _builder.build_model_with_cfg
-        ours = functools.wraps(stock)(_accepting(stock, self))
-        if (id(_builder), "build_model_with_cfg") in {(id(owner), name) for owner, name, _ in self.patches}:
-            return
-        for module in _holders(stock):
-            self.patches.put(module, "build_model_with_cfg", ours)
-
-    def uninstall(self) -> None:
-        """Undo `install`, also in modules that have imported the wrapped function since."""
-        from timm.models import _builder
-
-        ours = _builder.build_model_with_cfg
-        stock = getattr(ours, "__wrapped__", ours)
-        for module in _holders(ours):
-            module.build_model_with_cfg = stock
-        super().uninstall()
+        self.patches.wrap_everywhere(_builder, "build_model_with_cfg", functools.partial(_accepting, self))
 
 
-def _accepting(stock: Callable[..., Any], adapter: TimmAdapter) -> Callable[..., Any]:
+def _accepting(adapter: TimmAdapter, stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
 
+    @functools.wraps(stock)
     def build_model_with_cfg(
         model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, *arguments: Any, **options: Any
     ) -> Any:
@@ -160,12 +145,6 @@ def _accepting(stock: Callable[..., Any], adapter: TimmAdapter) -> Callable[...,
         return made
 
     return build_model_with_cfg
-
-
-def _holders(value: Any) -> list[Any]:
-    """Return the modules that have `value` as their build_model_with_cfg."""
-    name = "build_model_with_cfg"
-    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is value]
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

@@ -17,11 +17,10 @@ from quest_core.checkpoints import ENTRY, refuse_unread
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.injection import KEYS, Request
-from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_core.hosts.torch import TorchAdapter
+from quest_core.projections import Projected
 
 from .info import INFO
-from .layers import Replacement
 
 
 def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
@@ -36,22 +35,21 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
         UnsupportedError: the architecture has no attention that could be replaced.
     """
     built = isinstance(architecture, nn.Module)
-    name = type(architecture).__name__ if built else getattr(architecture, "__name__", repr(architecture))
+    kind = type(architecture) if built else architecture
+    name = getattr(kind, "__name__", repr(kind))
     known = set() if built else inspect.signature(architecture).parameters.keys()
     if "attention" in known:  # a user's own architecture, which reads it itself
         return None
     # Many architectures swallow options that they do not know.
     request = Request.read(options, name, options.keys() - known)
-    if request is None:
-        return None
-    if built:
+    if request is not None and built:
         raise ConfigError(
             f"attention='{request.attention}' cannot change {name}, a model that is built already; give attention to "
             f"the class of the model, or call quest_core.inject(model, '{request.attention}') before the learner is "
             "made"
         )
-    kinds = {kind.__name__ for kind in getattr(architecture, "__mro__", ())}
-    if getattr(architecture, "__module__", "").startswith("tsai.") and not kinds & {*INFO["architectures"]}:
+    names = {base.__name__ for base in getattr(kind, "__mro__", ())}
+    if request is not None and kind.__module__.startswith("tsai.") and names.isdisjoint(INFO["architectures"]):
         raise UnsupportedError(
             f"attention='{request.attention}' cannot be used in {name}: it has no attention that could be replaced. "
             f"Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
@@ -77,23 +75,24 @@ def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
 
 def read_early(stock: Any) -> Any:
     """Wrap a function or `__init__` that makes a learner: refuse what cannot be before the data is prepared."""
-    names = stock.__code__.co_varnames[: stock.__code__.co_argcount]
-    passes_on = bool(stock.__code__.co_flags & inspect.CO_VARKEYWORDS)
+    code = stock.__code__  # its signature is fastai's, which hides **kwargs
+    own, passes_on = code.co_varnames[: code.co_argcount], code.co_flags & inspect.CO_VARKEYWORDS
 
     @functools.wraps(stock)
     def learner(*arguments: Any, **options: Any) -> Any:
         from tsai.learner import get_arch
         from tsai.models.utils import build_ts_model
 
-        given = {**dict(zip(names, arguments, strict=False)), **options}
-        others = options.keys() - {*names} - inspect.signature(build_ts_model).parameters.keys()
-        for option in () if passes_on else sorted(others & {*KEYS}):
-            raise ConfigError(
-                f"{option!r} is an option of the architecture; write arch_config={{{option!r}: {options[option]!r}}}"
-            )
-        asked = {**{option: options[option] for option in others}, **(given.get("arch_config") or {})}
+        given = {**dict(zip(own, arguments, strict=False)), **options}
+        asked = {
+            name: given[name] for name in given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
+        }
+        if not passes_on and (misplaced := {name: asked[name] for name in KEYS if name in asked}):
+            raise ConfigError(f"attention is an option of the architecture; write arch_config={misplaced}")
         arch = given.get("arch")
-        request = choose(get_arch("InceptionTimePlus" if arch is None else arch), asked)
+        request = choose(
+            get_arch("InceptionTimePlus" if arch is None else arch), asked | (given.get("arch_config") or {})
+        )
         made = stock(*arguments, **options)
         model = (arguments[0] if made is None else made).model
         if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
@@ -133,7 +132,7 @@ def check_transfer(stock: Any) -> Any:
 
         stored = torch.load(weights_path, map_location=default_device() if device is None else device)
         refuse_unread(model, stored, "tsai")
-        sites = [path for path, module in model.named_modules() if isinstance(module, Replacement | TorchAttention)]
+        sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
         if not sites:
             stock(model, weights_path, device, exclude_head)
             return
@@ -143,7 +142,7 @@ def check_transfer(stock: Any) -> Any:
         fits = {
             name: x
             for name, x in stored.items()
-            if (name in own and x.shape == own[name].shape) or any(name.startswith(f"{path}.") for path in sites)
+            if name.startswith(sites) or (name in own and x.shape == own[name].shape)
         }
         if not fits:
             raise CheckpointError(f"{weights_path} and the model have no weights in common")
