@@ -6,6 +6,7 @@ everywhere. `install` therefore wraps methods of classes where it can. A noteboo
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -105,10 +106,10 @@ class TsaiAdapter(Adapter):
             except ImportError:  # the architecture needs another package, which is missing
                 continue
             if isinstance(architecture, type):  # scikit-learn pipelines among them
-                self.patches.wrap(architecture, "__init__", accept(architecture, self))
+                self.patches.around(architecture, "__init__", functools.partial(accept, architecture, self))
         for kind in (tslearner.TSClassifier, tslearner.TSRegressor, tslearner.TSForecaster):
             self.patches.wrap(kind, "__init__", read_early)
-        self.patches.wrap(Learner, "load", check_load)
+        self.patches.around(Learner, "load", check_load)
         self.patches.wrap_everywhere(learner, "ts_learner", read_early)
         self.patches.wrap_everywhere(utils, "transfer_weights", check_transfer)
 

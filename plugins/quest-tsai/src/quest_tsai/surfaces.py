@@ -57,20 +57,14 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
     return request
 
 
-def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
-    """Return a wrapper of `architecture.__init__` that builds the stock model, then injects."""
-
-    def make(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-            request = choose(architecture, options)
-            stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
-            if request is not None:
-                request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
-
-        return __init__
-
-    return make
+def accept(
+    architecture: type[Any], adapter: Adapter, stock: Callable[..., None], self: Any, /, *arguments: Any, **options: Any
+) -> None:
+    """Run `architecture.__init__`: build the stock model, then inject."""
+    request = choose(architecture, options)
+    stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
+    if request is not None:
+        request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
 
 
 def read_early(stock: Any) -> Any:
@@ -105,22 +99,17 @@ def read_early(stock: Any) -> Any:
     return learner
 
 
-def check_load(stock: Any) -> Any:
-    """Wrap `Learner.load`, which with strict=False ignores the key that names the attention."""
+def check_load(stock: Callable[..., Any], self: Any, *arguments: Any, **options: Any) -> Any:
+    """Run `Learner.load`, which with strict=False ignores the key that names the attention."""
+    from fastai.torch_core import get_model
 
-    @functools.wraps(stock)
-    def load(self: Any, *arguments: Any, **options: Any) -> Any:
-        from fastai.torch_core import get_model
-
-        handle = get_model(self.model).register_load_state_dict_pre_hook(
-            lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
-        )
-        try:
-            return stock(self, *arguments, **options)
-        finally:
-            handle.remove()
-
-    return load
+    handle = get_model(self.model).register_load_state_dict_pre_hook(
+        lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
+    )
+    try:
+        return stock(self, *arguments, **options)
+    finally:
+        handle.remove()
 
 
 def check_transfer(stock: Any) -> Any:
