@@ -82,7 +82,9 @@ def read_early(stock: Any) -> Any:
             name: given[name] for name in given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
         }
         if not passes_on and (misplaced := {name: asked[name] for name in KEYS if name in asked}):
-            raise ConfigError(f"attention is an option of the architecture; write arch_config={misplaced}")
+            raise ConfigError(
+                f"{next(iter(misplaced))!r} is an option of the architecture; write arch_config={misplaced}"
+            )
         arch = given.get("arch")
         request = choose(
             get_arch("InceptionTimePlus" if arch is None else arch), asked | (given.get("arch_config") or {})
