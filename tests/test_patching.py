@@ -48,6 +48,16 @@ def test_wraps_once_and_undoes() -> None:
     patches.undo()
 
 
+def test_calls_go_to_a_function_that_takes_the_original() -> None:
+    patches, before = Patches(), dict(vars(Host))
+    for _ in range(2):
+        patches.around(Host, "run", lambda original, self, x: 10 * original(self, x))
+    assert Host().run(1) == 10
+    assert (Host.run.__name__, Host.run.__wrapped__) == ("run", before["run"])  # type: ignore[attr-defined]
+    patches.undo()
+    assert dict(vars(Host)) == before
+
+
 def test_an_inherited_name_is_removed_again() -> None:
     patches = Patches()
     patches.wrap(Child, "run", plus_one)

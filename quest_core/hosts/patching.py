@@ -6,6 +6,7 @@ it, where importing quest_core, and PyTorch with it, would cost seconds.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ class Patches:
     """What a plugin has changed in its host.
 
     >>> patches = Patches()
-    >>> patches.when_imported("host.layers", lambda: patches.wrap(host.layers.Block, "__init__", with_attention))
+    >>> patches.when_imported("host.layers", lambda: patches.around(host.layers.Block, "__init__", with_attention))
     >>> patches.undo()
     """
 
@@ -44,6 +45,23 @@ class Patches:
         """
         if (id(owner), name) not in self._made:
             self.put(owner, name, make(getattr(owner, name)))
+
+    def around(self, owner: Any, name: str, change: Callable[..., Any]) -> None:
+        """Let every call of the function `owner.name` go to `change`, as `wrap` does.
+
+        Args:
+            owner: a module, class or object.
+            change: takes the original and what it is called with: ``change(original, *arguments, **options)``.
+        """
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def changed(*arguments: Any, **options: Any) -> Any:
+                return change(original, *arguments, **options)
+
+            return changed
+
+        self.wrap(owner, name, make)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`, unless this object has done so already."""
