@@ -62,13 +62,11 @@ class FairseqAdapter(Adapter):
             if any(part.chained for part in config.specs()):
                 return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
             return refusal(config, asked)
-        noisy = [
-            name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks
-        ]
+        projections = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
         for there, option in (
             (module.use_xformers, "xformers_att_config brings an attention of its own"),
             (module.bias_k is not None or module.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),
-            (bool(noisy), f"quant_noise hooks {', '.join(noisy)}, whose shapes and blocks belong to fairseq"),
+            (any(p._forward_pre_hooks for p in projections), "quant_noise hooks the projections"),
             (not (module.self_attention or asked.cross), "cross_self_attention joins encoder and decoder tokens"),
         ):
             if there:
@@ -79,6 +77,12 @@ class FairseqAdapter(Adapter):
                 "one by one"
             )
         return refusal(config, asked)
+
+    def connect(self, model: nn.Module) -> None:
+        """Let encoder layers of fairseq 0.12.2 that have loaded a checkpoint call their attention in evaluation."""
+        for layer in model.modules():
+            if hasattr(layer, "load_to_BT"):
+                layer.load_to_BT = False
 
     def install(self) -> None:
         """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their presets, and change fairseq.
