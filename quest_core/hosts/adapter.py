@@ -55,7 +55,6 @@ class Site:
     Attributes:
         path: dotted path inside the model ("" for the model itself).
         module: the module that `Adapter.replace` will be given.
-        index: position in the order of the forward pass.
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
@@ -67,7 +66,6 @@ class Site:
 
     path: str
     module: nn.Module
-    index: int
     num_heads: int
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)

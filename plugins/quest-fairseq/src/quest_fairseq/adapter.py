@@ -39,16 +39,16 @@ class FairseqAdapter(Adapter):
         # Exact types, because a subclass may have a forward of its own.
         known = (MultiheadAttention, Attention, RelativeAttention)
         found = ((p, m) for p, m in model.named_modules() if type(m) in known or type(m).__name__ == RELATIVE)
-        for index, (path, module) in enumerate(found):
+        for path, module in found:
             if not isinstance(module, MultiheadAttention):
-                yield Site(path, module, index, module.n_head, module.d_head, TRANSFORMER_XL)
+                yield Site(path, module, module.n_head, module.d_head, TRANSFORMER_XL)
                 continue
             decodes = isinstance(parents.get(id(module)), TransformerDecoderLayerBase)
             cross = module.encoder_decoder_attention
             asked = Capabilities(
                 causal=decodes, cached=decodes and not cross, cross=cross, dropout=module.dropout_module.p > 0
             )
-            yield Site(path, module, index, module.num_heads, module.head_dim, asked)
+            yield Site(path, module, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own projections around another mechanism."""

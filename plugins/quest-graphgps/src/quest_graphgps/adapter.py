@@ -41,7 +41,6 @@ class GraphGPSAdapter(TorchAdapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
-        index = 0
         for path, layer in model.named_modules():
             name = _attention_name(layer)
             module = getattr(layer, name) if name else None
@@ -50,8 +49,7 @@ class GraphGPSAdapter(TorchAdapter):
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
                 asked = Capabilities(ordered=False, weights=reads, dropout=module.dropout > 0)
                 place = f"{path}.{name}" if path else str(name)
-                yield Site(place, module, index, module.num_heads, module.head_dim, asked)
-                index += 1
+                yield Site(place, module, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)

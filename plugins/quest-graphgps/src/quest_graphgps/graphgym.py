@@ -214,7 +214,7 @@ def _check_when_merged(adapter: Adapter, stock: Wrapper) -> Wrapper:
             needs = Capabilities(
                 ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights"
             )
-            site = Site("", attn, 0, attn.num_heads, attn.head_dim, needs, fresh=True)
+            site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
             require(adapter, site, asked.attention)
             adapter.replace(site, asked.attention)
 

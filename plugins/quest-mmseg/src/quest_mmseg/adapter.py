@@ -61,7 +61,6 @@ class MmsegAdapter(Adapter):
             UnsupportedError: the model has a kind of attention that cannot be replaced; the message names it.
         """
         owners: dict[str, nn.Module] = {"": model}
-        index = 0
         for path, module in model.named_modules():
             owners[path] = module
             refused = _host_name(module, INFO["refused"])
@@ -72,8 +71,7 @@ class MmsegAdapter(Adapter):
                     "can have it, for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
                 )
             if _replacement(module) is not None:
-                yield _site(path, module, index, owners)
-                index += 1
+                yield _site(path, module, owners)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own sub-modules around another mechanism; see quest_mmseg.layers."""
@@ -186,7 +184,7 @@ def _replacement(module: nn.Module) -> Any:
     return HOSTS.get((type(module).__module__, type(module).__name__))
 
 
-def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> Site:
+def _site(path: str, module: Any, owners: dict[str, nn.Module]) -> Site:
     parents = [owners[path[:i]] for i, letter in enumerate(path) if letter == "."]
     if isinstance(module, PackedAttention) or hasattr(module, "qkv"):
         asked = Capabilities(dropout=module.attn_drop.p > 0)
@@ -201,4 +199,4 @@ def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> S
             dropout=module.attn.dropout > 0,
             narrows_keys=any(_host_name(parent, GRID) for parent in parents),
         )
-    return Site(path, module, index, module.num_heads, module.embed_dims // module.num_heads, asked)
+    return Site(path, module, module.num_heads, module.embed_dims // module.num_heads, asked)

@@ -30,7 +30,6 @@ class PointceptAdapter(Adapter):
 
         The blocks of a stage are a stack, because they have the same points and the same number of heads.
         """
-        index = 0
         for path, module in model.named_modules():
             if _replacement(module) is None:
                 continue
@@ -38,8 +37,7 @@ class PointceptAdapter(Adapter):
             drop = host.attn_drop.p if isinstance(host.attn_drop, nn.Dropout) else host.attn_drop
             asked = Capabilities(narrows_keys=True, dropout=drop > 0)
             stage = re.sub(r"\d+(?=\D*$)", "*", path)  # enc.enc0.block1.attn -> enc.enc0.block*.attn
-            yield Site(path, module, index, host.num_heads, host.channels // host.num_heads, asked, stack=stage)
-            index += 1
+            yield Site(path, module, host.num_heads, host.channels // host.num_heads, asked, stack=stage)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own sub-modules around another mechanism; see quest_pointcept.layers."""

@@ -52,20 +52,16 @@ class TimmAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        index = 0
         for path, module in model.named_modules():
             made, call = _replacement(module), _call(path, module)
             if made is not None and call is None:
                 heads = module.num_heads
                 dropout = module.attn_drop.p > 0
                 width = round(module.scale**-2)
-                yield Site(path, module, index, heads, width, Capabilities(cross=made.cross, dropout=dropout))
+                yield Site(path, module, heads, width, Capabilities(cross=made.cross, dropout=dropout))
             elif call is not None:
                 asked = Capabilities(cross=call.cross, dropout=call.dropout)
-                yield Site(path, module, index, call.heads, call.head_dim, asked)
-            else:
-                continue
-            index += 1
+                yield Site(path, module, call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""

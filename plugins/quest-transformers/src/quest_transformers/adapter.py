@@ -28,9 +28,9 @@ class TransformersAdapter(Adapter):
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
         found = ((path, module) for path, module in model.named_modules() if is_attention(module))
-        for index, (path, module) in enumerate(found):
+        for path, module in found:
             anatomy = examine(module)
-            yield Site(path, module, index, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
+            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""

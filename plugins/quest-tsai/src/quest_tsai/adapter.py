@@ -55,12 +55,10 @@ class TsaiAdapter(Adapter):
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-        index = 0
         for path, module in model.named_modules():
             made = _replacement(module)
             if made is not None:
-                yield _site(path, module, index, made, parents.get(id(module)))
-                index += 1
+                yield _site(path, module, made, parents.get(id(module)))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
@@ -131,7 +129,7 @@ def _replacement(module: nn.Module) -> type[Replacement] | None:
     return HOSTS.get((type(module).__module__, type(module).__name__))
 
 
-def _site(path: str, module: Any, index: int, made: type[Replacement], parent: nn.Module | None) -> Site:
+def _site(path: str, module: Any, made: type[Replacement], parent: nn.Module | None) -> Site:
     heads: int = module.n_heads
     if made is ConvTranAttention:
         width = module.query.out_features
@@ -145,4 +143,4 @@ def _site(path: str, module: Any, index: int, made: type[Replacement], parent: n
     core = getattr(module, made.core, None)
     drop = getattr(core, "attn_dropout", None)
     asked = Capabilities(ordered=ordered, cross=cross, weights=reads, dropout=drop is not None and drop.p > 0)
-    return Site(path, module, index, heads, width // heads, asked)
+    return Site(path, module, heads, width // heads, asked)
