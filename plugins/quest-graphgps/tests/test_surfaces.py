@@ -130,13 +130,10 @@ def build(*opts: str):
         (("gt.attention", "quest+sigmoid"), "quest+sigmoid"),
         (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
         (("gt.attention", "{'name': 'quest', 'kv_heads': 2}"), "quest+gqa(kv_heads=2)"),
-        (
-            ("gt.attention", '{"name": "gqa", "kv_heads": 2, "scale": 1}', "gt.quest.scale", "1"),
-            "gqa(kv_heads=2, scale=1.0)",
-        ),
+        (("gt.attention", '{"name": "gqa", "kv_heads": 2}', "gt.quest.scale", "1"), "gqa(kv_heads=2, scale=1.0)"),
         (("gt.attention", '{"name": "sigmoid", "bias": null}'), "sigmoid(bias=null)"),
         (
-            ("gnn.attention", "{name: quest+pgqa, kv_heads: 2, noise_in_eval: false}"),
+            ("gnn.attention", '{"name": "quest+pgqa", "kv_heads": 2, "noise_in_eval": false}'),
             "quest+pgqa(kv_heads=2, noise_in_eval=false)",
         ),
         (("gnn.attention", {"name": "quest", "kv_heads": 2}), "quest+gqa(kv_heads=2)"),
@@ -165,14 +162,18 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gnn.allow_partial", "True"), ConfigError, "gnn.allow_partial given without gnn.attention"),
         (("gt.layer_type", "GINE+Qest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
         (("gt.attention", "{'name': 'qest'}"), ConfigError, "gt.attention: .*did you mean 'quest'"),
-        (("gt.attention", "{name: quest, kv_head: 2}"), ConfigError, "gt.attention: .*'kv_heads' belongs to dgqa, gqa"),
+        (
+            ("gt.attention", "{'name': 'quest', 'kv_head': 2}"),
+            ConfigError,
+            "gt.attention: .*'kv_heads' belongs to dgqa, gqa",
+        ),
         (("gt.attention", "{'kv_heads': 2}"), ConfigError, "gt.attention: .* has no 'name'; write for example"),
         (("gt.attention", "{name: quest"), ConfigError, "gt.attention: .*starts like JSON but is not"),
         (("gt.attention", ""), ConfigError, "gt.attention: attention '' cannot be read"),
         (("gt.attention", "QUEST"), ConfigError, "gt.attention: .*did you mean 'quest'"),
-        (("gt.attention", "gqa", "gt.attention_from", "{name: gq}"), ConfigError, "gt.attention_from: .*'gqa'"),
+        (("gt.attention", "gqa", "gt.attention_from", "{'name': 'gq'}"), ConfigError, "gt.attention_from: .*'gqa'"),
         (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
-        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),
+        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "'kv_heads' is given twice"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
         (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),
@@ -181,7 +182,7 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", "quest", "gt.attention_from", "qest"), ConfigError, "attention_from: .*did you mean 'quest'"),
         (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
         (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
-        (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "cannot be used in model.type 'gnn'"),
+        (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "no attention that an adapter knows"),
     ],
 )
 def test_configs_refuse_by_name(opts, error, said) -> None:
@@ -480,4 +481,4 @@ def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) 
 
 
 def test_the_launcher_teaches(python, tmp_path) -> None:
-    assert "gt.layer_type GINE+Quest" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)
+    assert "quest run --host graphgps" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)

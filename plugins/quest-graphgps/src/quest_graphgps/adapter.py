@@ -69,13 +69,9 @@ class GraphGPSAdapter(TorchAdapter):
             PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
         """
         require_host(self.name)
-        self.patches.when_imported("torch_geometric.nn.conv.gps_conv", self._change_gps_conv)
+        accept = functools.partial(_accept_attention, self)
+        self.patches.around("torch_geometric.nn.conv.gps_conv:GPSConv", "__init__", accept)
         graphgym.install(self)
-
-    def _change_gps_conv(self) -> None:
-        from torch_geometric.nn.conv.gps_conv import GPSConv
-
-        self.patches.wrap(GPSConv, "__init__", functools.partial(_accept_attention, self))
 
 
 def _attention_name(layer: nn.Module) -> str | None:
@@ -84,25 +80,20 @@ def _attention_name(layer: nn.Module) -> str | None:
     return next(filter(None, names), None)
 
 
-def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
-    """Make `attn_kwargs` of GPSConv take `attention`, `attention_from` and `allow_partial` too."""
-    signature, known = inspect.signature(stock), inspect.signature(nn.MultiheadAttention).parameters
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        given = signature.bind(self, *arguments, **options)
-        attn_kwargs = given.arguments.get("attn_kwargs") or {}
-        request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
-        kind = given.arguments.get("attn_type", "multihead")
-        if request and kind != "multihead":
-            raise UnsupportedError(
-                f"GPSConv: attn_kwargs has attention='{request.attention}', which replaces attn_type='multihead', but "
-                f"attn_type is {kind!r}; leave out one of the two"
-            )
-        if attn_kwargs:
-            given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
-        stock(*given.args, **given.kwargs)
-        if request:
-            inject(self, **vars(request), adapter=adapter, fresh=True)
-
-    return __init__
+def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+    """Build a GPSConv whose `attn_kwargs` may have `attention`, `attention_from` and `allow_partial`."""
+    given = inspect.signature(stock).bind(self, *arguments, **options)
+    attn_kwargs = given.arguments.get("attn_kwargs") or {}
+    known = inspect.signature(nn.MultiheadAttention).parameters
+    request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
+    kind = given.arguments.get("attn_type", "multihead")
+    if request and kind != "multihead":
+        raise UnsupportedError(
+            f"GPSConv: attn_kwargs has attention='{request.attention}', which replaces attn_type='multihead', but "
+            f"attn_type is {kind!r}; leave out one of the two"
+        )
+    if attn_kwargs:
+        given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
+    stock(*given.args, **given.kwargs)
+    if request:
+        inject(self, **vars(request), adapter=adapter, fresh=True)

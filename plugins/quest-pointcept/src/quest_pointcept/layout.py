@@ -84,7 +84,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
     return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
 
 
-def counts_of(point: Any) -> list[int]:
+def counts_of(point: Any) -> tuple[int, ...]:
     """Return the points of each cloud of a Pointcept `Point`, without empty clouds.
 
     The counts are copied from the device once for each set of points.
@@ -92,16 +92,9 @@ def counts_of(point: Any) -> list[int]:
     key = "quest_counts"
     if key not in point:
         every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
-        point[key] = Counts([count for count in every if count])
-    counts: list[int] = point[key].values
+        point[key] = tuple(count for count in every if count)
+    counts: tuple[int, ...] = point[key]
     return counts
-
-
-@dataclass(frozen=True)
-class Counts:
-    """A list that a Point keeps; a Point rebuilds plain lists and mappings in it when it is copied."""
-
-    values: list[int]
 
 
 def patches_of(point: Any, patch_size: int) -> Patches:
