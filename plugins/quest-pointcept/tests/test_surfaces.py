@@ -179,7 +179,7 @@ def test_flash_is_not_needed():
 
 @pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
 def test_what_flash_excludes_is_refused(option):
-    with pytest.raises(ConfigError, match="use_flash_attn=False"):
+    with pytest.raises(UnsupportedError, match="has no fused kernel; build with use_flash_attn=False"):
         PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True, **option}, attention="quest")
 
 

@@ -18,16 +18,15 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.injection import Request
 
-NAME = "attention: a name (quest), a text with options ('quest+gqa(kv_heads=4)') or a mapping"
-NAME_FROM = "the attention that the loaded checkpoint was trained with, if it is another one on purpose"
-
 
 @dataclass
 class Options(FairseqDataclass):
     """What the models have in addition to fairseq's options."""
 
-    attention: Any = field(default="quest", metadata={"help": NAME})
-    attention_from: Any = field(default=None, metadata={"help": NAME_FROM})
+    attention: Any = field(
+        default="quest", metadata={"help": "a name (quest), a text ('quest+gqa(kv_heads=4)') or a mapping"}
+    )
+    attention_from: Any = field(default=None, metadata={"help": "what the loaded checkpoint was trained with"})
 
 
 @dataclass

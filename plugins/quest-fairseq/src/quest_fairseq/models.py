@@ -18,8 +18,6 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from hydra.core.config_store import ConfigStore
 
-from quest_core.errors import InjectionError
-
 from .config import Options, QuestTransformerLanguageModelConfig, QuestTransformerXLConfig, read
 
 
@@ -37,11 +35,6 @@ class WithAttention:
         """
         request = read(args)
         model = super().build_model(args, task)  # type: ignore[misc]
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise InjectionError(
-                "--ddp-backend fully_sharded shards every layer while the model is built, before its attention can be "
-                "replaced; use --ddp-backend legacy_ddp or pytorch_ddp"
-            )
         request.apply(model, "fairseq")  # by name, because the adapter imports this file
         return model
 

@@ -100,7 +100,6 @@ def _load_without_shortcut(
     fairseq's own loading packs the weights, allows a fused kernel of PyTorch to read them and needs all key heads.
     """
     if not isinstance(self.self_attn, Attention):
-        stock(self, state_dict, prefix, *arguments)
-        return
+        return stock(self, state_dict, prefix, *arguments)
     packed = {prefix + name: x.detach() for name, x in self.named_parameters(recurse=False)}  # unused here
     nn.Module._load_from_state_dict(self, state_dict | packed, prefix, *arguments)

@@ -7,6 +7,8 @@ its square for each of them. If the padded area is well above the real one, the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,32 +31,17 @@ class GraphAttention(MultiheadAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `quest_core.MultiheadAttention.forward`: [B, N, E], key_padding_mask [B, N] (True = no node)."""
-        if (
-            query is key is value
-            and key_padding_mask is not None
-            and key_padding_mask.dtype == torch.bool
-            and attn_mask is None
-            and not (need_weights or is_causal)
-            and self._may_pack(query)
-        ):
+        masked = options.get("attn_mask") is not None or options.get("is_causal", False)
+        plain = query is key is value and not (masked or options.get("need_weights", True))
+        if plain and key_padding_mask is not None and key_padding_mask.dtype == torch.bool and self._may_pack(query):
             plan = ragged_plan(key_padding_mask)
             if plan is not None:
                 return self._packed(query, ~key_padding_mask, plan), None
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
+        return super().forward(query, key, value, key_padding_mask, **options)
 
     def _may_pack(self, x: Tensor) -> bool:
         plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None

@@ -25,8 +25,6 @@ SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
 """The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
-LAYER = "Quest"
-"""The name of QUEST in gt.layer_type: GINE+Quest."""
 NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
 """Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
 
@@ -92,10 +90,9 @@ def forget_keys() -> None:
 
 def _mapping_as_text(stock: Stock, replacement: Any, original: Any, key: str, full_key: str) -> Any:
     """Turn a mapping under our keys into text of the same meaning, because yacs keeps one type under a key."""
-    section, _, name = full_key.partition(".")
-    if isinstance(replacement, Mapping) and not isinstance(original, Mapping):
-        if section in SECTIONS and name in KEYS:
-            replacement = str(_parse(full_key, dict(replacement)))
+    ours = full_key in {f"{section}.{name}" for section in SECTIONS for name in KEYS}
+    if ours and isinstance(replacement, Mapping) and not isinstance(original, Mapping):
+        replacement = str(_parse(full_key, dict(replacement)))
     return stock(replacement, original, key, full_key)
 
 
@@ -111,7 +108,7 @@ def requested(cfg: Any) -> Request | None:
     local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
     meant = difflib.get_close_matches(kind.lower(), parts(), n=1, cutoff=0.75)
     if meant:
-        if kind != LAYER or _given(cfg.gt.attention):
+        if kind != "Quest" or _given(cfg.gt.attention):
             raise ConfigError(
                 f"gt.layer_type is '{local}+{kind}' and gt.attention is {cfg.gt.attention!r}; write gt.layer_type: "
                 f"{local}+Transformer and gt.attention: {meant[0]}"

@@ -14,7 +14,7 @@ from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 
 from . import hosts
 from .info import INFO
-from .layers import PointAttention, TensorAttention, rate
+from .layers import FLASH, PointAttention, TensorAttention, rate
 
 
 class PointceptAdapter(Adapter):
@@ -46,6 +46,10 @@ class PointceptAdapter(Adapter):
         """Return why the host cannot honour `config`: positions that act on scores, or the size of a patch."""
         host: Any = site.module
         family = config.family
+        flash = [name for name in FLASH if getattr(host, name, False)]
+        for name in ("rpe", "upcast_attention", "upcast_attn", "upcast_softmax"):
+            if flash and getattr(host, name, False):
+                return f"{name} has no fused kernel; build with {flash[0]}=False"
         if family and getattr(host, "rpe", None) is not None:
             return f"the relative position bias is added to scores, and '{family}' has none; build without it"
         if family in ("aft-simple", "aft-full", "aft-local", "aft-conv") and getattr(host, "rope", None) is not None:
@@ -59,26 +63,21 @@ class PointceptAdapter(Adapter):
             return f"patches have {size} points and max_length is {length}; write {family}(max_length={size})"
         return refusal(config, site.capabilities)
 
-    def install(self) -> None:
-        """Let the models of Pointcept and torch-pointcloud accept `attention=`.
-
-        Raises:
-            PluginError: no host is installed, or the installed one cannot be used.
-        """
+    def change_host(self) -> None:
+        """Let the models of Pointcept and torch-pointcloud accept `attention=`."""
         hosts.install(self)
 
 
 def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttention] | None:
     """Return the class that replaces a module, or None if it is not a serialized attention.
 
-    Pointcept's file is copied into many repositories under many names, so its class is recognised by its attributes.
+    Pointcept's file is copied into many repositories under many names, so its class is recognised by its own name.
     """
     if isinstance(module, PointAttention | TensorAttention):
         return type(module)
     kind = type(module)
     if kind.__module__ == hosts.TORCH_POINTCLOUD and kind.__name__ in hosts.ATTENTION[hosts.TORCH_POINTCLOUD]:
         return TensorAttention
-    known = ("qkv", "proj", "num_heads", "channels", "scale", "order_index", "enable_flash", "attn_drop", "proj_drop")
-    if kind.__name__ != "SerializedAttention" or not all(hasattr(module, name) for name in known):
-        return None
-    return PointAttention if list(inspect.signature(kind.forward).parameters) == ["self", "point"] else None
+    if kind.__name__ == "SerializedAttention" and list(inspect.signature(kind.forward).parameters) == ["self", "point"]:
+        return PointAttention
+    return None

@@ -19,7 +19,6 @@ from torch import nn
 from quest_core.checkpoints import ENTRY, unread
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import KEYS, Request
 
 from .layers import FLASH
@@ -46,23 +45,12 @@ ATTENTION = {
 }
 """Module -> the hosts' own attention in it."""
 
-UNFUSED = {
-    "upcast_attention": True,
-    "upcast_softmax": True,
-    "upcast_attn": True,
-    "enable_rpe": True,
-    "attn_kind": "rpe",
-}
-"""What the hosts refuse together with flash-attn."""
+
+Stock = Callable[..., Any]
 
 
 def install(adapter: Adapter) -> None:
-    """Change every host, each module as soon as it is imported.
-
-    Raises:
-        PluginError: no host is installed, or the installed one cannot be used.
-    """
-    require_host(adapter.name)
+    """Change every host, each module as soon as it is imported."""
     patches = adapter.patches
     for kinds, name, change in (
         (MODELS, "__init__", functools.partial(build, adapter)),
@@ -73,19 +61,24 @@ def install(adapter: Adapter) -> None:
         for module, classes in kinds.items():
             for kind in classes:
                 patches.around(f"{module}:{kind}", name, change)
-    config = "pointcept.utils.config"
-    patches.when_imported(config, lambda: patches.put(importlib.import_module(config).Config, "__reduce__", reduce))
+    patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
     if importlib.util.find_spec("torch_pointcloud"):
         for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
             loader = functools.partial(load_attention_first, adapter)
             patches.around(importlib.import_module(module), "load_state_dict", loader)
+
+
+def _change_processes_and_logs(adapter: Adapter) -> None:
+    from pointcept.utils.config import Config
+
+    adapter.patches.put(Config, "__reduce__", reduce)
     adapter.forward_notices(lambda: logging.getLogger("pointcept"))  # which does not propagate to the root logger
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def build(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+def build(adapter: Adapter, stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
     """Build a stock model, then replace its attention if `options` ask for another one.
 
     flash-attn is not required, because the attention is replaced, so the stock model is built without it.
@@ -93,16 +86,11 @@ def build(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: A
     request = Request.read(options, type(self).__name__)
     options = {name: value for name, value in options.items() if name not in KEYS}
     if request is None:
-        stock(self, *arguments, **options)
-        return
+        return stock(self, *arguments, **options)
     given = inspect.signature(stock).bind(self, *arguments, **options)
     given.apply_defaults()
     (flash,) = [name for name in FLASH if name in given.arguments]
-    packed = given.arguments[flash]
-    asked = [f"{name}={value!r}" for name, value in UNFUSED.items() if given.arguments.get(name) == value]
-    if packed and asked:
-        raise ConfigError(f"{type(self).__name__}: {asked[0]} needs {flash}=False, because it has no fused kernel")
-    given.arguments[flash] = False
+    packed, given.arguments[flash] = given.arguments[flash], False
     stock(*given.args, **given.kwargs)
     for site in adapter.sites(self):
         setattr(site.module, flash, packed)
@@ -112,7 +100,7 @@ def build(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: A
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def refuse_others(stock: Callable[..., None], self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+def refuse_others(stock: Stock, self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
     """Load a host's own attention, but refuse weights of another attention."""
     key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
     if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
@@ -121,33 +109,27 @@ def refuse_others(stock: Callable[..., None], self: Any, state_dict: Any, prefix
 
 
 def load_attention_first(
-    adapter: Adapter,
-    stock: Callable[..., None],
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    source: str,
-    *arguments: Any,
-    **options: Any,
+    adapter: Adapter, stock: Stock, model: nn.Module, weights: Mapping[str, Any], source: str, *others: Any, **more: Any
 ) -> None:
     """Load a checkpoint as torch-pointcloud does, which drops every key and shape that the model does not have.
 
     PyTorch loads the attention before that: it is compared, and key/value heads are pooled if the model has fewer.
     """
     sites = tuple(f"{site.path}." if site.path else "" for site in adapter.sites(model))
-    attention = {name: x for name, x in state_dict.items() if name.startswith(sites)}
+    attention = {name: x for name, x in weights.items() if name.startswith(sites)}
     try:
         model.load_state_dict(attention, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source}: {error}") from error
     loaded = {name: x for name, x in model.state_dict().items() if name in attention or ".mechanism." in name}
-    others = {name: x for name, x in state_dict.items() if name not in attention}
-    stock(model, others | loaded, source, *arguments, **options)
+    rest = {name: x for name, x in weights.items() if name not in attention}
+    stock(model, rest | loaded, source, *others, **more)
 
 
 # --- Pointcept's Config ---------------------------------------------------------------------------------------------
 
 
-def check_when_filled(stock: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
     """Fill a Config, and refuse a wrong `attention` before a run's files are written."""
     from pointcept.models.builder import MODELS as registry
 

@@ -23,7 +23,6 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
 from quest_core.hosts.adapter import Site
 from quest_core.hosts.replacement import HostAttention
-from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.projections import Packed
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
@@ -99,8 +98,7 @@ class SerializedAttention(HostAttention):
             part.unflatten(1, (n, -1)) for part, n in zip(qkv.split(self.head_sizes.widths, 1), heads, strict=True)
         )
         if self.rope is not None:
-            assert coord is not None
-            q, k = self.rope(q, k, coord[take])
+            q, k = self.rope(q, k, coord[take])  # type: ignore[index]
             v = v.to(q.dtype)  # the angles are float32, whatever the features are
         dropout_p = rate(self.attn_drop) if self.training else 0.0
         with self._precision(q), self._arranged(take, give, patches):
@@ -139,11 +137,10 @@ class SerializedAttention(HostAttention):
         """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
         if not self.chained:
             return nullcontext()
-        size, score = patches.size, self.mechanism.score
-        assert isinstance(score, Elliptical)
+        score: Any = self.mechanism.score  # Elliptical
         return score.arranged(
             to_tokens=lambda values: values.transpose(1, 2).flatten(0, 1)[give],  # [P, G, K, D] -> [N, G, D]
-            from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, size)).transpose(1, 2),
+            from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, patches.size)).transpose(1, 2),
         )
 
 
@@ -165,19 +162,13 @@ class PointAttention(SerializedAttention):
         size = self.patch_size if self.packed else min(self.patch_size, *counts_of(point))
         patches = patches_of(point, size)
         order, inverse = point["serialized_order"][self.order_index], point["serialized_inverse"][self.order_index]
-        bias = None if self.rpe is None else self.rpe(self._relative(point, order, patches))
+        bias = None
+        if self.rpe is not None:
+            grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, size))  # [P, K, 3]
+            bias = self.rpe(grid[:, :, None] - grid[:, None])
         coord = None if self.rope is None else self._augmented(point["coord"])
         point.feat = self.attend(point.feat, patches, order, inverse, coord=coord, bias=bias)
         return point
-
-    def _relative(self, point: Any, order: Tensor, patches: Patches) -> Tensor:
-        """Differences of grid coordinates inside patches, [P, K, K, 3]; kept with the points for the other blocks."""
-        key = f"quest_relative_{patches.size}_{self.order_index}"
-        if key not in point:
-            grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, patches.size))  # [P, K, 3]
-            point[key] = grid[:, :, None] - grid[:, None]
-        relative: Tensor = point[key]
-        return relative
 
     def _augmented(self, coord: Tensor) -> Tensor:
         """Coordinates [N, 3] for rotary positions: in training shifted, stretched and scaled as the host does."""

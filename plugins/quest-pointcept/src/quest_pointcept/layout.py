@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest_core.errors import InputError
 from quest_core.tools.packing import PackingPlan
 
 
@@ -57,14 +56,9 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
     """Cut clouds into patches of `patch_size` points; a cloud with fewer is one shorter patch.
 
     Args:
-        counts: points of each cloud.
+        counts: points of each cloud, at least one.
         patch_size: K.
-
-    Raises:
-        InputError: a cloud has no points, or K is below 1.
     """
-    if patch_size < 1 or min(counts, default=0) < 1:
-        raise InputError(f"patch_size is {patch_size} and the clouds have {list(counts)} points; all are at least 1")
     slots: list[Tensor] = []
     rows: list[Tensor] = []
     bounds = [0]
@@ -93,8 +87,7 @@ def counts_of(point: Any) -> tuple[int, ...]:
     if key not in point:
         every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
         point[key] = tuple(count for count in every if count)
-    counts: tuple[int, ...] = point[key]
-    return counts
+    return point[key]
 
 
 def patches_of(point: Any, patch_size: int) -> Patches:
@@ -106,5 +99,4 @@ def patches_of(point: Any, patch_size: int) -> Patches:
     key = f"quest_patches_{patch_size}"
     if key not in point:
         point[key] = lay_out(counts_of(point), patch_size, point["offset"].device)
-    patches: Patches = point[key]
-    return patches
+    return point[key]
