@@ -77,11 +77,24 @@ def test_two_owners_undo_in_any_order_of_their_own() -> None:
     assert Host().run(1) == 1
 
 
+HOST = """
+def f():
+    return 1
+
+def g():
+    return 10
+
+class Block:
+    def h(self):
+        return 100
+"""
+
+
 @pytest.mark.parametrize("imported_first", [True, False])
 def test_a_module_is_patched_in_any_order_of_imports(
     imported_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "patched_host.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "patched_host.py").write_text(HOST)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "patched_host", raising=False)
     patches = Patches()
@@ -92,9 +105,11 @@ def test_a_module_is_patched_in_any_order_of_imports(
     if imported_first:
         load()
     patches.when_imported("patched_host", lambda: patches.wrap(sys.modules["patched_host"], "f", plus_one))
-    assert load().f() == 2
-    patches.undo()
-    assert load().f() == 1
+    patches.around("patched_host", "g", lambda original: original() + 1)
+    patches.around("patched_host:Block", "h", lambda original, self: original(self) + 1)
+    for added in (1, 0):
+        assert (load().f(), load().g(), load().Block().h()) == (1 + added, 10 + added, 100 + added)
+        patches.undo()
 
 
 def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

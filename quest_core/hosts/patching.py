@@ -22,7 +22,7 @@ class Patches:
     """What a plugin has changed in its host.
 
     >>> patches = Patches()
-    >>> patches.when_imported("host.layers", lambda: patches.around(host.layers.Block, "__init__", with_attention))
+    >>> patches.around("host.layers:Block", "__init__", with_attention)  # as soon as host.layers is imported
     >>> patches.undo()
     """
 
@@ -50,9 +50,19 @@ class Patches:
         """Let every call of the function `owner.name` go to `change`, as `wrap` does.
 
         Args:
-            owner: a module, class or object.
+            owner: a module, class or object; or as text ``"package.module"`` or ``"package.module:Class"``, which are
+                changed as soon as they are imported.
             change: takes the original and what it is called with: ``change(original, *arguments, **options)``.
         """
+        if isinstance(owner, str):
+            module, _, kind = owner.partition(":")
+
+            def now() -> None:
+                found = sys.modules[module]
+                self.around(getattr(found, kind) if kind else found, name, change)
+
+            self.when_imported(module, now)
+            return
 
         def make(original: Any) -> Any:
             @functools.wraps(original)

@@ -303,6 +303,7 @@ class TorchAdapter(Adapter):
 
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities()
+    replacement: ClassVar[type[MultiheadAttention]] = MultiheadAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         found = (
@@ -319,7 +320,4 @@ class TorchAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)
-        return MultiheadAttention.from_torch(site.module, config, fresh=site.fresh)
-
-    def install(self) -> None:
-        """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""
+        return self.replacement.from_torch(site.module, config, fresh=site.fresh)

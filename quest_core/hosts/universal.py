@@ -300,9 +300,6 @@ class UniversalAdapter(Adapter):
         """Return what `config` needs beyond the q, k and v of a call, or None."""
         return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
 
-    def install(self) -> None:
-        """Do nothing: models are injected one by one."""
-
 
 def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
     """Return `module` as a site; its parameters and sub-modules are the same objects.
