@@ -142,7 +142,7 @@ def test_every_copy_of_a_function_is_wrapped_and_restored() -> None:
     sys.modules.update(modules)
     try:
         for _ in range(2):
-            patches.wrap_everywhere(home, "run", plus_one)
+            patches.around(home, "run", lambda original: original() + 1, everywhere=True)
         assert home.run is early.run is not stock
         assert home.run() == 2
         late.run = home.run  # type: ignore[attr-defined]

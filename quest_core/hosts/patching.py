@@ -46,13 +46,14 @@ class Patches:
         if (id(owner), name) not in self._made:
             self.put(owner, name, make(getattr(owner, name)))
 
-    def around(self, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    def around(self, owner: Any, name: str, change: Callable[..., Any], *, everywhere: bool = False) -> None:
         """Let every call of the function `owner.name` go to `change`, as `wrap` does.
 
         Args:
             owner: a module, class or object; or as text ``"package.module"`` or ``"package.module:Class"``, which are
                 changed as soon as they are imported.
             change: takes the original and what it is called with: ``change(original, *arguments, **options)``.
+            everywhere: also in every module that has imported the function by name; `undo` finds later imports too.
         """
         if isinstance(owner, str):
             module, _, kind = owner.partition(":")
@@ -71,6 +72,12 @@ class Patches:
 
             return changed
 
+        if everywhere:
+            stock = getattr(owner, name)
+            ours = make(stock)
+            key = f"{owner.__name__}.{name}"
+            self.once(key, lambda: _exchange(name, stock, ours), lambda: _exchange(name, ours, stock))
+            return
         self.wrap(owner, name, make)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
@@ -78,14 +85,6 @@ class Patches:
         if (id(owner), name) not in self._made:
             self._made[id(owner), name] = (owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
-
-    def wrap_everywhere(self, owner: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-        """As `wrap`, also in every module that has imported the function by name; `undo` finds later imports too."""
-        stock = getattr(owner, name)
-        ours = make(stock)
-        self.once(
-            f"{owner.__name__}.{name}", lambda: _exchange(name, stock, ours), lambda: _exchange(name, ours, stock)
-        )
 
     def once(self, name: str, do: Callable[[], object], undo: Callable[[], object]) -> None:
         """Call `do`, unless this object has done so under `name` already; the method `undo` calls `undo`.
@@ -121,6 +120,7 @@ class Patches:
 
 
 def _exchange(name: str, old: Any, new: Any) -> None:
+    """Replace what every imported module has under `name`, where it is `old`."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)

@@ -17,7 +17,6 @@ from torch import nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 
 from .info import INFO
 from .keys import refuse_unread
@@ -101,16 +100,12 @@ class MmsegAdapter(Adapter):
             elif _host_name(module, GRID[1:]):
                 _connect(host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
 
-    def install(self) -> None:
+    def change_host(self) -> None:
         """Have Runners compare their config with the model, and write notices to mmengine's log.
 
         The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
         `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
-
-        Raises:
-            PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
-        require_host(self.name)
         self.patches.around(Runner, "wrap_model", _compared)
         self.patches.around(FlexibleRunner, "load_or_resume", _compared)
         self.forward_notices(MMLogger.get_current_instance)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 
@@ -104,47 +103,44 @@ class TimmAdapter(Adapter):
             )
         super().scale_queries(module, factor)
 
-    def install(self) -> None:
-        """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`.
-
-        Raises:
-            PluginError: timm is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
         from timm.models import _builder
 
-        self.patches.wrap_everywhere(_builder, "build_model_with_cfg", functools.partial(_accepting, self))
+        change = functools.partial(_build_with_attention, self)
+        self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
 
 
-def _accepting(adapter: TimmAdapter, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
+def _build_with_attention(
+    adapter: TimmAdapter,
+    stock: Callable[..., Any],
+    model_cls: Callable[..., nn.Module],
+    variant: str,
+    pretrained: bool,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Run build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
+    request = Request.read(options, variant)
+    options = {name: value for name, value in options.items() if name not in KEYS}
+    if request is None:
+        return stock(model_cls, variant, pretrained, *arguments, **options)
+    if pretrained and request.attention.starts:
+        raise ConfigError(
+            f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
+            "loads trained ones; leave the option or pretrained out"
+        )
+    reports = []
 
-    @functools.wraps(stock)
-    def build_model_with_cfg(
-        model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, *arguments: Any, **options: Any
-    ) -> Any:
-        request = Request.read(options, variant)
-        options = {name: value for name, value in options.items() if name not in KEYS}
-        if request is None:
-            return stock(model_cls, variant, pretrained, *arguments, **options)
-        if pretrained and request.attention.starts:
-            raise ConfigError(
-                f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
-                "loads trained ones; leave the option or pretrained out"
-            )
-        reports = []
+    def injected(*given: Any, **named: Any) -> nn.Module:
+        model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
+        reports.append(report)
+        return model
 
-        def injected(*given: Any, **named: Any) -> nn.Module:
-            model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
-            reports.append(report)
-            return model
-
-        made = stock(injected, variant, pretrained, *arguments, **options)
-        setattr(made, REPORT, reports[0])  # features_only has wrapped the model
-        reports[0].announce()
-        return made
-
-    return build_model_with_cfg
+    made = stock(injected, variant, pretrained, *arguments, **options)
+    setattr(made, REPORT, reports[0])  # features_only has wrapped the model
+    reports[0].announce()
+    return made
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

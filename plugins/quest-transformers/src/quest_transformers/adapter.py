@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 from quest_core.projections import Projected
 
 from . import surfaces
@@ -103,13 +102,8 @@ class TransformersAdapter(Adapter):
                 queries = parameter[..., : len(rows)]
                 queries.copy_(queries.double() * rows.to(parameter.device))
 
-    def install(self) -> None:
-        """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints.
-
-        Raises:
-            PluginError: transformers is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints."""
         surfaces.install(self, self.patches)
 
     def only(

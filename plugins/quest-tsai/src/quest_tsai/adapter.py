@@ -1,7 +1,7 @@
 """TsaiAdapter: where tsai's attention is, and how `attention=` reaches it.
 
 tsai copies names between its modules (``from x import *``), so a function has many copies, while a class is one object
-everywhere. `install` therefore wraps methods of classes where it can. A notebook may import tsai first.
+everywhere. `change_host` therefore wraps methods of classes where it can. A notebook may import tsai first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 
 from .info import INFO
 from .layers import (
@@ -88,13 +87,8 @@ class TsaiAdapter(Adapter):
             return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"
         return refusal(config, site.capabilities)
 
-    def install(self) -> None:
-        """Make tsai's architectures accept `attention=` or refuse it by name, and its loaders compare it.
-
-        Raises:
-            PluginError: tsai is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Make tsai's architectures accept `attention=` or refuse it by name, and its loaders compare it."""
         from fastai.learner import Learner
         from tsai import learner, tslearner
         from tsai.models import utils
@@ -108,10 +102,10 @@ class TsaiAdapter(Adapter):
             if isinstance(architecture, type):  # scikit-learn pipelines among them
                 self.patches.around(architecture, "__init__", functools.partial(accept, architecture, self))
         for kind in (tslearner.TSClassifier, tslearner.TSRegressor, tslearner.TSForecaster):
-            self.patches.wrap(kind, "__init__", read_early)
+            self.patches.around(kind, "__init__", read_early)
         self.patches.around(Learner, "load", check_load)
-        self.patches.wrap_everywhere(learner, "ts_learner", read_early)
-        self.patches.wrap_everywhere(utils, "transfer_weights", check_transfer)
+        self.patches.around(learner, "ts_learner", read_early, everywhere=True)
+        self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

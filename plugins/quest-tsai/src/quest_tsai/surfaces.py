@@ -1,11 +1,10 @@
-"""Wrappers of tsai's classes and functions, which read `attention` and compare it with a checkpoint's.
+"""What runs in place of tsai's functions, reads `attention` and compares it with a checkpoint's.
 
-`TsaiAdapter.install` puts them in place.
+`TsaiAdapter` puts it in place.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,38 +66,27 @@ def accept(
         request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
 
 
-def read_early(stock: Any) -> Any:
-    """Wrap a function or `__init__` that makes a learner: refuse what cannot be before the data is prepared."""
+def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Run a function or `__init__` that makes a learner; refuse what cannot be before the data is prepared."""
+    from tsai.learner import get_arch
+    from tsai.models.utils import build_ts_model
+
     code = stock.__code__  # its signature is fastai's, which hides **kwargs
     own, passes_on = code.co_varnames[: code.co_argcount], code.co_flags & inspect.CO_VARKEYWORDS
-
-    @functools.wraps(stock)
-    def learner(*arguments: Any, **options: Any) -> Any:
-        from tsai.learner import get_arch
-        from tsai.models.utils import build_ts_model
-
-        given = {**dict(zip(own, arguments, strict=False)), **options}
-        asked = {
-            name: given[name] for name in given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
-        }
-        if not passes_on and (misplaced := {name: asked[name] for name in KEYS if name in asked}):
-            raise ConfigError(
-                f"{next(iter(misplaced))!r} is an option of the architecture; write arch_config={misplaced}"
-            )
-        arch = given.get("arch")
-        request = choose(
-            get_arch("InceptionTimePlus" if arch is None else arch), asked | (given.get("arch_config") or {})
+    given = {**dict(zip(own, arguments, strict=False)), **options}
+    names = given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
+    for name in () if passes_on else sorted(names & {*KEYS}):
+        raise ConfigError(f"{name!r} is an option of the architecture; write arch_config={{{name!r}: {given[name]!r}}}")
+    arch = "InceptionTimePlus" if given.get("arch") is None else given["arch"]
+    request = choose(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
+    made = stock(*arguments, **options)
+    model = (arguments[0] if made is None else made).model
+    if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
+        raise InjectionError(
+            f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
+            "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
         )
-        made = stock(*arguments, **options)
-        model = (arguments[0] if made is None else made).model
-        if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
-            raise InjectionError(
-                f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
-                "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
-            )
-        return made
-
-    return learner
+    return made
 
 
 def check_load(stock: Callable[..., Any], self: Any, *arguments: Any, **options: Any) -> Any:
@@ -114,31 +102,30 @@ def check_load(stock: Callable[..., Any], self: Any, *arguments: Any, **options:
         handle.remove()
 
 
-def check_transfer(stock: Any) -> Any:
-    """Wrap `transfer_weights`, which copies tensors by name and so neither compares the attention nor pools heads."""
+def check_transfer(
+    stock: Callable[..., None],
+    model: nn.Module,
+    weights_path: Any,
+    device: Any = None,
+    exclude_head: bool = True,
+) -> None:
+    """Run `transfer_weights`, which copies tensors by name and so neither compares the attention nor pools heads."""
+    from fastai.torch_core import default_device
 
-    @functools.wraps(stock)
-    def transfer_weights(model: nn.Module, weights_path: Any, device: Any = None, exclude_head: bool = True) -> None:
-        from fastai.torch_core import default_device
-
-        stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-        refuse_unread(model, stored, "tsai")
-        sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
-        if not sites:
-            stock(model, weights_path, device, exclude_head)
-            return
-        own: dict[str, Tensor] = {
-            name: x for name, x in model.state_dict().items() if not (exclude_head and "head" in name)
-        }
-        fits = {
-            name: x
-            for name, x in stored.items()
-            if name.startswith(sites) or (name in own and x.shape == own[name].shape)
-        }
-        if not fits:
-            raise CheckpointError(f"{weights_path} and the model have no weights in common")
-        model.load_state_dict(fits, strict=False)
-        left = [name for name in own if name not in fits and not name.endswith(ENTRY)]
-        print(f"check unmatched_layers: {left}" if left else f"weights from {weights_path} successfully transferred!\n")
-
-    return transfer_weights
+    stored = torch.load(weights_path, map_location=default_device() if device is None else device)
+    refuse_unread(model, stored, "tsai")
+    sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
+    if not sites:
+        stock(model, weights_path, device, exclude_head)
+        return
+    own: dict[str, Tensor] = {
+        name: x for name, x in model.state_dict().items() if not (exclude_head and "head" in name)
+    }
+    fits = {
+        name: x for name, x in stored.items() if name.startswith(sites) or (name in own and x.shape == own[name].shape)
+    }
+    if not fits:
+        raise CheckpointError(f"{weights_path} and the model have no weights in common")
+    model.load_state_dict(fits, strict=False)
+    left = [name for name in own if name not in fits and not name.endswith(ENTRY)]
+    print(f"check unmatched_layers: {left}" if left else f"weights from {weights_path} successfully transferred!\n")
