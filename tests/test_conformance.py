@@ -116,8 +116,8 @@ class LoopbackAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         found = [(path, m) for path, m in model.named_modules() if isinstance(m, HostAttention)]
-        for index, (path, module) in enumerate(found):
-            yield Site(path, module, index, module.heads, module.qkv.in_features // module.heads, self.capabilities)
+        for path, module in found:
+            yield Site(path, module, module.heads, module.qkv.in_features // module.heads, self.capabilities)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, HostAttention)

@@ -48,6 +48,16 @@ def test_wraps_once_and_undoes() -> None:
     patches.undo()
 
 
+def test_calls_go_to_a_function_that_takes_the_original() -> None:
+    patches, before = Patches(), dict(vars(Host))
+    for _ in range(2):
+        patches.around(Host, "run", lambda original, self, x: 10 * original(self, x))
+    assert Host().run(1) == 10
+    assert (Host.run.__name__, Host.run.__wrapped__) == ("run", before["run"])  # type: ignore[attr-defined]
+    patches.undo()
+    assert dict(vars(Host)) == before
+
+
 def test_an_inherited_name_is_removed_again() -> None:
     patches = Patches()
     patches.wrap(Child, "run", plus_one)
@@ -67,11 +77,24 @@ def test_two_owners_undo_in_any_order_of_their_own() -> None:
     assert Host().run(1) == 1
 
 
+HOST = """
+def f():
+    return 1
+
+def g():
+    return 10
+
+class Block:
+    def h(self):
+        return 100
+"""
+
+
 @pytest.mark.parametrize("imported_first", [True, False])
 def test_a_module_is_patched_in_any_order_of_imports(
     imported_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "patched_host.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "patched_host.py").write_text(HOST)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "patched_host", raising=False)
     patches = Patches()
@@ -82,9 +105,11 @@ def test_a_module_is_patched_in_any_order_of_imports(
     if imported_first:
         load()
     patches.when_imported("patched_host", lambda: patches.wrap(sys.modules["patched_host"], "f", plus_one))
-    assert load().f() == 2
-    patches.undo()
-    assert load().f() == 1
+    patches.around("patched_host", "g", lambda original: original() + 1)
+    patches.around("patched_host:Block", "h", lambda original, self: original(self) + 1)
+    for added in (1, 0):
+        assert (load().f(), load().g(), load().Block().h()) == (1 + added, 10 + added, 100 + added)
+        patches.undo()
 
 
 def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +133,21 @@ def test_what_is_no_attribute_is_done_once_and_undone() -> None:
     assert not registry
     patches.once("entry", lambda: registry.setdefault("quest", 3), registry.clear)
     assert registry == {"quest": 3}
+
+
+def test_every_copy_of_a_function_is_wrapped_and_restored() -> None:
+    home, early, late = (ModuleType(f"copied_{name}") for name in ("home", "early", "late"))
+    stock = home.run = early.run = lambda: 1  # type: ignore[attr-defined]
+    patches, modules = Patches(), {module.__name__: module for module in (home, early, late)}
+    sys.modules.update(modules)
+    try:
+        for _ in range(2):
+            patches.around(home, "run", lambda original: original() + 1, everywhere=True)
+        assert home.run is early.run is not stock
+        assert home.run() == 2
+        late.run = home.run  # type: ignore[attr-defined]
+        patches.undo()
+        assert home.run is early.run is late.run is stock
+    finally:
+        for name in modules:
+            del sys.modules[name]

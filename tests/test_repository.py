@@ -25,6 +25,7 @@ import quest_core
 from quest_core.hosts.discovery import API_VERSION, load_info
 
 ROOT = Path(__file__).resolve().parents[1]
+GPU_COMMAND = ROOT / "integration_tests" / "gpu" / "command.py"
 SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
 HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
@@ -192,14 +193,15 @@ def test_scripts_are_executable(script: str) -> None:
 
 
 def test_dev_needs_nothing_but_the_standard_library() -> None:
-    assert set(top_level_imports(ROOT / "dev")) <= sys.stdlib_module_names
+    assert set(top_level_imports(ROOT / "dev")) - {"integration_tests"} <= sys.stdlib_module_names
+    assert set(top_level_imports(GPU_COMMAND)) <= sys.stdlib_module_names
 
 
 def test_dev_help_teaches_every_command() -> None:
     # -I and -S: no site-packages, as on a machine where nothing is installed yet.
     command = [sys.executable, "-I", "-S", str(ROOT / "dev"), "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "wheels", "gpu"):
+    for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "gpu", "gpu fetch"):
         assert f"./dev {name}" in text
 
 
@@ -216,9 +218,9 @@ def dev(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_dev_wheels_says_what_it_needs(tmp_path: Path) -> None:
+def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
     for arguments, said in (((), "FOLDER"), (("--all",), "FOLDER"), ((tmp_path, "quest-nothing"), "quest-nothing")):
-        done = dev("wheels", *arguments)
+        done = dev("gpu", "fetch", *arguments)
         assert done.returncode == 1
         assert said in done.stderr
     done = dev("gpu", "--wheels", tmp_path)
@@ -238,7 +240,7 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
 
 def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> None:
     """`./dev gpu` and `./dev gpu --wheels` name their stages differently; the table adds up what lies there."""
-    dev = runpy.run_path(str(ROOT / "dev"))
+    dev, command = runpy.run_path(str(ROOT / "dev")), runpy.run_path(str(GPU_COMMAND))
     kept = tmp_path / "kept"
     kept.mkdir()
     for old in ("gpu.xml", "tsai.json"):
@@ -246,12 +248,12 @@ def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> 
     report = tmp_path / "gpu-core.xml"
     report.write_text("<testsuite/>")
     stages = [dev["Stage"]("gpu core", report=report), dev["Stage"]("gpu quest-tsai", report=tmp_path / "none.xml")]
-    dev["keep_reports"]([*stages, dev["Stage"]("an environment that could not be made")], kept)
+    command["keep_reports"]([*stages, dev["Stage"]("an environment that could not be made")], kept)
     assert {path.name for path in kept.iterdir()} == {"gpu-core.xml", "tsai.json"}
 
 
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
-    runpy.run_path(str(ROOT / "dev"))["_link_pytorch"](tmp_path)
+    assert runpy.run_path(str(GPU_COMMAND))["link_pytorch"](tmp_path)
     code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
     command = [sys.executable, "-S", "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -20,6 +20,7 @@ from ..config import DEFAULTS, AttentionConfig
 from ..errors import UnsupportedError
 from ..notices import LOGGER, Forward
 from ..projections import Projected
+from .discovery import require_host
 from .patching import Patches
 
 
@@ -55,7 +56,6 @@ class Site:
     Attributes:
         path: dotted path inside the model ("" for the model itself).
         module: the module that `Adapter.replace` will be given.
-        index: position in the order of the forward pass.
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
@@ -67,7 +67,6 @@ class Site:
 
     path: str
     module: nn.Module
-    index: int
     num_heads: int
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)
@@ -108,12 +107,17 @@ class Adapter(ABC):
         super().__init_subclass__()
         cls.patches = Patches()
 
-    @abstractmethod
     def install(self) -> None:
         """Make the host's own config system accept `attention`. Idempotent; runs before any model is built.
 
-        Every change to the host goes through `patches`.
+        Raises:
+            PluginError: the host is missing, or of a version that the plugin does not support.
         """
+        require_host(self.name)
+        self.change_host()
+
+    def change_host(self) -> None:  # noqa: B027
+        """Make the changes of `install` through `patches`; by default none, because models are injected one by one."""
 
     def uninstall(self) -> None:
         """Undo `install`: the host is as it was before."""
@@ -203,6 +207,6 @@ def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
     ]
     where = f" at '{site.path}'" if site.path else ""
     raise UnsupportedError(
-        f"attention '{config}' cannot be used in {type(site.module).__name__}{where} of {adapter.name}: {why}. "
-        f"Possible here: {', '.join(able)}"
+        f"attention '{config}' cannot be used in {type(site.module).__name__}{where} of {adapter.name}: {why}"
+        + (f". Possible here: {', '.join(able)}" if able else "")
     )

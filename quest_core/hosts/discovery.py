@@ -266,7 +266,7 @@ def load_adapter(record: Record) -> Adapter:
 def require_host(name: str) -> None:
     """Raise PluginError if the host of plugin `name` is missing or of a version that the plugin does not support.
 
-    Call it first in `Adapter.install`, so that our error is raised before the host's.
+    `Adapter.install` calls it first, so that our error is raised before the host's.
     """
     for record in discover():
         if record.name == name and record.status == "unsupported":

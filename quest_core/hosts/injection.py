@@ -323,11 +323,12 @@ def _size(module: nn.Module) -> int:
 
 def _refuse_wrapped(model: nn.Module) -> None:
     wrappers = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "FSDPModule")
-    for kind in type(model).__mro__:
-        if kind.__name__ in wrappers:
+    for path, module in model.named_modules():
+        found = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in wrappers]
+        if found:
             raise InjectionError(
-                f"the model is wrapped in {kind.__name__} already, which would not see the replaced modules; "
-                "inject first, then wrap"
+                f"{f'{path!r}' if path else 'the model'} is wrapped in {found[0]} already, which would not see the "
+                "replaced modules; inject first, then wrap"
             )
 
 

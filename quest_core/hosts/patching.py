@@ -6,6 +6,7 @@ it, where importing quest_core, and PyTorch with it, would cost seconds.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ class Patches:
     """What a plugin has changed in its host.
 
     >>> patches = Patches()
-    >>> patches.when_imported("host.layers", lambda: patches.wrap(host.layers.Block, "__init__", with_attention))
+    >>> patches.around("host.layers:Block", "__init__", with_attention)  # as soon as host.layers is imported
     >>> patches.undo()
     """
 
@@ -44,6 +45,40 @@ class Patches:
         """
         if (id(owner), name) not in self._made:
             self.put(owner, name, make(getattr(owner, name)))
+
+    def around(self, owner: Any, name: str, change: Callable[..., Any], *, everywhere: bool = False) -> None:
+        """Let every call of the function `owner.name` go to `change`, as `wrap` does.
+
+        Args:
+            owner: a module, class or object; or as text ``"package.module"`` or ``"package.module:Class"``, which are
+                changed as soon as they are imported.
+            change: takes the original and what it is called with: ``change(original, *arguments, **options)``.
+            everywhere: also in every module that has imported the function by name; `undo` finds later imports too.
+        """
+        if isinstance(owner, str):
+            module, _, kind = owner.partition(":")
+
+            def now() -> None:
+                found = sys.modules[module]
+                self.around(getattr(found, kind) if kind else found, name, change)
+
+            self.when_imported(module, now)
+            return
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def changed(*arguments: Any, **options: Any) -> Any:
+                return change(original, *arguments, **options)
+
+            return changed
+
+        if everywhere:
+            stock = getattr(owner, name)
+            ours = make(stock)
+            key = f"{owner.__name__}.{name}"
+            self.once(key, lambda: _exchange(name, stock, ours), lambda: _exchange(name, ours, stock))
+            return
+        self.wrap(owner, name, make)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`, unless this object has done so already."""
@@ -82,6 +117,13 @@ class Patches:
         self._made.clear()
         while self._undoes:
             self._undoes.popitem()[1]()
+
+
+def _exchange(name: str, old: Any, new: Any) -> None:
+    """Replace what every imported module has under `name`, where it is `old`."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

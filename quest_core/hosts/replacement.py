@@ -33,6 +33,7 @@ class HostAttention(Projected):
         *,
         num_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
         standard_scale: float | None = None,
         fresh: bool = False,
     ) -> Made:
@@ -43,6 +44,7 @@ class HostAttention(Projected):
             config: the mechanism.
             num_heads: query heads H.
             head_dim: features D of a query head.
+            value_dim: features of a value head; D by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
             fresh: the weights have only been initialised; see `quest_core.projections`.
 
@@ -50,7 +52,7 @@ class HostAttention(Projected):
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
         made: Any = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim)
+        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim, value_dim)
         mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
         weight = next(host.parameters())
         made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)

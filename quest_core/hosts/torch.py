@@ -303,6 +303,7 @@ class TorchAdapter(Adapter):
 
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities()
+    replacement: ClassVar[type[MultiheadAttention]] = MultiheadAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         found = (
@@ -312,14 +313,11 @@ class TorchAdapter(Adapter):
             if isinstance(module, nn.MultiheadAttention)
             and (isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward)
         )
-        for index, (path, module) in enumerate(found):
+        for path, module in found:
             cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
             asked = Capabilities(cross=cross, dropout=module.dropout > 0)
-            yield Site(path, module, index, module.num_heads, module.head_dim, asked)
+            yield Site(path, module, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         assert isinstance(site.module, nn.MultiheadAttention)
-        return MultiheadAttention.from_torch(site.module, config, fresh=site.fresh)
-
-    def install(self) -> None:
-        """Plain PyTorch has no config system: a model is injected, or built with MultiheadAttention."""
+        return self.replacement.from_torch(site.module, config, fresh=site.fresh)

@@ -288,9 +288,9 @@ class UniversalAdapter(Adapter):
                 and not _within(path, ours)
                 and not any(_within(other, [path]) for other in ours)
             }
-        for index, (path, call) in enumerate(calls.items()):
+        for path, call in calls.items():
             asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout)
-            yield Site(path, modules[path], index, call.heads, call.head_dim, asked)
+            yield Site(path, modules[path], call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
@@ -299,9 +299,6 @@ class UniversalAdapter(Adapter):
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the q, k and v of a call, or None."""
         return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
-
-    def install(self) -> None:
-        """Do nothing: models are injected one by one."""
 
 
 def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:

@@ -218,7 +218,7 @@ def test_raw_scores_and_foreign_states_are_refused() -> None:
         module(x, x, x, before_softmax=True)
     state: dict = {}
     module._set_input_buffer(state, {"prev_key": x, "prev_value": x})
-    with pytest.raises(quest_core.InputError, match="start with an empty one"):
+    with pytest.raises(KeyError, match="cache"):
         module(x, x, x, incremental_state=state)
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import quest_core
 from quest_fairseq import FairseqAdapter
-from quest_fairseq.config import HELP
+from quest_fairseq.patches import OPTIONS
 
 SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-attention-heads", "4"]
 
@@ -65,7 +65,7 @@ def test_files_import_each_other_one_way() -> None:
 # --- fail early -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", HELP)
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("model", ["transformer_lm", "transformer_lm_wiki103", "transformer", "transformer_xl"])
 def test_misspelt_attention_is_refused_while_the_command_line_is_read(
     model: str, option: str, tools: Tools, tmp_path: Path

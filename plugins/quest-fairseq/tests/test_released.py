@@ -1,11 +1,10 @@
-"""The shortcut around attention in the encoder layers of fairseq 0.12.2, and that there is none in later versions."""
+"""The shortcut around attention in the encoder layers of fairseq 0.12.2, and that later versions have none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from conftest import build
-from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
 from quest_core import inject
 from quest_fairseq import FairseqAdapter
@@ -29,11 +28,3 @@ def test_a_loaded_encoder_still_calls_its_attention(attention: str) -> None:
         with torch.no_grad():
             loaded.encoder(torch.randint(4, 20, (3, 7)), torch.full((3,), 7))
         assert len(seen) == 2
-
-
-def test_stock_layers_keep_what_fairseq_decided() -> None:
-    layer = build("transformer", *SHAPE).encoder.layers[0]
-    if hasattr(TransformerEncoderLayerBase, "can_use_fastpath"):
-        assert layer.can_use_fastpath
-        layer.can_use_fastpath = False
-    assert not getattr(layer, "can_use_fastpath", False)

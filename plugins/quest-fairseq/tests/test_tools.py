@@ -220,7 +220,7 @@ def test_shipped_yamls_keep_the_sequences_an_update(name: str, total: int, proce
     if total % (2 * processes) == 0:
         assert cfg.dataset.batch_size * processes * 2 == total
     cfg.optimization.update_freq = [2, 1]
-    with pytest.raises(Exception, match="which changes"):
+    with pytest.raises(Exception, match="which must be one number"):
         _ = cfg.dataset.batch_size
 
 

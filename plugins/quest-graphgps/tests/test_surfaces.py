@@ -75,8 +75,8 @@ def test_gps_conv_draws_the_same_initial_weights() -> None:
     ("attn_type", "attention", "error", "said"),
     [
         ("multihead", "qest", ConfigError, "did you mean 'quest'"),
-        ("performer", "quest", UnsupportedError, "attn_type is 'performer'; leave out one of the two"),
-        ("multihead", "aft-local", UnsupportedError, "'aft-simple' is its relative that needs no order"),
+        ("performer", "quest", InjectionError, "GPSConv has no attention.*look like attention: PerformerAttention"),
+        ("multihead", "aft-local", UnsupportedError, "needs ordered tokens"),
         ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
     ],
 )
@@ -130,13 +130,10 @@ def build(*opts: str):
         (("gt.attention", "quest+sigmoid"), "quest+sigmoid"),
         (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
         (("gt.attention", "{'name': 'quest', 'kv_heads': 2}"), "quest+gqa(kv_heads=2)"),
-        (
-            ("gt.attention", '{"name": "gqa", "kv_heads": 2, "scale": 1}', "gt.quest.scale", "1"),
-            "gqa(kv_heads=2, scale=1.0)",
-        ),
+        (("gt.attention", '{"name": "gqa", "kv_heads": 2}', "gt.quest.scale", "1"), "gqa(kv_heads=2, scale=1.0)"),
         (("gt.attention", '{"name": "sigmoid", "bias": null}'), "sigmoid(bias=null)"),
         (
-            ("gnn.attention", "{name: quest+pgqa, kv_heads: 2, noise_in_eval: false}"),
+            ("gnn.attention", '{"name": "quest+pgqa", "kv_heads": 2, "noise_in_eval": false}'),
             "quest+pgqa(kv_heads=2, noise_in_eval=false)",
         ),
         (("gnn.attention", {"name": "quest", "kv_heads": 2}), "quest+gqa(kv_heads=2)"),
@@ -165,14 +162,18 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gnn.allow_partial", "True"), ConfigError, "gnn.allow_partial given without gnn.attention"),
         (("gt.layer_type", "GINE+Qest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
         (("gt.attention", "{'name': 'qest'}"), ConfigError, "gt.attention: .*did you mean 'quest'"),
-        (("gt.attention", "{name: quest, kv_head: 2}"), ConfigError, "gt.attention: .*'kv_heads' belongs to dgqa, gqa"),
+        (
+            ("gt.attention", "{'name': 'quest', 'kv_head': 2}"),
+            ConfigError,
+            "gt.attention: .*'kv_heads' belongs to dgqa, gqa",
+        ),
         (("gt.attention", "{'kv_heads': 2}"), ConfigError, "gt.attention: .* has no 'name'; write for example"),
         (("gt.attention", "{name: quest"), ConfigError, "gt.attention: .*starts like JSON but is not"),
         (("gt.attention", ""), ConfigError, "gt.attention: attention '' cannot be read"),
         (("gt.attention", "QUEST"), ConfigError, "gt.attention: .*did you mean 'quest'"),
-        (("gt.attention", "gqa", "gt.attention_from", "{name: gq}"), ConfigError, "gt.attention_from: .*'gqa'"),
+        (("gt.attention", "gqa", "gt.attention_from", "{'name': 'gq'}"), ConfigError, "gt.attention_from: .*'gqa'"),
         (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
-        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "two keys choose kv_heads: gt"),
+        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "'kv_heads' is given twice"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
         (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),
@@ -180,8 +181,12 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.layer_type", "GINE+quest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
         (("gt.attention", "quest", "gt.attention_from", "qest"), ConfigError, "attention_from: .*did you mean 'quest'"),
         (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
-        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
-        (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "cannot be used in model.type 'gnn'"),
+        (
+            ("gt.attention", "aft-full", "gt.attn_dropout", "0.0"),
+            UnsupportedError,
+            "needs ordered tokens.*Possible here: .*aft-simple",
+        ),
+        (("gnn.attention", "quest", "model.type", "gnn"), InjectionError, "no attention that an adapter knows"),
     ],
 )
 def test_configs_refuse_by_name(opts, error, said) -> None:
@@ -289,7 +294,11 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
         (("gt.attention", "qest"), ConfigError, "gt.attention: .*did you mean 'quest'"),
         (("gt.attention", "quest(kv_heads=3)"), ConfigError, "kv_heads"),
         (("gt.attention", "linear"), UnsupportedError, "no weights for the attention dropout"),
-        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), UnsupportedError, "'aft-simple' is its relative"),
+        (
+            ("gt.attention", "aft-full", "gt.attn_dropout", "0.0"),
+            UnsupportedError,
+            "needs ordered tokens.*Possible here: .*aft-simple",
+        ),
         (("gt.layer_type", "GINE+Performer", "gt.attention", "quest"), UnsupportedError, "Performer has no attention"),
         (("model.type", "SANTransformer", "gt.attention", "quest"), UnsupportedError, "write model.type: GPSModel"),
         (("gt.quest.kv_heads", "2"), ConfigError, "given without gt.attention"),
@@ -352,9 +361,7 @@ class Partial(nn.Module):
 
 def test_a_partial_replacement_needs_allow_partial(monkeypatch) -> None:
     monkeypatch.setitem(register.network_dict, "partial", Partial)
-    with pytest.raises(
-        InjectionError, match=r"model.type 'partial'.*'pool' \(MultiheadAttention\).*gnn.allow_partial: True"
-    ):
+    with pytest.raises(InjectionError, match=r"'pool' \(MultiheadAttention\).*say allow_partial=True"):
         build("model.type", "partial", "gnn.attention", "quest")
     model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
     assert model.attention_report.left_alone == ("pool",)
@@ -480,4 +487,4 @@ def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) 
 
 
 def test_the_launcher_teaches(python, tmp_path) -> None:
-    assert "gt.layer_type GINE+Quest" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)
+    assert "quest run --host graphgps" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)

@@ -24,6 +24,7 @@ from mmengine.runner import FlexibleRunner, Runner
 from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, weights_to_cpu
 from mmengine.structures import PixelData
 from mmseg.models import backbones, decode_heads
+from mmseg.models.decode_heads.knet_head import KernelUpdateHead
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 from torch import nn
@@ -384,6 +385,21 @@ def test_aft_conv_knows_the_grid_and_the_class_tokens():
     moved = x.clone()
     moved[:, 0], moved[:, 1] = x[:, 1], x[:, 0]
     assert not torch.allclose(head(moved)[:, 2:24], head(x)[:, 2:24], atol=1e-6)
+
+
+def test_a_part_with_attention_of_its_own_knows_what_it_is():
+    """Its attention lies directly inside the module that says what the tokens are: patches, or a set of kernels."""
+    config = copy.deepcopy(segmenter())
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="aft-conv(window=3)")
+    config.decode_head.update(type="quest_mmseg.SegmenterMaskTransformerHead", attention="aft-conv(window=3)")
+    model = MODELS.build(config).eval()
+    model(images(32, 48))
+    families = [m.family for m in model.modules() if isinstance(m, Mechanism)]
+    assert {tuple(family.grid) for family in families} == {(4, 6)}
+    assert [family.prefix for family in families] == [1, 1, CLASSES, CLASSES]
+    update = {"type": "KernelUpdator", "in_channels": 16, "feat_channels": 16, "out_channels": 16}
+    kernels = KernelUpdateHead(num_classes=3, num_heads=4, in_channels=16, out_channels=16, kernel_updator_cfg=update)
+    assert [site.capabilities.ordered for site in MmsegAdapter().sites(kernels)] == [False]
 
 
 def test_copies_of_aft_conv_have_grids_of_their_own():

@@ -131,7 +131,7 @@ def test_key_heads_of_another_number_are_refused(strict, tmp_path):
     """torch-pointcloud would keep the initialisation without a word."""
     _, path = save(tmp_path, "quest+gqa(kv_heads=1)")
     model = build("sigmoid", attention_from="quest+gqa(kv_heads=1)")
-    with pytest.raises(quest_core.CheckpointError, match="model.pth: size mismatch for encoder.*qkv.weight"):
+    with pytest.raises(quest_core.CheckpointError, match=r"model.pth: (.*\n.*)size mismatch for encoder.*qkv.weight"):
         state_dict.load_state_dict(model, state_dict.read_state_dict(path), source="model.pth", strict=strict)
 
 

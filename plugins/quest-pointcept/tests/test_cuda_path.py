@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 import quest_core
 import quest_core.tools.packing
 from quest_pointcept import PointceptAdapter
-from quest_pointcept.layout import Counts
 
 COUNTS = [37, 12, 6]
 SLOTS = 40 + 16 + 6
@@ -75,7 +74,7 @@ def trace(attention, half=None, channels=32, **options):
             offset=torch.empty(len(COUNTS), dtype=torch.long, device="cuda"),
             serialized_order=order,
             serialized_inverse=order,
-            quest_counts=Counts(COUNTS),  # the one copy to the host, for each set of points
+            quest_counts=tuple(COUNTS),  # the one copy to the host, for each set of points
         )
         with torch.autocast("cuda", dtype=half or torch.bfloat16, enabled=half is not None):
             for _ in range(2):

@@ -158,7 +158,7 @@ def test_flash_is_not_needed():
 
 
 def test_what_flash_excludes_is_refused():
-    with pytest.raises(quest_core.ConfigError, match="enable_rpe=True needs enable_flash=False"):
+    with pytest.raises(quest_core.UnsupportedError, match="rpe has no fused kernel; build with enable_flash=False"):
         build("PT-v3m1", enable_flash=True, enable_rpe=True, attention="quest")
 
 

@@ -25,7 +25,7 @@ from quest_core import ConfigError, UnsupportedError
 from quest_core.catalogue import parts
 from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_tsai.info import INFO
-from quest_tsai.layers import Core, Replacement
+from quest_tsai.layers import Replacement
 
 SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32}
 
@@ -377,13 +377,12 @@ def test_weights_are_formed_only_where_they_are_read():
     stored = weights_of(store_attn=True).backbone.encoder.layers[0].attn
     torch.testing.assert_close(stored.sum(-1), torch.ones(2, 4, 12))
     plain = weights_of()
-    core = plain.backbone.encoder.layers[0].self_attn.sdp_attn
-    assert isinstance(core, Core)
-    core.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although the host does not read weights")
+    attention = plain.backbone.encoder.layers[0].self_attn
+    attention.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although the host does not read weights")
     plain(torch.randn(2, 3, 12))
-    del core.mechanism.logits
+    del attention.mechanism.logits
     caught = []
-    plain.backbone.encoder.layers[0].self_attn.register_forward_hook(lambda m, i, out: caught.append(out[1]))
+    attention.register_forward_hook(lambda m, i, out: caught.append(out[1]))
     plain(torch.randn(2, 3, 12))
     torch.testing.assert_close(caught[0].sum(-1), torch.ones(2, 4, 12))
 

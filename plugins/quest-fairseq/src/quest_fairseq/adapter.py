@@ -12,8 +12,6 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
-from quest_core.hosts.replacement import HostAttention
 
 from . import models, patches
 from .attention import Attention
@@ -39,20 +37,20 @@ class FairseqAdapter(Adapter):
         # Exact types, because a subclass may have a forward of its own.
         known = (MultiheadAttention, Attention, RelativeAttention)
         found = ((p, m) for p, m in model.named_modules() if type(m) in known or type(m).__name__ == RELATIVE)
-        for index, (path, module) in enumerate(found):
+        for path, module in found:
             if not isinstance(module, MultiheadAttention):
-                yield Site(path, module, index, module.n_head, module.d_head, TRANSFORMER_XL)
+                yield Site(path, module, module.n_head, module.d_head, TRANSFORMER_XL)
                 continue
             decodes = isinstance(parents.get(id(module)), TransformerDecoderLayerBase)
             cross = module.encoder_decoder_attention
             asked = Capabilities(
                 causal=decodes, cached=decodes and not cross, cross=cross, dropout=module.dropout_module.p > 0
             )
-            yield Site(path, module, index, module.num_heads, module.head_dim, asked)
+            yield Site(path, module, module.num_heads, module.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own projections around another mechanism."""
-        kind: type[HostAttention] = RelativeAttention if site.capabilities == TRANSFORMER_XL else Attention
+        kind = RelativeAttention if site.capabilities == TRANSFORMER_XL else Attention
         return kind.adopt(site.module, config, num_heads=site.num_heads, head_dim=site.head_dim, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
@@ -62,13 +60,11 @@ class FairseqAdapter(Adapter):
             if any(part.chained for part in config.specs()):
                 return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
             return refusal(config, asked)
-        noisy = [
-            name for name in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(module, name)._forward_pre_hooks
-        ]
+        noisy = [name for name in ("q", "k", "v", "out") if getattr(module, f"{name}_proj")._forward_pre_hooks]
         for there, option in (
             (module.use_xformers, "xformers_att_config brings an attention of its own"),
             (module.bias_k is not None or module.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),
-            (bool(noisy), f"quant_noise hooks {', '.join(noisy)}, whose shapes and blocks belong to fairseq"),
+            (bool(noisy), "quant_noise hooks the projections, whose shapes and blocks belong to fairseq"),
             (not (module.self_attention or asked.cross), "cross_self_attention joins encoder and decoder tokens"),
         ):
             if there:
@@ -80,13 +76,14 @@ class FairseqAdapter(Adapter):
             )
         return refusal(config, asked)
 
-    def install(self) -> None:
-        """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their presets, and change fairseq.
+    def connect(self, model: nn.Module) -> None:
+        """Let encoder layers of fairseq 0.12.2 that have loaded a checkpoint call their attention in evaluation."""
+        for layer in model.modules():
+            if hasattr(layer, "load_to_BT"):
+                vars(layer)["load_to_BT"] = False
 
-        Raises:
-            PluginError: fairseq is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Register quest_transformer_lm, quest_transformer, quest_transformer_xl and their presets; change fairseq."""
         self.patches.once("models", models.register, models.unregister)
         patches.install(self.patches)
         # fairseq-train gives the file of --log-file only to this logger.

@@ -69,20 +69,18 @@ class Attention(HostAttention, MultiheadAttention):
         if incremental_state is not None and not self.encoder_decoder_attention:
             out = self._step(q, query, key_padding_mask, incremental_state, attn_mask, dropout_p)
         else:
-            k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, incremental_state, static_kv)
-            beams = q.shape[0] // k.shape[0]
+            source = query if self.self_attention else key
+            k, v, padding = self._keys(query, source, key_padding_mask, incremental_state, static_kv)
             # The beams of a sentence share its keys: they are further queries of one sample.
-            queries = q if beams == 1 else q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
-            mask, causal = self._visible(attn_mask, key_padding_mask, same_tokens=not self.encoder_decoder_attention)
+            beams = q.shape[0] // k.shape[0]
+            q = q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
+            mask, causal = self._visible(attn_mask, padding)
             if (need_weights or need_head_weights) and self.mechanism.family is None:
-                out, weights = self._with_weights(queries, k, v, mask, causal, dropout_p)
+                out, weights = self._with_weights(q, k, v, mask, causal, dropout_p)
+                weights = weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
             else:
-                out = self.mechanism(queries, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
-            if beams > 1:
-                out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
-                weights = (
-                    weights if weights is None else weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
-                )
+                out = self.mechanism(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
+            out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
         merged: Tensor = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [T, B, E]
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(1)
@@ -93,48 +91,27 @@ class Attention(HostAttention, MultiheadAttention):
         return x.unflatten(2, (heads, self.head_dim)).permute(1, 2, 0, 3)
 
     def _keys(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        padding: Tensor | None,
-        state: State | None,
-        static_kv: bool,
+        self, query: Tensor, source: Any, padding: Tensor | None, state: State | None, static_kv: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return k and v [B, G, S, D] and their padding [B, S]. Those of an encoder are projected once and kept."""
+        """Return k and v [B, G, S, D] of `source` [S, B, E] and their padding [B, S]. An encoder's are kept."""
         kept = self._get_input_buffer(state)
-        if static_kv and "prev_key" in kept:
+        if static_kv and kept:
             return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
-        if self.self_attention:
-            key = value = query
-        elif self.encoder_decoder_attention:
-            value = key
-        if key is None or value is None:
-            raise InputError("key and value are missing, and no earlier step of decoding has kept any")
-        if state is not None and self.beam_size > 1 and query.shape[1] == key.shape[1]:
-            key = value = key[:, :: self.beam_size]  # fairseq repeats a sentence's keys for every beam
+        if state is not None and self.beam_size > 1 and query.shape[1] == source.shape[1]:
+            source = source[:, :: self.beam_size]  # fairseq repeats a sentence's keys for every beam
             padding = None if padding is None else padding[:: self.beam_size]
-        k, v = self._split(self.k_proj(key), self.kv_heads), self._split(self.v_proj(value), self.kv_heads)
+        k, v = self._split(self.k_proj(source), self.kv_heads), self._split(self.v_proj(source), self.kv_heads)
         if state is not None:
-            kept = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
-            self._set_input_buffer(state, kept)
+            self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
 
     def _step(
-        self,
-        q: Tensor,
-        query: Tensor,
-        padding: Tensor | None,
-        state: State,
-        attn_mask: Tensor | None,
-        dropout_p: float,
+        self, q: Tensor, query: Tensor, padding: Tensor | None, state: State, attn_mask: Tensor | None, dropout_p: float
     ) -> Tensor:
         """Return one step of decoding by self-attention [B, H, T, D], from the new tokens and the cache."""
         if attn_mask is not None:
             raise InputError("a decoding step is causal by itself and takes no attn_mask")
         kept = self._get_input_buffer(state)
-        if kept and "cache" not in kept:
-            raise InputError("the incremental state holds keys of another module; start with an empty one")
         cache: Cache = kept["cache"] if kept else Cache()
         mask = None
         if padding is not None or "real" in cache:
@@ -157,14 +134,12 @@ class Attention(HostAttention, MultiheadAttention):
             kept["cache"].reorder(new_order)
         return incremental_state
 
-    def _visible(
-        self, attn_mask: Tensor | None, padding: Tensor | None, *, same_tokens: bool
-    ) -> tuple[Tensor | None, bool]:
+    def _visible(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
         causal = attn_mask is not None and hides_the_future(attn_mask)
-        seen = None
+        seen = None  # [B, 1, 1 or S, S]
         if padding is not None:
-            seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=same_tokens)  # [B, 1, 1 or S, S]
+            seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=self.self_attention)
         return one_mask(None if causal else attn_mask, seen), causal
 
     def _with_weights(
@@ -181,29 +156,20 @@ class Attention(HostAttention, MultiheadAttention):
         return out, weights
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, whether it hides the future)
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> what was found for each view of it
 
 
 def hides_the_future(mask: Tensor) -> bool:
     """Return whether an attn_mask [N, M] hides later keys and nothing else, so that is_causal replaces it.
 
-    fairseq's decoders build one mask and pass leading squares of it, so the answer is kept for each mask.
+    fairseq's decoders build one mask and pass views of it, so the answer is kept with that mask.
     """
     whole = mask if mask._base is None else mask._base
-    leading = mask.storage_offset() == whole.storage_offset() and mask.stride() == whole.stride()
-    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or not leading:
-        return _is_future(mask)
-    version, answer = _known.get(whole, (None, False))
-    if version != whole._version:
-        version, answer = whole._version, _is_future(whole)
-        _known[whole] = (version, answer)
-    return answer
-
-
-def _is_future(mask: Tensor) -> bool:
-    if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
-        return False
-    future = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu(1)
-    if mask.dtype == torch.bool:
-        return torch.equal(mask, future)
-    return torch.equal(mask, torch.zeros_like(mask).masked_fill_(future, -math.inf))
+    if whole not in _known:
+        _known[whole] = {}
+    view = (whole._version, mask.shape, mask.stride(), mask.storage_offset())
+    if view not in _known[whole]:
+        future = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu(1)
+        wanted = future if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill_(future, -math.inf)
+        _known[whole][view] = mask.shape[0] == mask.shape[1] and torch.equal(mask, wanted)
+    return _known[whole][view]  # type: ignore[no-any-return]

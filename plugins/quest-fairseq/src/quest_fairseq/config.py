@@ -9,25 +9,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fairseq.dataclass import FairseqDataclass
+from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-
-HELP = {
-    "attention": "attention: a name (quest), a text with options ('quest+gqa(kv_heads=4)') or a mapping",
-    "attention_from": "the attention that the loaded checkpoint was trained with, if it is another one on purpose",
-}
-"""Option -> its help."""
+from quest_core.hosts.injection import Request
 
 
 @dataclass
-class QuestTransformerLanguageModelConfig(TransformerLanguageModelConfig):
+class Options(FairseqDataclass):
+    """What the models have in addition to fairseq's options."""
+
+    attention: Any = field(
+        default="quest", metadata={"help": "a name (quest), a text ('quest+gqa(kv_heads=4)') or a mapping"}
+    )
+    attention_from: Any = field(default=None, metadata={"help": "what the loaded checkpoint was trained with"})
+
+
+@dataclass
+class QuestTransformerLanguageModelConfig(Options, TransformerLanguageModelConfig):
     """fairseq's options of transformer_lm, and the attention."""
 
-    attention: Any = field(default="quest", metadata={"help": HELP["attention"]})
-    attention_from: Any = field(default=None, metadata={"help": HELP["attention_from"]})
+
+@dataclass
+class QuestTransformerXLConfig(Options, TransformerXLConfig):
+    """The options of transformer_xl in fairseq's examples, and the attention."""
 
 
 def parse(attention: Any) -> AttentionConfig:
@@ -39,8 +48,8 @@ def parse(attention: Any) -> AttentionConfig:
     return AttentionConfig.parse(OmegaConf.to_container(attention) if isinstance(attention, DictConfig) else attention)
 
 
-def read(options: Any) -> tuple[AttentionConfig, AttentionConfig | None]:
-    """Return `attention` and `attention_from` of a model's options.
+def read(options: Any) -> Request:
+    """Return what a model's options say about attention.
 
     aft-full and aft-local learn as many positions as the model has, unless `max_length` is given.
 
@@ -56,13 +65,11 @@ def read(options: Any) -> tuple[AttentionConfig, AttentionConfig | None]:
         return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
 
     trained = getattr(options, "attention_from", None)
-    return sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained)
+    return Request(sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained))
 
 
 def share(total: int, processes: int, update_freq: Sequence[int]) -> int:
-    """Return the batch size of one process if an update is to have `total` sequences.
-
-    The shipped yamls call it, so that schedule and sequences an update do not depend on the number of processes.
+    """Return the batch size of one process if an update is to have `total` sequences; the shipped yamls call it.
 
     Args:
         total: sequences an update, over all processes.
@@ -73,17 +80,15 @@ def share(total: int, processes: int, update_freq: Sequence[int]) -> int:
         ConfigError: `total` cannot be divided, or accumulation changes from epoch to epoch.
     """
     processes = int(os.environ.get("WORLD_SIZE", processes))
-    accumulated = set(update_freq)
-    if len(accumulated) != 1:
-        raise ConfigError(f"optimization.update_freq is {list(update_freq)}, which changes; set dataset.batch_size too")
-    parts = processes * accumulated.pop()
-    if total % parts:
+    batches = processes * update_freq[0]
+    if total % batches or len(update_freq) > 1:
         possible = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
         raise ConfigError(
             f"{total} sequences an update cannot be divided among {processes} processes with update_freq "
-            f"{update_freq[0]}; their product may be {possible}; or set dataset.batch_size and the schedule"
+            f"{list(update_freq)}, which must be one number; their product may be {possible}; or set "
+            "dataset.batch_size and the schedule"
         )
-    return total // parts
+    return total // batches
 
 
 OmegaConf.register_new_resolver("quest.share", share, replace=True)

@@ -9,10 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.config import AttentionConfig
-from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
-from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import KEYS, Request, inject
 from quest_core.hosts.torch import TorchAdapter
 
@@ -38,10 +35,10 @@ class GraphGPSAdapter(TorchAdapter):
 
     name: ClassVar[str] = "graphgps"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    replacement = GraphAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
-        index = 0
         for path, layer in model.named_modules():
             name = _attention_name(layer)
             module = getattr(layer, name) if name else None
@@ -50,34 +47,13 @@ class GraphGPSAdapter(TorchAdapter):
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
                 asked = Capabilities(ordered=False, weights=reads, dropout=module.dropout > 0)
                 place = f"{path}.{name}" if path else str(name)
-                yield Site(place, module, index, module.num_heads, module.head_dim, asked)
-                index += 1
+                yield Site(place, module, module.num_heads, module.head_dim, asked)
 
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        assert isinstance(site.module, nn.MultiheadAttention)
-        return GraphAttention.from_torch(site.module, config, fresh=site.fresh)
-
-    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why `config` is not possible at `site`, or None; for families that need an order, name aft-simple."""
-        why = Adapter.refusal(self, site, config)
-        if why is not None and any(part.ordered for part in config.specs()):
-            return f"{why}, and the nodes of a graph have none; 'aft-simple' is its relative that needs no order"
-        return why
-
-    def install(self) -> None:
-        """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported.
-
-        Raises:
-            PluginError: PyTorch Geometric is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
-        self.patches.when_imported("torch_geometric.nn.conv.gps_conv", self._change_gps_conv)
+    def change_host(self) -> None:
+        """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported."""
+        accept = functools.partial(_accept_attention, self)
+        self.patches.around("torch_geometric.nn.conv.gps_conv:GPSConv", "__init__", accept)
         graphgym.install(self)
-
-    def _change_gps_conv(self) -> None:
-        from torch_geometric.nn.conv.gps_conv import GPSConv
-
-        self.patches.wrap(GPSConv, "__init__", functools.partial(_accept_attention, self))
 
 
 def _attention_name(layer: nn.Module) -> str | None:
@@ -86,25 +62,14 @@ def _attention_name(layer: nn.Module) -> str | None:
     return next(filter(None, names), None)
 
 
-def _accept_attention(adapter: Adapter, stock: Callable[..., None]) -> Callable[..., None]:
-    """Make `attn_kwargs` of GPSConv take `attention`, `attention_from` and `allow_partial` too."""
-    signature, known = inspect.signature(stock), inspect.signature(nn.MultiheadAttention).parameters
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        given = signature.bind(self, *arguments, **options)
-        attn_kwargs = given.arguments.get("attn_kwargs") or {}
-        request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
-        kind = given.arguments.get("attn_type", "multihead")
-        if request and kind != "multihead":
-            raise UnsupportedError(
-                f"GPSConv: attn_kwargs has attention='{request.attention}', which replaces attn_type='multihead', but "
-                f"attn_type is {kind!r}; leave out one of the two"
-            )
-        if attn_kwargs:
-            given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
-        stock(*given.args, **given.kwargs)
-        if request:
-            inject(self, **vars(request), adapter=adapter, fresh=True)
-
-    return __init__
+def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+    """Build a GPSConv whose `attn_kwargs` may have `attention`, `attention_from` and `allow_partial`."""
+    given = inspect.signature(stock).bind(self, *arguments, **options)
+    attn_kwargs = given.arguments.get("attn_kwargs") or {}
+    known = inspect.signature(nn.MultiheadAttention).parameters
+    request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
+    if attn_kwargs:
+        given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
+    stock(*given.args, **given.kwargs)
+    if request:
+        inject(self, **vars(request), adapter=adapter, fresh=True)

@@ -7,12 +7,10 @@ its square for each of them. If the padded area is well above the real one, the 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quest_core import MultiheadAttention, PackingPlan, attention_packed
 from quest_core.config import AttentionConfig
@@ -33,32 +31,17 @@ class GraphAttention(MultiheadAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `quest_core.MultiheadAttention.forward`: [B, N, E], key_padding_mask [B, N] (True = no node)."""
-        if (
-            query is key is value
-            and key_padding_mask is not None
-            and key_padding_mask.dtype == torch.bool
-            and attn_mask is None
-            and not (need_weights or is_causal)
-            and self._may_pack(query)
-        ):
+        masked = options.get("attn_mask") is not None or options.get("is_causal", False)
+        plain = query is key is value and not (masked or options.get("need_weights", True))
+        if plain and key_padding_mask is not None and key_padding_mask.dtype == torch.bool and self._may_pack(query):
             plan = ragged_plan(key_padding_mask)
             if plan is not None:
                 return self._packed(query, ~key_padding_mask, plan), None
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
+        return super().forward(query, key, value, key_padding_mask, **options)
 
     def _may_pack(self, x: Tensor) -> bool:
         plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None
@@ -68,7 +51,7 @@ class GraphAttention(MultiheadAttention):
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
-        nodes = F.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
+        nodes = nn.functional.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
         parts = nodes.split(self.head_sizes.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, D]
         dropout_p = self.dropout if self.training else 0.0
@@ -96,17 +79,11 @@ def ragged_plan(hidden: Tensor) -> PackingPlan | None:
     last = _last
     if last and last[1] == RAGGED and last[0].device == hidden.device and torch.equal(last[0], hidden):
         return last[2]
-    lengths = [hidden.shape[1] - n for n in hidden.sum(1).tolist()]
-    area = sum(n * n for n in lengths)
-    pays = area and len(lengths) * hidden.shape[1] ** 2 >= RAGGED * area
-    plan = _plan(tuple(lengths), hidden.device) if pays else None
+    batch, longest = hidden.shape
+    lengths = longest - hidden.sum(1)  # [B]
+    area, plan = int(lengths.square().sum()), None
+    if area and batch * longest**2 >= RAGGED * area:
+        ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
+        plan = PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)
     _last = (hidden.clone(), RAGGED, plan)  # a copy, because the caller may write to its mask
     return plan
-
-
-@functools.lru_cache(maxsize=16)
-def _plan(lengths: Sequence[int], device: torch.device) -> PackingPlan:
-    """Return the plan that all batches of these lengths share."""
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    longest = max(lengths)
-    return PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)

@@ -7,11 +7,9 @@ injected there: before the optimizer, in all layers at once, under the parameter
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -19,7 +17,7 @@ from torch import nn
 from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
 from quest_core.hosts.injection import KEYS, Request
 
@@ -27,45 +25,24 @@ SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 OPTIONS = "quest"
 """The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
-LAYER = "Quest"
-"""The name of QUEST in gt.layer_type: GINE+Quest."""
 NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
 """Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
 
-Wrapper = Callable[..., Any]
+Stock = Callable[..., Any]
 
 
 def install(adapter: Adapter) -> None:
     """Change GraphGym and GraphGPS through the patches of `adapter`, each module as soon as it is imported."""
-    patches = adapter.patches
-
-    def change_yacs() -> None:
-        from yacs import config
-
-        patches.wrap(config, "_check_and_coerce_cfg_value_type", _mapping_as_text)
-
-    def change_config() -> None:
-        patches.once("keys", register_keys, forget_keys)
-        config = import_module("torch_geometric.graphgym.config")  # the package's attribute of that name is another
-        patches.wrap(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
-
-    def change_models() -> None:
-        from torch_geometric.graphgym.model_builder import GraphGymModule
-
-        patches.wrap(GraphGymModule, "__init__", functools.partial(_inject_when_built, adapter))
-
-    def change_finetuning() -> None:
-        from graphgps import finetuning
-
-        patches.wrap(finetuning, "load_pretrained_model_cfg", _keep_own_attention)
-        patches.wrap(finetuning, "init_model_from_pretrained", _load_only_the_checkpoint)
-
-    patches.when_imported("yacs.config", change_yacs)
-    patches.when_imported("torch_geometric.graphgym.config", change_config)
-    patches.when_imported("torch_geometric.graphgym.model_builder", change_models)
+    patches, config = adapter.patches, "torch_geometric.graphgym.config"
+    patches.when_imported(config, lambda: patches.once("keys", register_keys, forget_keys))
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
     patches.when_imported("graphgps.config.gt_config", register_keys)
-    patches.when_imported("graphgps.finetuning", change_finetuning)
+    patches.around("yacs.config", "_check_and_coerce_cfg_value_type", _mapping_as_text)
+    patches.around(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
+    module = "torch_geometric.graphgym.model_builder:GraphGymModule"
+    patches.around(module, "__init__", functools.partial(_inject_when_built, adapter))
+    patches.around("graphgps.finetuning", "load_pretrained_model_cfg", _keep_own_attention)
+    patches.around("graphgps.finetuning", "init_model_from_pretrained", _load_only_the_checkpoint)
 
 
 # --- the keys -------------------------------------------------------------------------------------------------------
@@ -111,17 +88,12 @@ def forget_keys() -> None:
             cfg[section].pop(key, None)
 
 
-def _mapping_as_text(stock: Wrapper) -> Wrapper:
+def _mapping_as_text(stock: Stock, replacement: Any, original: Any, key: str, full_key: str) -> Any:
     """Turn a mapping under our keys into text of the same meaning, because yacs keeps one type under a key."""
-    keys = {f"{section}.{key}" for section in SECTIONS for key in ("attention", "attention_from")}
-
-    @functools.wraps(stock)
-    def check_and_coerce(replacement: Any, original: Any, key: str, full_key: str) -> Any:
-        if full_key in keys and isinstance(replacement, Mapping) and not isinstance(original, Mapping):
-            replacement = str(_parse(full_key, dict(replacement)))
-        return stock(replacement, original, key, full_key)
-
-    return check_and_coerce
+    ours = full_key in {f"{section}.{name}" for section in SECTIONS for name in KEYS}
+    if ours and isinstance(replacement, Mapping) and not isinstance(original, Mapping):
+        replacement = str(_parse(full_key, dict(replacement)))
+    return stock(replacement, original, key, full_key)
 
 
 def requested(cfg: Any) -> Request | None:
@@ -134,31 +106,29 @@ def requested(cfg: Any) -> Request | None:
         UnsupportedError: `gt.attention` with a model or gt.layer_type whose attention cannot be replaced.
     """
     local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
-    if kind == LAYER:
-        if _given(cfg.gt.attention):
+    meant = difflib.get_close_matches(kind.lower(), parts(), n=1, cutoff=0.75)
+    if meant:
+        if kind != "Quest" or _given(cfg.gt.attention):
             raise ConfigError(
-                f"gt.layer_type is '{local}+{LAYER}' and gt.attention is {cfg.gt.attention!r}; write gt.layer_type: "
-                f"{local}+Transformer"
+                f"gt.layer_type is '{local}+{kind}' and gt.attention is {cfg.gt.attention!r}; write gt.layer_type: "
+                f"{local}+Transformer and gt.attention: {meant[0]}"
             )
-        cfg.gt.attention, cfg.gt.layer_type = "quest", f"{local}+Transformer"
-    elif kind.lower() in parts() or difflib.get_close_matches(kind, [LAYER]):
-        meant = kind.lower() if kind.lower() in parts() else "quest"
-        raise ConfigError(
-            f"gt.layer_type is '{local}+{kind}', whose second half is one of GraphGPS's or '{LAYER}'; write "
-            f"gt.layer_type: {local}+Transformer and gt.attention: {meant}"
-        )
+        kind = "Transformer"
+        cfg.gt.attention, cfg.gt.layer_type = "quest", f"{local}+{kind}"
     asked: dict[str, Request] = {}
     for section in SECTIONS:
         node = cfg.get(section) or {}
-        options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
         given = {key: node[key] for key in KEYS if _given(node.get(key))}
-        unread = ", ".join(f"{section}.{key}" for key in (*(f"{OPTIONS}.{name}" for name in options), *given))
+        options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
         if "attention" in given:
-            attention = _parse(f"{section}.attention", given["attention"], options)
-            trained = given.get("attention_from")
+            attention, trained = (
+                _parse(f"{section}.attention", given["attention"], options),
+                given.get("attention_from"),
+            )
             source = None if trained is None else _parse(f"{section}.attention_from", trained)
             asked[section] = Request(attention, source, "allow_partial" in given)
-        elif unread:
+        elif given or options:
+            unread = ", ".join(f"{section}.{key}" for key in (*(f"{OPTIONS}.{name}" for name in options), *given))
             raise ConfigError(
                 f"{unread} given without {section}.attention; name the attention, for example {section}.attention: "
                 "standard"
@@ -180,102 +150,56 @@ def _given(value: Any) -> bool:
 
 
 def _parse(key: str, value: Any, options: Mapping[str, Any] | None = None) -> AttentionConfig:
-    """Parse text, JSON, yaml or a mapping, together with options from the node `quest`."""
-    import yaml
-
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        with contextlib.suppress(yaml.YAMLError):  # AttentionConfig.parse reports it
-            value = yaml.safe_load(value)
+    """Parse text or a mapping, together with options from the node `quest`."""
     try:
-        plain = AttentionConfig.parse(value)
-        config = AttentionConfig.parse({**plain.to_dict(), **options}) if options else plain
+        config = AttentionConfig.parse(value)
+        return AttentionConfig.parse({"name": str(config), **options}) if options else config
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
-    for name, own in plain.options:
-        if options and name in options and dict(config.options)[name] != own:
-            section = key.partition(".")[0]
-            raise ConfigError(
-                f"two keys choose {name}: {key} is '{plain}' and {section}.{OPTIONS}.{name} is {options[name]!r}; "
-                "keep one"
-            )
-    return config
-
-
-def _check_when_merged(adapter: Adapter, stock: Wrapper) -> Wrapper:
-    """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
-
-    @functools.wraps(stock)
-    def assert_cfg(cfg: Any) -> None:
-        stock(cfg)
-        asked = requested(cfg)
-        if asked and cfg.model.type == "GPSModel":
-            gt = cfg.gt
-            attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
-            needs = Capabilities(
-                ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights"
-            )
-            site = Site("", attn, 0, attn.num_heads, attn.head_dim, needs, fresh=True)
-            require(adapter, site, asked.attention)
-            adapter.replace(site, asked.attention)
-
-    return assert_cfg
 
 
 # --- the models -----------------------------------------------------------------------------------------------------
 
 
-def _inject_when_built(adapter: Adapter, stock: Wrapper) -> Wrapper:
+def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
+    """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
+    stock(cfg)
+    asked = requested(cfg)
+    if asked and cfg.model.type == "GPSModel":
+        gt = cfg.gt
+        attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
+        needs = Capabilities(ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights")
+        site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
+        require(adapter, site, asked.attention)
+        adapter.replace(site, asked.attention)
+
+
+def _inject_when_built(adapter: Adapter, stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
     """GraphGymModule builds the network of the config; all layers of it are then replaced at once."""
-
-    @functools.wraps(stock)
-    def __init__(self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
-        asked = requested(cfg)
-        stock(self, dim_in, dim_out, cfg)
-        if asked is None:
-            return
-        try:
-            asked.apply(self.model, adapter)
-        except InjectionError as error:
-            raise InjectionError(
-                f"attention '{asked.attention}' cannot be used in model.type {cfg.model.type!r}: {error} (in a config, "
-                "write gt.allow_partial: True, or gnn.allow_partial: True)"
-            ) from None
-
-    return __init__
+    asked = requested(cfg)
+    stock(self, dim_in, dim_out, cfg)
+    if asked:
+        asked.apply(self.model, adapter)
 
 
-def _keep_own_attention(stock: Wrapper) -> Wrapper:
+def _keep_own_attention(stock: Stock, cfg: Any) -> Any:
     """load_pretrained_model_cfg copies the pretrained run's whole nodes over the user's, who may have named another."""
-
-    @functools.wraps(stock)
-    def load_pretrained_model_cfg(cfg: Any) -> Any:
-        keys = (*KEYS, OPTIONS) if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
-        own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
-        cfg = stock(cfg)
-        for section, values in own.items():
-            cfg[section].update(values)
-        return cfg
-
-    return load_pretrained_model_cfg
+    keys = (*KEYS, OPTIONS) if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
+    own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
+    cfg = stock(cfg)
+    for section, values in own.items():
+        cfg[section].update(values)
+    return cfg
 
 
-def _load_only_the_checkpoint(stock: Wrapper) -> Wrapper:
+def _load_only_the_checkpoint(stock: Stock, model: nn.Module, *arguments: Any, **options: Any) -> Any:
     """init_model_from_pretrained copies the checkpoint over the model's state dict, which names the model's attention.
 
     A checkpoint of standard attention names none and would pass as one of the model's, without a warning.
     """
-
-    @functools.wraps(stock)
-    def init_model_from_pretrained(model: nn.Module, *arguments: Any, **options: Any) -> Any:
-        own = model.state_dict
-
-        def state_dict() -> dict[str, Any]:
-            return {name: value for name, value in own().items() if not name.endswith(ENTRY)}
-
-        model.state_dict = state_dict  # type: ignore[assignment]
-        try:
-            return stock(model, *arguments, **options)
-        finally:
-            del model.state_dict
-
-    return init_model_from_pretrained
+    own = model.state_dict
+    model.state_dict = lambda: {name: x for name, x in own().items() if not name.endswith(ENTRY)}  # type: ignore[assignment]
+    try:
+        return stock(model, *arguments, **options)
+    finally:
+        del model.state_dict

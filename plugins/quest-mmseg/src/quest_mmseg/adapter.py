@@ -17,12 +17,11 @@ from torch import nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
-from quest_core.mechanisms.aft_conv import AttentionFreeConv
 
 from .info import INFO
 from .keys import refuse_unread
 from .layers import (
+    Attention,
     BEiTAttention,
     EfficientMultiheadAttention,
     MAEAttention,
@@ -33,15 +32,15 @@ from .layers import (
     grids,
 )
 
-HOSTS: dict[tuple[str, str], Any] = {
-    ("mmcv.cnn.bricks.transformer", "MultiheadAttention"): MultiheadAttention,
-    ("mmseg.models.backbones.mit", "EfficientMultiheadAttention"): EfficientMultiheadAttention,
-    ("mmseg.models.backbones.twins", "GlobalSubsampledAttention"): EfficientMultiheadAttention,
-    ("mmseg.models.backbones.beit", "BEiTAttention"): BEiTAttention,
-    ("mmseg.models.backbones.mae", "MAEAttention"): MAEAttention,
-    ("mmseg.models.backbones.swin", "WindowMSA"): WindowMSA,
+HOSTS: dict[str, Any] = {
+    "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
+    "mmseg.models.backbones.mit.EfficientMultiheadAttention": EfficientMultiheadAttention,
+    "mmseg.models.backbones.twins.GlobalSubsampledAttention": EfficientMultiheadAttention,
+    "mmseg.models.backbones.beit.BEiTAttention": BEiTAttention,
+    "mmseg.models.backbones.mae.MAEAttention": MAEAttention,
+    "mmseg.models.backbones.swin.WindowMSA": WindowMSA,
 }
-"""Host class (module, name) -> what replaces it."""
+"""Host class -> what replaces it."""
 
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
 """Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
@@ -60,10 +59,7 @@ class MmsegAdapter(Adapter):
         Raises:
             UnsupportedError: the model has a kind of attention that cannot be replaced; the message names it.
         """
-        owners: dict[str, nn.Module] = {"": model}
-        index = 0
         for path, module in model.named_modules():
-            owners[path] = module
             refused = _host_name(module, INFO["refused"])
             if refused is not None:
                 raise UnsupportedError(
@@ -72,14 +68,12 @@ class MmsegAdapter(Adapter):
                     "can have it, for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
                 )
             if _replacement(module) is not None:
-                yield _site(path, module, index, owners)
-                index += 1
+                yield _site(path, module, model)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own sub-modules around another mechanism; see quest_mmseg.layers."""
-        made = _replacement(site.module)
-        assert made is not None
-        return made.from_host(site.module, config, fresh=site.fresh)
+        made: nn.Module = _replacement(site.module).from_host(site.module, config, fresh=site.fresh)
+        return made
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
@@ -100,78 +94,61 @@ class MmsegAdapter(Adapter):
     def connect(self, model: nn.Module) -> None:
         """Set the grid of patches of aft-conv at each call, because crops and images differ in size."""
         for module in model.modules():
-            kind = _host_name(module, GRID)
-            if kind is not None:
-                (_connect_backbone if kind == "VisionTransformer" else _connect_head)(module)
+            host: Any = module
+            if _host_name(module, GRID[:1]):
+                _connect(host, host.patch_embed, _patches, prefix=int(host.with_cls_token))
+            elif _host_name(module, GRID[1:]):
+                _connect(host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
 
-    def install(self) -> None:
+    def change_host(self) -> None:
         """Have Runners compare their config with the model, and write notices to mmengine's log.
 
         The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
         `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
-
-        Raises:
-            PluginError: mmseg is not installed or of a version that this plugin does not support.
         """
-        require_host(self.name)
-        self.patches.wrap(Runner, "wrap_model", _compared)
-        self.patches.wrap(FlexibleRunner, "load_or_resume", _compared)
+        self.patches.around(Runner, "wrap_model", _compared)
+        self.patches.around(FlexibleRunner, "load_or_resume", _compared)
         self.forward_notices(MMLogger.get_current_instance)
 
 
-def _compared(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a runner that first compares the runner's config with its model."""
-
-    @functools.wraps(stock)
-    def compared(runner: Any, *arguments: Any, **options: Any) -> Any:
-        refuse_unread(runner.cfg, runner.model)
-        return stock(runner, *arguments, **options)
-
-    return compared
+def _compared(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
+    """Run a method of a runner after comparing the runner's config with its model."""
+    refuse_unread(runner.cfg, runner.model)
+    return stock(runner, *arguments, **options)
 
 
-def _connect_backbone(backbone: Any) -> None:
-    hooks = backbone.patch_embed._forward_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _GridHook)]:  # of a former injection
-        del hooks[key]
-    families = list(grids(backbone))
-    if families:
-        backbone.patch_embed.register_forward_hook(_GridHook(families))
-    for family in families:
-        family.prefix = int(backbone.with_cls_token)
+def _connect(owner: Any, called: Any, forward: Callable[..., Any], *, prefix: int, last: int = 0) -> None:
+    """Have `forward` run in place of that of `called`, which learns the grid of `owner`, if it has an aft-conv.
 
-
-def _connect_head(head: Any) -> None:
-    vars(head).pop("forward", None)
-    families = list(grids(head))
+    Args:
+        prefix: tokens of `owner` off the grid.
+        last: how many of them are at the end of the sequence.
+    """
+    vars(called).pop("forward", None)  # of a former injection
+    families = list(grids(owner))
     if families:
         # mmseg calls head.forward by its name, which passes by hooks.
-        head.forward = functools.partial(_head_forward, head)
+        called.forward = functools.partial(forward, owner)
     for family in families:
-        family.prefix = int(head.num_classes)
-    for layer in head.modules():
-        if isinstance(layer, MultiheadAttention):
-            layer.class_tokens = int(head.num_classes) if families else 0
+        family.prefix = prefix
+    for module in owner.modules():
+        if isinstance(module, Attention):
+            module.class_tokens = last if families else 0
 
 
-def _head_forward(head: Any, inputs: Any) -> Any:
+def _patches(backbone: Any, images: Any) -> Any:
+    """VisionTransformer's patch_embed on images [B, 3, height, width]; returns tokens and grid."""
+    made = type(backbone.patch_embed).forward(backbone.patch_embed, images)
+    for family in grids(backbone):
+        family.grid = tuple(made[1])
+    return made
+
+
+def _head(head: Any, inputs: Any) -> Any:
     """Segmenter's head on features [B, C, height, width]."""
-    height, width = head._transform_inputs(inputs).shape[-2:]
     for family in grids(head):
-        family.grid = (height, width)
+        family.grid = tuple(head._transform_inputs(inputs).shape[-2:])
     return type(head).forward(head, inputs)
-
-
-class _GridHook:
-    """Reads the grid from PatchEmbed, which returns tokens and grid; it is copied and pickled with the model."""
-
-    def __init__(self, families: list[AttentionFreeConv]) -> None:
-        self.families = families
-
-    def __call__(self, patches: nn.Module, given: Any, made: tuple[Any, tuple[int, int]]) -> None:
-        height, width = made[1]
-        for family in self.families:
-            family.grid = (height, width)
 
 
 def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
@@ -183,16 +160,16 @@ def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
 def _replacement(module: nn.Module) -> Any:
     if isinstance(module, Wrapping | PackedAttention):
         return type(module)
-    return HOSTS.get((type(module).__module__, type(module).__name__))
+    return HOSTS.get(f"{type(module).__module__}.{type(module).__name__}")
 
 
-def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> Site:
-    parents = [owners[path[:i]] for i, letter in enumerate(path) if letter == "."]
-    if isinstance(module, PackedAttention) or hasattr(module, "qkv"):
+def _site(path: str, module: Any, model: nn.Module) -> Site:
+    if hasattr(module, "qkv"):
         asked = Capabilities(dropout=module.attn_drop.p > 0)
     elif hasattr(module, "sr_ratio"):
         asked = Capabilities(cross=module.sr_ratio > 1, dropout=module.attn.dropout > 0, narrows_keys=True)
     else:
+        parents = [model, *(model.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == ".")]
         sets = any(_host_name(parent, ("KernelUpdateHead",)) for parent in parents)  # K-Net attends over kernels
         decoder = any(kind.__name__.startswith("DetrTransformerDecoder") for p in parents for kind in type(p).__mro__)
         asked = Capabilities(
@@ -201,4 +178,4 @@ def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> S
             dropout=module.attn.dropout > 0,
             narrows_keys=any(_host_name(parent, GRID) for parent in parents),
         )
-    return Site(path, module, index, module.num_heads, module.embed_dims // module.num_heads, asked)
+    return Site(path, module, module.num_heads, module.embed_dims // module.num_heads, asked)

@@ -10,18 +10,15 @@ the fused kernel too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
-from mmengine.utils import deprecated_api_warning
 from mmseg.models.backbones.beit import BEiTAttention as HostBEiTAttention
 from mmseg.models.backbones.mae import MAEAttention as HostMAEAttention
 from mmseg.models.backbones.mit import EfficientMultiheadAttention as HostEfficientMultiheadAttention
 from mmseg.models.backbones.swin import WindowMSA as HostWindowMSA
-from mmseg.models.utils import nchw_to_nlc, nlc_to_nchw
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
@@ -41,20 +38,8 @@ def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
             yield part
 
 
-class Wrapping:
-    """Base of the modules that hold torch.nn.MultiheadAttention as `attn`."""
-
-    @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> Any:
-        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
-        made = shallow_copy(host, cls)
-        made.attn = TorchMultiheadAttention.from_torch(host.attn, config, fresh=fresh)
-        made.attn.batch_first = host.batch_first
-        return made
-
-
-class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc]
-    """For mmcv's MultiheadAttention, of which ViT, Segmenter's head, K-Net and mmdetection's decoders are made.
+class Attention(TorchMultiheadAttention):
+    """The drop-in as mmcv calls it: without `need_weights`, though it never reads the weights.
 
     Attributes:
         class_tokens: tokens off the grid at the end of the sequence, as Segmenter's head has them; for aft-conv.
@@ -62,7 +47,38 @@ class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc
 
     class_tokens: int = 0
 
-    @deprecated_api_warning({"residual": "identity"}, cls_name="MultiheadAttention")
+    def forward(  # type: ignore[override]  # mmcv gives no other arguments
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend as `quest_core.MultiheadAttention.forward`, and return no weights."""
+        axis = 1 if self.batch_first else 0
+        if self.class_tokens:  # aft-conv requires the tokens off the grid first
+            query = key = value = query.roll(self.class_tokens, axis)
+        out, _ = super().forward(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)
+        return out.roll(-self.class_tokens, axis) if self.class_tokens else out, None
+
+
+class Wrapping:
+    """Base of the modules that hold torch.nn.MultiheadAttention as `attn`."""
+
+    @classmethod
+    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> Any:
+        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
+        made = shallow_copy(host, cls)
+        made.attn = Attention.from_torch(host.attn, config, fresh=fresh)
+        # mmcv swaps tokens and batch around its `attn`, which hides from it that queries and keys are one tensor.
+        made.attn.batch_first, made.batch_first = host.batch_first or host.attn.batch_first, False
+        return made
+
+
+class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc]
+    """For mmcv's MultiheadAttention, of which ViT, Segmenter's head, K-Net and mmdetection's decoders are made."""
+
     def forward(
         self,
         query: Tensor,
@@ -71,46 +87,24 @@ class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc
         identity: Tensor | None = None,
         query_pos: Tensor | None = None,
         key_pos: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        **_: Any,  # mmcv's transformer layers pass every attention the arguments of all
+        **options: Any,
     ) -> Tensor:
-        """identity + attention(query + query_pos, key + key_pos, value); defaults, masks and shapes are mmcv's.
+        """identity + attention(query + query_pos, key + key_pos, value), by mmcv's own forward.
+
+        In self-attention, `query` and `key` stay one tensor if both have the same position added.
 
         Args:
             query: [B, N, E], or [N, B, E] without `batch_first`.
             key, value: [B, M, E] or [M, B, E]; the query and the key by default.
-            attn_mask: [N, M] or [B·H, N, M], True = may not attend, or additive.
-            key_padding_mask: [B, M], True = padding.
+            options: `attn_mask` ([N, M] or [B·H, N, M], True = may not attend, or additive), `key_padding_mask`
+                ([B, M], True = padding), and what mmcv's transformer layers pass to every attention.
         """
-        key = query if key is None else key
-        value = key if value is None else value
-        identity = query if identity is None else identity
-        if key_pos is None and query_pos is not None:
-            if query_pos.shape == key.shape:
-                key_pos = query_pos
-            else:
-                warnings.warn("position encoding of key is missing in MultiheadAttention.", stacklevel=2)
-        together = key is query and key_pos is query_pos
-        query = query if query_pos is None else query + query_pos
-        if together:
-            key = query
-        elif key_pos is not None:
-            key = key + key_pos
-        if self.class_tokens:  # aft-conv requires the tokens off the grid first
-            out = self._attend(self._rolled(query, 1), attn_mask=attn_mask, key_padding_mask=key_padding_mask)
-            out = self._rolled(out, -1)
-        else:
-            out = self._attend(query, key, value, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
-        return identity + self.dropout_layer(self.proj_drop(out))
-
-    def _attend(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **masks: Any) -> Tensor:
-        key = query if key is None else key
-        out: Tensor = self.attn(query, key, key if value is None else value, need_weights=False, **masks)[0]
+        if query_pos is not None and (key is None or key is query) and (key_pos is None or key_pos is query_pos):
+            value = query if value is None else value
+            identity = query if identity is None else identity
+            query, key, query_pos, key_pos = query + query_pos, None, None, None
+        out: Tensor = super().forward(query, key, value, identity, query_pos, key_pos, **options)
         return out
-
-    def _rolled(self, x: Tensor, sign: int) -> Tensor:
-        return x.roll(sign * self.class_tokens, 1 if self.batch_first else 0)
 
 
 class EfficientMultiheadAttention(Wrapping, HostEfficientMultiheadAttention):  # type: ignore[misc]
@@ -118,13 +112,10 @@ class EfficientMultiheadAttention(Wrapping, HostEfficientMultiheadAttention):  #
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """[B, N, E] with N = height · width -> [B, N, E]."""
-        source = x
-        if self.sr_ratio > 1:
-            source = self.norm(nchw_to_nlc(self.sr(nlc_to_nchw(x, hw_shape))))  # [B, N / sr_ratio², E]
         for family in grids(self):
             family.grid = tuple(hw_shape)
-        out = self.attn(x, source, source, need_weights=False)[0]
-        return (x if identity is None else identity) + self.dropout_layer(self.proj_drop(out))
+        out: Tensor = super().forward(x, hw_shape, identity)
+        return out
 
 
 class PackedAttention(HostAttention):

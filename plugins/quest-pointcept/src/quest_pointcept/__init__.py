@@ -17,7 +17,6 @@ import sys
 
 from .adapter import PointceptAdapter as PointceptAdapter
 
-if sys.argv[:1] != [
-    "-m"
-]:  # Python is locating a module to run: `python -m quest_pointcept` copies files, without a host
+# While Python locates a module to run: `python -m quest_pointcept` copies files, without a host.
+if sys.argv[:1] != ["-m"]:
     PointceptAdapter().install()

@@ -11,187 +11,130 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from quest_core.checkpoints import ENTRY, unread
-from quest_core.config import AttentionSpec
-from quest_core.errors import CheckpointError, ConfigError, PluginError
+from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import KEYS, Request
 
-from .layers import SerializedAttention
+from .layers import FLASH
 
+POINTCEPT = [
+    f"pointcept.models.point_transformer_v3.point_transformer_v3{m}" for m in ("m1_base", "m2_sonata", "m3_utonia")
+]
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")  # names in Pointcept's registry
-TORCH_POINTCLOUD_MODELS = {
-    "point_transformer_v3": ("Encoder", "Decoder", "Classification", "Segmentation"),  # after PointTransformerV3
-    "sonata": ("SonataSegmentation",),
-    "concerto": ("ConcertoSegmentation",),
-    "utonia": ("UtoniaSegmentation",),
-}
-TORCH_POINTCLOUD_ATTENTION = "torch_pointcloud.layers.serialized_attention"
-TORCH_POINTCLOUD_CLASSES = ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE")
+TORCH_POINTCLOUD = "torch_pointcloud.layers.serialized_attention"
 
-FLASH = ("enable_flash", "use_flash_attn")  # the hosts' names of the option that asks for flash-attn
-UNFUSED = ("enable_rpe", "upcast_attention", "upcast_softmax", "upcast_attn")  # what they refuse together with it
+MODELS = {
+    **dict.fromkeys(POINTCEPT, ("PointTransformerV3",)),
+    "torch_pointcloud.models.point_transformer_v3": tuple(
+        f"PointTransformerV3{part}" for part in ("Encoder", "Decoder", "Classification", "Segmentation")
+    ),
+    "torch_pointcloud.models.sonata": ("SonataSegmentation",),
+    "torch_pointcloud.models.concerto": ("ConcertoSegmentation",),
+    "torch_pointcloud.models.utonia": ("UtoniaSegmentation",),
+}
+"""Module -> its models whose constructor reads the keys."""
+ATTENTION = {
+    **dict.fromkeys(POINTCEPT, ("SerializedAttention",)),
+    TORCH_POINTCLOUD: ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE"),
+}
+"""Module -> the hosts' own attention in it."""
+
+
+Stock = Callable[..., Any]
 
 
 def install(adapter: Adapter) -> None:
-    """Patch every host that can be imported.
+    """Change every host, each module as soon as it is imported."""
+    patches = adapter.patches
+    for kinds, name, change in (
+        (MODELS, "__init__", functools.partial(build, adapter)),
+        (ATTENTION, "_load_from_state_dict", refuse_others),
+        ({"pointcept.utils.config": ("Config",)}, "__init__", check_when_filled),
+        ({"pointcept.utils.config": ("Config",)}, "merge_from_dict", check_when_filled),
+    ):
+        for module, classes in kinds.items():
+            for kind in classes:
+                patches.around(f"{module}:{kind}", name, change)
+    patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
+    if importlib.util.find_spec("torch_pointcloud"):
+        for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
+            loader = functools.partial(load_attention_first, adapter)
+            patches.around(importlib.import_module(module), "load_state_dict", loader)
 
-    Raises:
-        PluginError: no host is installed, or the installed one cannot be used.
-    """
-    pointcept, torch_pointcloud = (importlib.util.find_spec(name) for name in ("pointcept", "torch_pointcloud"))
-    require_host(adapter.name)
-    if pointcept:
-        _install_pointcept(adapter)
-    if torch_pointcloud:
-        _install_torch_pointcloud(adapter)
 
+def _change_processes_and_logs(adapter: Adapter) -> None:
+    from pointcept.utils.config import Config
 
-def _install_pointcept(adapter: Adapter) -> None:
-    try:
-        from pointcept.models.builder import MODELS
-        from pointcept.utils.config import Config
-
-        importlib.import_module("pointcept.models")  # fills the registry
-    except ImportError as error:
-        raise PluginError(
-            f"Pointcept cannot be imported: {error}; install the requirements of its README, or remove its checkout "
-            "from PYTHONPATH"
-        ) from error
-    for model in filter(None, map(MODELS.get, POINTCEPT_MODELS)):  # an older checkout has fewer
-        accept(model, adapter)
-        attention = importlib.import_module(model.__module__).SerializedAttention
-        adapter.patches.wrap(attention, "_load_from_state_dict", guarded)
-    for name in ("__init__", "merge_from_dict"):
-        adapter.patches.wrap(Config, name, functools.partial(checked, MODELS))
     adapter.patches.put(Config, "__reduce__", reduce)
     adapter.forward_notices(lambda: logging.getLogger("pointcept"))  # which does not propagate to the root logger
-
-
-def _install_torch_pointcloud(adapter: Adapter) -> None:
-    for module, names in TORCH_POINTCLOUD_MODELS.items():
-        models = importlib.import_module(f"torch_pointcloud.models.{module}")
-        for name in names:
-            accept(getattr(models, name, None) or getattr(models, f"PointTransformerV3{name}"), adapter)
-    layers = importlib.import_module(TORCH_POINTCLOUD_ATTENTION)
-    stock = tuple(getattr(layers, name) for name in TORCH_POINTCLOUD_CLASSES)
-    for kind in stock:
-        adapter.patches.wrap(kind, "_load_from_state_dict", guarded)
-    for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
-        wrapper = functools.partial(fitting, stock)
-        adapter.patches.wrap(importlib.import_module(module), "load_state_dict", wrapper)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def accept(model: type[Any], adapter: Adapter) -> None:
-    """Let the constructor of a model class take `attention`, `attention_from` and `allow_partial`."""
-    signature = inspect.signature(model.__init__)
-    (flash,) = [name for name in FLASH if name in signature.parameters]
+def build(adapter: Adapter, stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
+    """Build a stock model, then replace its attention if `options` ask for another one.
 
-    def make(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def __init__(
-            self: Any,
-            *arguments: Any,
-            attention: AttentionSpec | None = None,
-            attention_from: AttentionSpec | None = None,
-            allow_partial: bool = False,
-            **options: Any,
-        ) -> None:
-            values = (attention, attention_from, allow_partial)
-            request = Request.read(dict(zip(KEYS, values, strict=True)), model.__name__)
-            if request is None:
-                stock(self, *arguments, **options)
-                return
-            given = signature.bind(self, *arguments, **options)
-            given.apply_defaults()
-            packed = bool(given.arguments[flash])
-            if packed:
-                asked = [f"{name}=True" for name in UNFUSED if given.arguments.get(name)]
-                asked += ["attn_kind='rpe'"] if given.arguments.get("attn_kind") == "rpe" else []
-                if asked:
-                    raise ConfigError(
-                        f"{model.__name__}: {asked[0]} needs {flash}=False, because it has no fused kernel"
-                    )
-                given.arguments[flash] = False  # flash-attn is not required, because the attention is replaced
-            stock(*given.args, **given.kwargs)
-            if packed:
-                for site in adapter.sites(self):
-                    setattr(site.module, flash, True)
-            request.apply(self, adapter)
-
-        own = inspect.signature(__init__, follow_wrapped=False).parameters
-        both = [*signature.parameters.values(), *(own[key] for key in KEYS)]
-        __init__.__signature__ = signature.replace(parameters=sorted(both, key=lambda p: p.kind))  # type: ignore[attr-defined]
-        return __init__
-
-    adapter.patches.wrap(model, "__init__", make)
+    flash-attn is not required, because the attention is replaced, so the stock model is built without it.
+    """
+    request = Request.read(options, type(self).__name__)
+    options = {name: value for name, value in options.items() if name not in KEYS}
+    if request is None:
+        return stock(self, *arguments, **options)
+    given = inspect.signature(stock).bind(self, *arguments, **options)
+    given.apply_defaults()
+    (flash,) = [name for name in FLASH if name in given.arguments]
+    packed, given.arguments[flash] = given.arguments[flash], False
+    stock(*given.args, **given.kwargs)
+    for site in adapter.sites(self):
+        setattr(site.module, flash, packed)
+    request.apply(self, adapter)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def guarded(stock: Any) -> Any:
-    """Wrap the loading of a host's own attention, which then refuses weights of another attention."""
-
-    @functools.wraps(stock)
-    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
-        if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
-            errors.append(unread(key, state_dict[key], "the host"))
-        stock(self, state_dict, prefix, *arguments)
-
-    return _load_from_state_dict
+def refuse_others(stock: Stock, self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+    """Load a host's own attention, but refuse weights of another attention."""
+    key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
+    if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
+        errors.append(unread(key, state_dict[key], "the host"))
+    stock(self, state_dict, prefix, *arguments)
 
 
-def fitting(hosts: tuple[type[nn.Module], ...], stock: Any) -> Any:
-    """Wrap torch-pointcloud's `load_state_dict`, which drops every key and shape that the model does not have.
+def load_attention_first(
+    adapter: Adapter, stock: Stock, model: nn.Module, weights: Mapping[str, Any], source: str, *others: Any, **more: Any
+) -> None:
+    """Load a checkpoint as torch-pointcloud does, which drops every key and shape that the model does not have.
 
-    Each attention first reads its own weights: it compares the attention, and pools key/value heads if it has fewer.
-
-    Args:
-        hosts: the classes of the host's own attention.
-        stock: the host's function.
+    PyTorch loads the attention before that: it is compared, and key/value heads are pooled if the model has fewer.
     """
-
-    @functools.wraps(stock)
-    def load_state_dict(
-        model: nn.Module, state_dict: Mapping[str, Any], source: str, *arguments: Any, **options: Any
-    ) -> None:
-        weights, missing, errors = dict(state_dict), list[str](), list[str]()  # `missing` is shared: one warning
-        for path, module in model.named_modules():
-            parts = [(path, module)] if isinstance(module, hosts) else []
-            if isinstance(module, SerializedAttention):
-                parts = list(module.named_modules(prefix=path))
-            for name, part in parts:
-                part._load_from_state_dict(weights, f"{name}." if name else "", {}, False, missing, [], errors)
-        if errors:
-            raise CheckpointError(f"{source}: {errors[0]}")
-        stock(model, weights, source, *arguments, **options)
-
-    return load_state_dict
+    sites = tuple(f"{site.path}." if site.path else "" for site in adapter.sites(model))
+    attention = {name: x for name, x in weights.items() if name.startswith(sites)}
+    try:
+        model.load_state_dict(attention, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    loaded = {name: x for name, x in model.state_dict().items() if name in attention or ".mechanism." in name}
+    rest = {name: x for name, x in weights.items() if name not in attention}
+    stock(model, rest | loaded, source, *others, **more)
 
 
-# --- Pointcept's Config -------------------------------------------------------------------------------------
+# --- Pointcept's Config ---------------------------------------------------------------------------------------------
 
 
-def checked(models: Any, stock: Any) -> Any:
-    """Wrap a method that fills a Config, which then refuses a wrong `attention` before a run's files are written."""
+def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
+    """Fill a Config, and refuse a wrong `attention` before a run's files are written."""
+    from pointcept.models.builder import MODELS as registry
 
-    @functools.wraps(stock)
-    def fill(self: Any, *arguments: Any, **options: Any) -> None:
-        stock(self, *arguments, **options)
-        check(self._cfg_dict, models)
-
-    return fill
+    stock(self, *arguments, **options)
+    check(self._cfg_dict, registry)
 
 
 def check(config: Mapping[str, Any], models: Any) -> None:

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
+from quest_core.hosts.adapter import Site
 from quest_core.hosts.replacement import HostAttention
-from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.projections import Packed
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
 from .layout import Patches, counts_of, patches_of
+
+FLASH = ("enable_flash", "use_flash_attn")
+"""The hosts' names of the option that asks for flash-attn."""
 
 
 class SerializedAttention(HostAttention):
@@ -42,31 +45,24 @@ class SerializedAttention(HostAttention):
     projections = Packed("qkv")
 
     @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, fresh: bool) -> SerializedAttention:
-        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
-        heads = host.num_heads
-        made: Any = cls.adopt(
-            host, config, num_heads=heads, head_dim=host.channels // heads, standard_scale=host.scale, fresh=fresh
-        )
-        made.head_dim = made.head_sizes.head_dim
+    def from_host(cls, site: Site, config: AttentionConfig) -> SerializedAttention:
+        """Return a module with the attributes, sub-modules and parameters of the host's, which is not changed."""
+        host: Any = site.module
+        sizes = {"num_heads": site.num_heads, "head_dim": site.head_dim}
+        made: Any = cls.adopt(host, config, **sizes, standard_scale=host.scale, fresh=site.fresh)
         made.patch_size = getattr(host, "patch_size_max", host.patch_size)
-        made.upcast = any(getattr(host, name, False) for name in ("upcast", "upcast_attention", "upcast_attn"))
-        made.attn_drop, made.proj_drop = _dropout(host.attn_drop), _dropout(host.proj_drop)
+        made.upcast = any(getattr(host, name, False) for name in ("upcast_attention", "upcast_attn"))
         made.rpe, made.rope = getattr(host, "rpe", None), getattr(host, "rope", None)
-        made.flash_dtype = made._flash_dtype()
-        made.packed = made.flash_dtype is not None
+        half = torch.float16 if hasattr(host, "use_flash_attn") and made.rope is None else torch.bfloat16
+        made.flash_dtype = half if any(getattr(host, name, False) for name in FLASH) else None
+        # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
+        # to the smallest cloud of the batch.
+        ordered = hasattr(host, "enable_flash") and any(part.ordered for part in config.specs())
+        made.packed = ordered or made.flash_dtype is not None
         # A frozen encoder stays frozen, also where the mechanism learns.
         made.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
         made.chained = any(part.chained for part in config.specs())
         return made.train(host.training)  # type: ignore[no-any-return]
-
-    def _flash_dtype(self) -> torch.dtype | None:
-        raise NotImplementedError
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"
-
-    # --- attending -------------------------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -91,18 +87,20 @@ class SerializedAttention(HostAttention):
         Returns:
             [N, C].
         """
+        if self.chained and patches.size is None:
+            patches = patches.padded
         take = patches.slots if order is None else order[patches.slots]  # [S]: the point in each slot
         give = patches.rows if inverse is None else patches.rows[inverse]  # [N]: the slot of each point
         qkv = self.qkv(x)[take]  # [S, rows]
-        q, k, v = qkv.split(self.head_sizes.widths, dim=1)
-        q = q.unflatten(1, (self.num_heads, self.head_dim))  # [S, H, D]
-        k = k.unflatten(1, (self.kv_heads, self.head_sizes.key_dim))  # [S, G, D]
-        v = v.unflatten(1, (self.kv_heads, self.head_dim))  # [S, G, D]
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        # q [S, H, D], k [S, G, Dk], v [S, G, D]
+        q, k, v = (
+            part.unflatten(1, (n, -1)) for part, n in zip(qkv.split(self.head_sizes.widths, 1), heads, strict=True)
+        )
         if self.rope is not None:
-            assert coord is not None
-            q, k = self.rope(q, k, coord[take])
+            q, k = self.rope(q, k, coord[take])  # type: ignore[index]
             v = v.to(q.dtype)  # the angles are float32, whatever the features are
-        dropout_p = self.attn_drop.p if self.training else 0.0
+        dropout_p = rate(self.attn_drop) if self.training else 0.0
         with self._precision(q), self._arranged(take, give, patches):
             if self.upcast:
                 q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
@@ -119,8 +117,8 @@ class SerializedAttention(HostAttention):
                 else:
                     out = self.mechanism(q, k, v, attn_mask=mask)
                 out = out.transpose(1, 2).flatten(0, 1)  # [S, H, D]
-        attended: Tensor = self.proj_drop(self.proj(out.flatten(1).to(qkv.dtype)[give]))
-        return attended
+        attended: Tensor = self.proj(out.flatten(1).to(qkv.dtype)[give])
+        return nn.functional.dropout(attended, rate(self.proj_drop), self.training)
 
     def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
         """The type to attend in: float32 where the host upcasts, the host's half where flash kernels run.
@@ -139,17 +137,16 @@ class SerializedAttention(HostAttention):
         """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
         if not self.chained:
             return nullcontext()
-        size, score = patches.size, self.mechanism.score
-        assert isinstance(score, Elliptical)
+        score: Any = self.mechanism.score  # Elliptical
         return score.arranged(
             to_tokens=lambda values: values.transpose(1, 2).flatten(0, 1)[give],  # [P, G, K, D] -> [N, G, D]
-            from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, size)).transpose(1, 2),
+            from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, patches.size)).transpose(1, 2),
         )
 
 
-def _dropout(given: nn.Module | float) -> nn.Dropout:
-    """Hosts keep a dropout as a module or as its probability."""
-    return given if isinstance(given, nn.Dropout) else nn.Dropout(float(given))  # type: ignore[arg-type]
+def rate(dropout: Any) -> float:
+    """Return the probability of a dropout, which hosts keep as a module or as this number."""
+    return float(getattr(dropout, "p", dropout))
 
 
 class PointAttention(SerializedAttention):
@@ -160,38 +157,18 @@ class PointAttention(SerializedAttention):
         shift_coords, jitter_coords, rescale_coords: how PT-v3m3 augments rotary positions while training.
     """
 
-    @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, fresh: bool) -> SerializedAttention:
-        """As SerializedAttention's."""
-        made: Any = super().from_host(host, config, fresh)
-        # A learned position means something only while a patch has its size; without flash the host's patches shrink
-        # to the smallest cloud of the batch.
-        made.packed = made.packed or any(part.ordered for part in config.specs())
-        return made  # type: ignore[no-any-return]
-
-    def _flash_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.enable_flash else None
-
     def forward(self, point: Any) -> Any:
         """Attend to the features of a Point [N, C], in place; returns it."""
         size = self.patch_size if self.packed else min(self.patch_size, *counts_of(point))
         patches = patches_of(point, size)
-        if self.chained and patches.size is None:
-            patches = patches.padded
         order, inverse = point["serialized_order"][self.order_index], point["serialized_inverse"][self.order_index]
-        bias = None if self.rpe is None else self.rpe(self._relative(point, order, patches))
+        bias = None
+        if self.rpe is not None:
+            grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, size))  # [P, K, 3]
+            bias = self.rpe(grid[:, :, None] - grid[:, None])
         coord = None if self.rope is None else self._augmented(point["coord"])
         point.feat = self.attend(point.feat, patches, order, inverse, coord=coord, bias=bias)
         return point
-
-    def _relative(self, point: Any, order: Tensor, patches: Patches) -> Tensor:
-        """Differences of grid coordinates inside patches, [P, K, K, 3]; kept with the points for the other blocks."""
-        key = f"quest_relative_{patches.size}_{self.order_index}"
-        if key not in point:
-            grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, patches.size))  # [P, K, 3]
-            point[key] = grid[:, :, None] - grid[:, None]
-        relative: Tensor = point[key]
-        return relative
 
     def _augmented(self, coord: Tensor) -> Tensor:
         """Coordinates [N, 3] for rotary positions: in training shifted, stretched and scaled as the host does."""
@@ -213,10 +190,6 @@ class PointAttention(SerializedAttention):
 class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
 
-    def _flash_dtype(self) -> torch.dtype | None:
-        half = torch.float16 if self.rope is None else torch.bfloat16
-        return half if self.use_flash_attn else None
-
     def patch_layout(self, batch: Tensor) -> MutableMapping[str, Any]:
         """torch-pointcloud's layout of its points, which the first block of a stage makes for all of them.
 
@@ -225,9 +198,7 @@ class TensorAttention(SerializedAttention):
         """
         from torch_pointcloud.layers.serialized_attention import patch_layout
 
-        mode = "above" if self.packed else "all"  # without flash the host fills small clouds up to a patch, too
-        layout: MutableMapping[str, Any] = patch_layout(batch, self.patch_size, mode)
-        return layout
+        return patch_layout(batch, self.patch_size, self.pad_mode)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -248,10 +219,10 @@ class TensorAttention(SerializedAttention):
             raise InputError("attn_kind='rope' turns queries and keys by position: pass pos [N, 3] to the model")
         layout = self.patch_layout(batch) if patch_layout is None else patch_layout
         if "patches" not in layout:
-            layout["patches"] = self._patches(layout)
+            plan = PackingPlan.from_cu_seqlens(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
+            size = None if self.packed else self.patch_size
+            layout["patches"] = Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)
         patches: Patches = layout["patches"]
-        if self.chained and patches.size is None:
-            patches = patches.padded
         bias = None
         if self.rpe is not None:
             if pos_grid is None:
@@ -259,8 +230,3 @@ class TensorAttention(SerializedAttention):
             take = patches.slots if serialized_order is None else serialized_order[patches.slots]
             bias = self.rpe(pos_grid[take].unflatten(0, (-1, self.patch_size)))
         return self.attend(x, patches, serialized_order, serialized_inverse, coord=pos, bias=bias)
-
-    def _patches(self, layout: MutableMapping[str, Any]) -> Patches:
-        plan = PackingPlan.from_cu_seqlens(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
-        size = None if self.packed else self.patch_size
-        return Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)

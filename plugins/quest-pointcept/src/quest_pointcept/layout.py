@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest_core.errors import InputError
 from quest_core.tools.packing import PackingPlan
 
 
@@ -57,14 +56,9 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
     """Cut clouds into patches of `patch_size` points; a cloud with fewer is one shorter patch.
 
     Args:
-        counts: points of each cloud.
+        counts: points of each cloud, at least one.
         patch_size: K.
-
-    Raises:
-        InputError: a cloud has no points, or K is below 1.
     """
-    if patch_size < 1 or min(counts, default=0) < 1:
-        raise InputError(f"patch_size is {patch_size} and the clouds have {list(counts)} points; all are at least 1")
     slots: list[Tensor] = []
     rows: list[Tensor] = []
     bounds = [0]
@@ -84,7 +78,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
     return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
 
 
-def counts_of(point: Any) -> list[int]:
+def counts_of(point: Any) -> tuple[int, ...]:
     """Return the points of each cloud of a Pointcept `Point`, without empty clouds.
 
     The counts are copied from the device once for each set of points.
@@ -92,16 +86,8 @@ def counts_of(point: Any) -> list[int]:
     key = "quest_counts"
     if key not in point:
         every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()
-        point[key] = Counts([count for count in every if count])
-    counts: list[int] = point[key].values
-    return counts
-
-
-@dataclass(frozen=True)
-class Counts:
-    """A list that a Point keeps; a Point rebuilds plain lists and mappings in it when it is copied."""
-
-    values: list[int]
+        point[key] = tuple(count for count in every if count)
+    return point[key]
 
 
 def patches_of(point: Any, patch_size: int) -> Patches:
@@ -113,5 +99,4 @@ def patches_of(point: Any, patch_size: int) -> Patches:
     key = f"quest_patches_{patch_size}"
     if key not in point:
         point[key] = lay_out(counts_of(point), patch_size, point["offset"].device)
-    patches: Patches = point[key]
-    return patches
+    return point[key]

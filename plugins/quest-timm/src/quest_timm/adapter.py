@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 from quest_core.hosts.injection import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 
@@ -52,20 +50,16 @@ class TimmAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        index = 0
         for path, module in model.named_modules():
             made, call = _replacement(module), _call(path, module)
             if made is not None and call is None:
                 heads = module.num_heads
                 dropout = module.attn_drop.p > 0
                 width = round(module.scale**-2)
-                yield Site(path, module, index, heads, width, Capabilities(cross=made.cross, dropout=dropout))
+                yield Site(path, module, heads, width, Capabilities(cross=made.cross, dropout=dropout))
             elif call is not None:
                 asked = Capabilities(cross=call.cross, dropout=call.dropout)
-                yield Site(path, module, index, call.heads, call.head_dim, asked)
-            else:
-                continue
-            index += 1
+                yield Site(path, module, call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
@@ -109,67 +103,44 @@ class TimmAdapter(Adapter):
             )
         super().scale_queries(module, factor)
 
-    def install(self) -> None:
-        """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`.
-
-        Raises:
-            PluginError: timm is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
         from timm.models import _builder
 
-        stock = _builder.build_model_with_cfg
-        ours = functools.wraps(stock)(_accepting(stock, self))
-        if (id(_builder), "build_model_with_cfg") in {(id(owner), name) for owner, name, _ in self.patches}:
-            return
-        for module in _holders(stock):
-            self.patches.put(module, "build_model_with_cfg", ours)
-
-    def uninstall(self) -> None:
-        """Undo `install`, also in modules that have imported the wrapped function since."""
-        from timm.models import _builder
-
-        ours = _builder.build_model_with_cfg
-        stock = getattr(ours, "__wrapped__", ours)
-        for module in _holders(ours):
-            module.build_model_with_cfg = stock
-        super().uninstall()
+        change = functools.partial(_build_with_attention, self)
+        self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
 
 
-def _accepting(stock: Callable[..., Any], adapter: TimmAdapter) -> Callable[..., Any]:
-    """Return build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
+def _build_with_attention(
+    adapter: TimmAdapter,
+    stock: Callable[..., Any],
+    model_cls: Callable[..., nn.Module],
+    variant: str,
+    pretrained: bool,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Run build_model_with_cfg with `attention`: the model is injected before weights are loaded."""
+    request = Request.read(options, variant)
+    options = {name: value for name, value in options.items() if name not in KEYS}
+    if request is None:
+        return stock(model_cls, variant, pretrained, *arguments, **options)
+    if pretrained and request.attention.starts:
+        raise ConfigError(
+            f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
+            "loads trained ones; leave the option or pretrained out"
+        )
+    reports = []
 
-    def build_model_with_cfg(
-        model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, *arguments: Any, **options: Any
-    ) -> Any:
-        request = Request.read(options, variant)
-        options = {name: value for name, value in options.items() if name not in KEYS}
-        if request is None:
-            return stock(model_cls, variant, pretrained, *arguments, **options)
-        if pretrained and request.attention.starts:
-            raise ConfigError(
-                f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
-                "loads trained ones; leave the option or pretrained out"
-            )
-        reports = []
+    def injected(*given: Any, **named: Any) -> nn.Module:
+        model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
+        reports.append(report)
+        return model
 
-        def injected(*given: Any, **named: Any) -> nn.Module:
-            model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
-            reports.append(report)
-            return model
-
-        made = stock(injected, variant, pretrained, *arguments, **options)
-        setattr(made, REPORT, reports[0])  # features_only has wrapped the model
-        reports[0].announce()
-        return made
-
-    return build_model_with_cfg
-
-
-def _holders(value: Any) -> list[Any]:
-    """Return the modules that have `value` as their build_model_with_cfg."""
-    name = "build_model_with_cfg"
-    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is value]
+    made = stock(injected, variant, pretrained, *arguments, **options)
+    setattr(made, REPORT, reports[0])  # features_only has wrapped the model
+    reports[0].announce()
+    return made
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

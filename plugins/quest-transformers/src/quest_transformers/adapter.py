@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.discovery import require_host
 from quest_core.projections import Projected
 
 from . import surfaces
@@ -28,9 +27,9 @@ class TransformersAdapter(Adapter):
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
         found = ((path, module) for path, module in model.named_modules() if is_attention(module))
-        for index, (path, module) in enumerate(found):
+        for path, module in found:
             anatomy = examine(module)
-            yield Site(path, module, index, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
+            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""
@@ -103,13 +102,8 @@ class TransformersAdapter(Adapter):
                 queries = parameter[..., : len(rows)]
                 queries.copy_(queries.double() * rows.to(parameter.device))
 
-    def install(self) -> None:
-        """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints.
-
-        Raises:
-            PluginError: transformers is not installed or of a version that this plugin does not support.
-        """
-        require_host(self.name)
+    def change_host(self) -> None:
+        """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints."""
         surfaces.install(self, self.patches)
 
     def only(

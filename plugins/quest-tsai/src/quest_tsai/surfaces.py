@@ -1,11 +1,10 @@
-"""Wrappers of tsai's classes and functions, which read `attention` and compare it with a checkpoint's.
+"""What runs in place of tsai's functions, reads `attention` and compares it with a checkpoint's.
 
-`TsaiAdapter.install` puts them in place.
+`TsaiAdapter` puts it in place.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +16,10 @@ from quest_core.checkpoints import ENTRY, refuse_unread
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.injection import KEYS, Request
-from quest_core.hosts.torch import MultiheadAttention as TorchAttention
 from quest_core.hosts.torch import TorchAdapter
+from quest_core.projections import Projected
 
 from .info import INFO
-from .layers import Replacement
 
 
 def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
@@ -36,22 +34,21 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
         UnsupportedError: the architecture has no attention that could be replaced.
     """
     built = isinstance(architecture, nn.Module)
-    name = type(architecture).__name__ if built else getattr(architecture, "__name__", repr(architecture))
+    kind = type(architecture) if built else architecture
+    name = getattr(kind, "__name__", repr(kind))
     known = set() if built else inspect.signature(architecture).parameters.keys()
     if "attention" in known:  # a user's own architecture, which reads it itself
         return None
     # Many architectures swallow options that they do not know.
     request = Request.read(options, name, options.keys() - known)
-    if request is None:
-        return None
-    if built:
+    if request is not None and built:
         raise ConfigError(
             f"attention='{request.attention}' cannot change {name}, a model that is built already; give attention to "
             f"the class of the model, or call quest_core.inject(model, '{request.attention}') before the learner is "
             "made"
         )
-    kinds = {kind.__name__ for kind in getattr(architecture, "__mro__", ())}
-    if getattr(architecture, "__module__", "").startswith("tsai.") and not kinds & {*INFO["architectures"]}:
+    names = {base.__name__ for base in getattr(kind, "__mro__", ())}
+    if request is not None and kind.__module__.startswith("tsai.") and names.isdisjoint(INFO["architectures"]):
         raise UnsupportedError(
             f"attention='{request.attention}' cannot be used in {name}: it has no attention that could be replaced. "
             f"Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
@@ -59,96 +56,76 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
     return request
 
 
-def accept(architecture: type[Any], adapter: Adapter) -> Callable[[Any], Any]:
-    """Return a wrapper of `architecture.__init__` that builds the stock model, then injects."""
-
-    def make(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-            request = choose(architecture, options)
-            stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
-            if request is not None:
-                request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
-
-        return __init__
-
-    return make
+def accept(
+    architecture: type[Any], adapter: Adapter, stock: Callable[..., None], self: Any, /, *arguments: Any, **options: Any
+) -> None:
+    """Run `architecture.__init__`: build the stock model, then inject."""
+    request = choose(architecture, options)
+    stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
+    if request is not None:
+        request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
 
 
-def read_early(stock: Any) -> Any:
-    """Wrap a function or `__init__` that makes a learner: refuse what cannot be before the data is prepared."""
-    names = stock.__code__.co_varnames[: stock.__code__.co_argcount]
-    passes_on = bool(stock.__code__.co_flags & inspect.CO_VARKEYWORDS)
+def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Run a function or `__init__` that makes a learner; refuse what cannot be before the data is prepared."""
+    from tsai.learner import get_arch
+    from tsai.models.utils import build_ts_model
 
-    @functools.wraps(stock)
-    def learner(*arguments: Any, **options: Any) -> Any:
-        from tsai.learner import get_arch
-        from tsai.models.utils import build_ts_model
-
-        given = {**dict(zip(names, arguments, strict=False)), **options}
-        others = options.keys() - {*names} - inspect.signature(build_ts_model).parameters.keys()
-        for option in () if passes_on else sorted(others & {*KEYS}):
-            raise ConfigError(
-                f"{option!r} is an option of the architecture; write arch_config={{{option!r}: {options[option]!r}}}"
-            )
-        asked = {**{option: options[option] for option in others}, **(given.get("arch_config") or {})}
-        arch = given.get("arch")
-        request = choose(get_arch("InceptionTimePlus" if arch is None else arch), asked)
-        made = stock(*arguments, **options)
-        model = (arguments[0] if made is None else made).model
-        if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
-            raise InjectionError(
-                f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
-                "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
-            )
-        return made
-
-    return learner
-
-
-def check_load(stock: Any) -> Any:
-    """Wrap `Learner.load`, which with strict=False ignores the key that names the attention."""
-
-    @functools.wraps(stock)
-    def load(self: Any, *arguments: Any, **options: Any) -> Any:
-        from fastai.torch_core import get_model
-
-        handle = get_model(self.model).register_load_state_dict_pre_hook(
-            lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
+    code = stock.__code__  # its signature is fastai's, which hides **kwargs
+    own, passes_on = code.co_varnames[: code.co_argcount], code.co_flags & inspect.CO_VARKEYWORDS
+    given = {**dict(zip(own, arguments, strict=False)), **options}
+    names = given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
+    for name in () if passes_on else sorted(names & {*KEYS}):
+        raise ConfigError(f"{name!r} is an option of the architecture; write arch_config={{{name!r}: {given[name]!r}}}")
+    arch = "InceptionTimePlus" if given.get("arch") is None else given["arch"]
+    request = choose(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
+    made = stock(*arguments, **options)
+    model = (arguments[0] if made is None else made).model
+    if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
+        raise InjectionError(
+            f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
+            "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
         )
-        try:
-            return stock(self, *arguments, **options)
-        finally:
-            handle.remove()
-
-    return load
+    return made
 
 
-def check_transfer(stock: Any) -> Any:
-    """Wrap `transfer_weights`, which copies tensors by name and so neither compares the attention nor pools heads."""
+def check_load(stock: Callable[..., Any], self: Any, *arguments: Any, **options: Any) -> Any:
+    """Run `Learner.load`, which with strict=False ignores the key that names the attention."""
+    from fastai.torch_core import get_model
 
-    @functools.wraps(stock)
-    def transfer_weights(model: nn.Module, weights_path: Any, device: Any = None, exclude_head: bool = True) -> None:
-        from fastai.torch_core import default_device
+    handle = get_model(self.model).register_load_state_dict_pre_hook(
+        lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
+    )
+    try:
+        return stock(self, *arguments, **options)
+    finally:
+        handle.remove()
 
-        stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-        refuse_unread(model, stored, "tsai")
-        sites = [path for path, module in model.named_modules() if isinstance(module, Replacement | TorchAttention)]
-        if not sites:
-            stock(model, weights_path, device, exclude_head)
-            return
-        own: dict[str, Tensor] = {
-            name: x for name, x in model.state_dict().items() if not (exclude_head and "head" in name)
-        }
-        fits = {
-            name: x
-            for name, x in stored.items()
-            if (name in own and x.shape == own[name].shape) or any(name.startswith(f"{path}.") for path in sites)
-        }
-        if not fits:
-            raise CheckpointError(f"{weights_path} and the model have no weights in common")
-        model.load_state_dict(fits, strict=False)
-        left = [name for name in own if name not in fits and not name.endswith(ENTRY)]
-        print(f"check unmatched_layers: {left}" if left else f"weights from {weights_path} successfully transferred!\n")
 
-    return transfer_weights
+def check_transfer(
+    stock: Callable[..., None],
+    model: nn.Module,
+    weights_path: Any,
+    device: Any = None,
+    exclude_head: bool = True,
+) -> None:
+    """Run `transfer_weights`, which copies tensors by name and so neither compares the attention nor pools heads."""
+    from fastai.torch_core import default_device
+
+    stored = torch.load(weights_path, map_location=default_device() if device is None else device)
+    refuse_unread(model, stored, "tsai")
+    sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
+    if not sites:
+        stock(model, weights_path, device, exclude_head)
+        return
+    own: dict[str, Tensor] = {
+        name: x for name, x in model.state_dict().items() if not (exclude_head and "head" in name)
+    }
+    fits = {
+        name: x for name, x in stored.items() if name.startswith(sites) or (name in own and x.shape == own[name].shape)
+    }
+    if not fits:
+        raise CheckpointError(f"{weights_path} and the model have no weights in common")
+    model.load_state_dict(fits, strict=False)
+    left = [name for name in own if name not in fits and not name.endswith(ENTRY)]
+    print(f"check unmatched_layers: {left}" if left else f"weights from {weights_path} successfully transferred!\n")

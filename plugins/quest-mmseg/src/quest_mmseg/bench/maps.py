@@ -1,8 +1,8 @@
 """Attention maps of a trained model as PNG: one a head and layer, and the rollout through the backbone.
 
-    python -m quest_mmseg.maps config.py checkpoint.pth street.jpg --out maps
-    python -m quest_mmseg.maps config.py checkpoint.pth street.jpg --out maps --at 310,140
-    python -m quest_mmseg.maps config.py checkpoint.pth street.jpg --out maps --class sky
+    python -m quest_mmseg.bench.maps config.py checkpoint.pth street.jpg --out maps
+    python -m quest_mmseg.bench.maps config.py checkpoint.pth street.jpg --out maps --at 310,140
+    python -m quest_mmseg.bench.maps config.py checkpoint.pth street.jpg --out maps --class sky
 
 A map shows the attention of one token: the class token by default, the patch under a pixel with ``--at x,y``, or, in
 Segmenter's head, the embedding of a class with ``--class name``. For models of the VisionTransformer, BEiT and MAE
