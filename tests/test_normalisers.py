@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core.kernels import blocks
-from quest_core.mechanisms import reference
+from quest_core.testing import references as reference
 
 SPECS: list[tuple[str, str, dict[str, float]]] = [
     ("quest+sigmoid", "sigmoid", {}),
