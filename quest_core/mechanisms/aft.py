@@ -22,16 +22,15 @@ from .part import CAUSAL, Option, Part
 
 
 def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, H, M, D], float32 or wider, with the mask [B or 1, M] folded in.
+    """Return keys and values [B, H, M, D], float32 or wider, with the mask [B or 1, M] folded into the keys.
 
-    Hidden keys are −inf and their values 0; an additive mask is added to the keys.
+    Hidden keys are −inf; an additive mask is added.
     """
-    keys, values = widen(k), widen(v)
-    if key_mask is None:
-        return keys, values
-    mask = key_mask[:, None, :, None]
-    keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask
-    return keys, values.masked_fill(keys == -math.inf, 0)
+    keys = widen(k)
+    if key_mask is not None:
+        mask = key_mask[:, None, :, None]
+        keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask
+    return keys, widen(v)
 
 
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
