@@ -149,9 +149,7 @@ class Mechanism(Spelled):
         self.fused = any(part.fused for part in specs)
         self.unit_keys = any(part.unit_keys for part in specs)
         self._learns = any(part.learnable for part in specs)
-        self._no_causal = [
-            f"'{part.name}' cannot be causal: {part.why_not_causal}" for part in specs if not part.causal
-        ]
+        self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
         self._no_dropout = [part.name for part in specs if not part.drops]
         self._mixing = [part.name for part in specs if "tokens" in part.reads]

@@ -15,7 +15,7 @@ from torch import Tensor
 import quest_core
 from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import PARTS, allocate, head_index, key_norms
-from quest_core.mechanisms.reference import attention as reference
+from quest_core.testing.references import attention as reference
 
 KEY_DRIVEN = ("kdgqa", "dgqa")
 

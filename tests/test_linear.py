@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.mechanisms import linear, reference_linear
+from quest_core.mechanisms import linear
+from quest_core.testing import references as reference
 from quest_core.testing import versions
 
 NAMES = [part.name for part in linear.PARTS]
@@ -43,8 +44,8 @@ def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanis
 
 def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if made.config.family == "linear":
-        return reference_linear.linear(q, k, v, **options)
-    return reference_linear.cosine(q, k, v, made.family.stabiliser, **options)
+        return reference.linear(q, k, v, **options)
+    return reference.cosine(q, k, v, made.family.stabiliser, **options)
 
 
 def test_an_additive_mask_multiplies_the_weights() -> None:
@@ -62,7 +63,7 @@ def test_an_additive_mask_multiplies_the_weights() -> None:
         torch.testing.assert_close(torch.cat(steps, 2), truth(made, q, k, v, key_mask=bias, is_causal=True))
     far = bias.float() - 300  # exp of it is 0 in float32, and the ratio is the same
     out = build("linear", 2, 4).float()(q.float(), k.float(), v.float(), attn_mask=far[:, None, None])
-    torch.testing.assert_close(out.double(), reference_linear.linear(q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), reference.linear(q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
 
 
 def as_mask(seen: Tensor | None, additive: bool = False) -> Tensor | None:
@@ -147,7 +148,7 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(name: str, dtype: torch
         weight = weight.tril() if is_causal else weight
         plain = weight / weight.sum(-1, keepdim=True) @ v
     else:
-        weight = reference_linear.unit(q) @ reference_linear.unit(k).mT
+        weight = reference.unit(q) @ reference.unit(k).mT
         count = torch.arange(1, 201, dtype=dtype)[:, None] if is_causal else torch.tensor(200, dtype=dtype)
         weight = weight.tril() if is_causal else weight
         plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()
@@ -180,14 +181,14 @@ def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
     q, k, v = (x.float() for x in tensors(1, 1, 3, 4, 2))
     out = quest_core.attention(q - 30, k - 30, v, "linear")
-    want = reference_linear.linear(q - 30, k - 30, v).float()
+    want = reference.linear(q - 30, k - 30, v).float()
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
 
 
 def test_sums_in_float16_do_not_overflow() -> None:
     q, k, v = (x.half() for x in tensors(1, 1, 500, 500, 8))
     out = quest_core.attention(q + 20, k + 20, v, "linear", is_causal=True)
-    want = reference_linear.linear(q + 20, k + 20, v, is_causal=True)
+    want = reference.linear(q + 20, k + 20, v, is_causal=True)
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import quest_core
 from quest_core.kernels import unit
-from quest_core.mechanisms import reference
 from quest_core.mechanisms.scores import PARTS
+from quest_core.testing import references as reference
 from quest_core.testing import versions
 
 SCORES = [part.name for part in PARTS]

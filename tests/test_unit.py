@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quest_core.kernels import unit
-from quest_core.mechanisms import reference
+from quest_core.testing import references as reference
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import quest_core
 from quest_core import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.universal import Routed, restore
-from quest_core.mechanisms import reference
+from quest_core.testing import references as reference
 
 # --- models as their authors write them -------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def rows(part: Part) -> list[str]:
 def refusals(part: Part) -> list[str]:
     """Return what a mechanism refuses, each in a few words."""
     return [
-        words + (f" ({part.why_not_causal})" if name == "causal" else "")
+        words + (f" ({part.causal_reason})" if name == "causal" else "")
         for name, value, words in REFUSALS
         if getattr(part, name) == value
     ]

@@ -180,7 +180,7 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Why a mechanism cannot give what a site asks, or None when it can."""
     for part in config.specs():
         for needs, gives, why in (
-            (asked.causal, part.causal, f"it cannot be causal ({part.why_not_causal})"),
+            (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),
             (asked.weights, part.weights, "the host reads attention weights and it has none"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -48,8 +49,8 @@ def in_blocks(
     *,
     is_causal: bool = False,
     random: bool = False,
-) -> list[Tensor]:
-    """Return formula(q, k, v, mask) of each block of queries.
+) -> Tensor:
+    """Return formula(q, k, v, mask) of every block of queries, joined along axis 2.
 
     Args:
         formula: what a block gives; where it draws random numbers say `random`.
@@ -60,7 +61,7 @@ def in_blocks(
     n, m = q.shape[2], k.shape[2]
     step = block_rows(n, q.shape[0] * q.shape[1] * m)
     if step is None:
-        return [formula(q, k, v, mask)]
+        return formula(q, k, v, mask)
     dtypes, found, stop = (k.dtype, v.dtype), [], 0
 
     def narrow(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -74,4 +75,4 @@ def in_blocks(
         seen = slice(max(stop + m - n, 0) if is_causal else m)
         part = part if part is None or part.shape[-1] == 1 else part[..., seen]
         found.append(recomputed(narrow, rows, k[:, :, seen], v[:, :, seen], part, random=random))
-    return found
+    return torch.cat(found, 2)

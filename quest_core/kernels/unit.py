@@ -1,6 +1,6 @@
 """Unit vectors, x / ‖x‖₂ over the last axis: the whole cost of QUEST beside the attention itself.
 
-Reference: :func:`quest_core.mechanisms.reference.unit`.
+Reference: :func:`quest_core.testing.references.unit`.
 """
 
 from __future__ import annotations

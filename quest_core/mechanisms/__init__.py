@@ -1,7 +1,4 @@
-"""The formulas, one family a file, beside `reference`: the slow float64 truth of every mechanism.
-
-What an author of a mechanism needs is here too; see docs/writing-a-mechanism.md.
-"""
+"""The formulas, one family a file, and what an author of a mechanism needs; see docs/writing-a-mechanism.md."""
 
 from torch import Tensor as Tensor
 
@@ -16,11 +13,11 @@ from .base import Normaliser as Normaliser
 from .base import Score as Score
 from .base import local as local
 from .base import visible_keys as visible_keys
+from .part import CAUSAL as CAUSAL
 from .part import POINTWISE as POINTWISE
 from .part import READS as READS
 from .part import Option as Option
 from .part import Part as Part
-from .reference import visible as visible
 
 PARTS = (
     *scores.PARTS,

@@ -8,7 +8,6 @@ K_t' + w_tt' over t' as weights), [A] equation 2. aft-conv is in `aft_conv`.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +15,28 @@ from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, no_autocast, require_operators, wider
-from . import reference_aft
+from ..kernels.pytorch import no_autocast
 from .aft_ops import aft_biased, finite, refuse_transforms
-from .base import Dims, Family, local
-from .part import Option, Part
+from .base import Dims, Family, local, result_type, widen
+from .part import CAUSAL, Option, Part
 
 
-def widen(x: Tensor) -> Tensor:
-    """`x` in float32, or float64 where it is."""
-    return x.to(wider(x.dtype))
+def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, H, M, D], float32 or wider, with the mask [B or 1, M] folded into the keys.
 
-
-def hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Keys [B, H, M, D] with the mask [B or 1, M] folded in: −inf where hidden, the bias added where additive."""
-    if key_mask is None:
-        return k
-    mask = key_mask[:, None, :, None]
-    return k.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else k + mask
+    Hidden keys are −inf; an additive mask is added.
+    """
+    keys = widen(k)
+    if key_mask is not None:
+        mask = key_mask[:, None, :, None]
+        keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask
+    return keys, widen(v)
 
 
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
-    """σ(q) ⊙ y, or y alone, in the type the caller computes in: q [B, H, N, D], y [B, H, N or 1, D]."""
+    """σ(q) ⊙ y, or y without `query`, in the type the caller computes in: q [B, H, N, D], y [B, H, N or 1, D]."""
     out = torch.sigmoid(q.to(y.dtype)) * y if query else y.expand_as(q)
-    return out.to(autocast_dtype(q.device.type) or q.dtype)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, T, D] -> [T, B·H·D]: no copy for one sample as its projection left it."""
-    return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1)
-
-
-def _heads(rows: Tensor, like: Tensor) -> Tensor:
-    """[N, B·H·D] -> [B, H, N, D] with B, H and D of `like`."""
-    return rows.reshape(rows.shape[0], like.shape[0], like.shape[1], like.shape[3]).permute(1, 2, 0, 3)
+    return out.to(result_type(q))
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -60,111 +47,74 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if q.numel() * k.numel() == 0 else None
 
 
-def _last_queries(y: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Averages of all keys' positions [..., M, C] -> of the queries' [..., N, C].
+def averages(
+    name: str, keys: Tensor, values: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
+) -> Tensor:
+    """Return `aft_biased` of keys and values [B, H, M, D] as [B, H, N, D]; refusals name attention `name`."""
+    refuse_transforms(name)
+    # [T, B·H·D]: no copy for one sample as its projection left it.
+    k, v = (x.permute(2, 0, 1, 3).reshape(x.shape[2], -1) for x in (keys, values))
+    w = [x if x is None else x.to(k.dtype) for x in (left, right)]
+    y: Tensor = aft_biased(k, v, *w, causal, window)[0]  # [N, B·H·D]
+    return y.reshape(y.shape[0], *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3)
 
-    The last query sees every key, and the first N − M queries of too few keys see none.
+
+def merged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the key and the value [B, H, 1, D] of one token that counts as much as all of these.
+
+    The key is log Σ exp(keys), −inf if all are hidden; the value is the weighted average, then 0.
+
+    Args:
+        keys: [B, H, M, D] and values: [B, H, M, D], M > 0, float32 or wider.
     """
-    n, m = q.shape[2], k.shape[2]
-    return functional.pad(y, (0, 0, n - m, 0)) if n > m else y[..., m - n :, :]
+    top = finite(keys.detach().amax(2, keepdim=True))  # [B, H, 1, D]
+    weights = (keys - top).exp()
+    total = weights.sum(2, keepdim=True)
+    hidden = total == 0
+    total = total.masked_fill(hidden, 1)
+    return (top + total.log()).masked_fill(hidden, -math.inf), (weights * values).sum(2, keepdim=True) / total
 
 
-def _running(keys: Tensor, values: Tensor) -> Tensor:
-    """The average up to each token as rows [T, B·H·D]: keys and values [B, H, T, D]."""
-    average: Tensor = aft_biased(_rows(keys), _rows(values), None, None, True, 1)[0]
-    return average
-
-
-Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Several tokens as one: (top, total, weighted), each [B, H, 1, D]. The sum of their weights is exp(top)·total, that of
-the weighted values exp(top)·weighted. A top of −inf means that every token is hidden."""
-
-
-def add_up(keys: Tensor, values: Tensor) -> Sums:
-    """The sums over all tokens: keys and values [B, H, M, D], M > 0, float32 or wider."""
-    if keys.shape[2] == 1:
-        seen = (keys > -math.inf).to(keys.dtype)
-        return keys, seen, values * seen
-    top = keys.detach().amax(2, keepdim=True)  # [B, H, 1, D]
-    weights = (keys - finite(top)).exp_()  # [B, H, M, D]
-    return top, weights.sum(2, keepdim=True), (weights * values).sum(2, keepdim=True)
-
-
-def join(one: Sums, other: Sums) -> Sums:
-    """The sums over the tokens of both, exact whatever their sizes."""
-    top = torch.maximum(one[0], other[0]).detach()
-    base = finite(top)
-    x, y = (one[0] - base).exp_(), (other[0] - base).exp_()
-    return top, one[1] * x + other[1] * y, one[2] * x + other[2] * y
-
-
-def average(sums: Sums) -> Tensor:
-    """[B, H, 1, D]; 0 where every token is hidden."""
-    return sums[2] / torch.where(sums[1] > 0, sums[1], 1)
-
-
-def as_token(sums: Sums) -> tuple[Tensor, Tensor]:
-    """The key and the value [B, H, 1, D] of one token that counts as much as all those."""
-    seen = sums[1] > 0
-    return torch.where(seen, sums[0] + torch.where(seen, sums[1], 1).log(), -math.inf), average(sums)
-
-
-def kept(cache: Cache, name: str) -> Sums | None:
-    """The sums that earlier steps have put into the cache as one tensor [B, H, 3, D]."""
-    if name not in cache:
-        return None
-    top, total, weighted = cache[name].split(1, 2)
-    return top, total, weighted
-
-
-def after(earlier: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of earlier tokens [B, H, P, D] and of new ones [B, H, N, D] -> [B, H, P + N, D]."""
-    return torch.cat([earlier[0], keys], dim=2), torch.cat([earlier[1], values], dim=2)
-
-
-def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Wide keys and values [B, H, M, D] of which nothing hidden is left: −inf and 0."""
-    keys, values = hide(widen(k), key_mask), widen(v)
-    return keys, values if key_mask is None else values.masked_fill(keys == -math.inf, 0)
+def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that a cache holds and then the new ones, [B, H, P + N, D] each."""
+    if "state_k" not in cache:
+        return keys, values
+    return torch.cat([cache["state_k"], keys], 2), torch.cat([cache["state_v"], values], 2)
 
 
 class AttentionFreeSimple(Family):
     """No bias: one weight for a key and feature, whoever asks. [A] equation 5."""
 
     def __init__(self, dims: Dims | None, *, query: bool) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.query = query
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = hide(widen(k), key_mask), widen(v)
+        keys, values = visible(k, v, key_mask)
         if not is_causal:
-            e = (keys - finite(keys.detach().amax(2, keepdim=True))).exp()  # [B, H, M, D]
-            total = e.sum(2, keepdim=True)
-            return gate(q, (e * values).sum(2, keepdim=True) / torch.where(total > 0, total, 1), self.query)
-        refuse_transforms("aft-simple(is_causal=True)")
-        y = _running(keys, values)
-        return gate(q, _heads(_last_queries(y, q, k), v), self.query)
+            return gate(q, merged(keys, values)[1], self.query)
+        y, missing = self._running(keys, values), q.shape[2] - k.shape[2]
+        # The last query sees every key, and the first N − M queries of too few keys see none.
+        return gate(q, functional.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:], self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. The state is the sums over all earlier tokens, three numbers a feature."""
+        """See `Family.decode`. The state is one token that counts as much as all earlier ones."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = visible(k, v, key_mask)
-        sums = add_up(keys, values)
-        before = kept(cache, "sums")
-        if before is not None:
-            sums = join(before, sums)
-        cache["sums"] = torch.cat(sums, dim=2)  # [B, H, 3, D]
-        if q.shape[2] == 1:
-            return gate(q, average(sums), self.query)
-        require_operators("aft-simple")
-        if before is not None:
-            keys, values = after(as_token(before), keys, values)
-        y = _running(keys, values)
-        return gate(q, _heads(y[-q.shape[2] :], v), self.query)
+        keys, values = extended(cache, *visible(k, v, key_mask))
+        last = merged(keys, values)
+        n = q.shape[2]
+        y = last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
+        cache["state_k"], cache["state_v"] = last
+        return gate(q, y, self.query)
+
+    @staticmethod
+    def _running(keys: Tensor, values: Tensor) -> Tensor:
+        """The average up to each token, [B, H, T, D]."""
+        return averages("aft-simple(is_causal=True)", keys, values, None, None, True, 1)
 
 
 class AttentionFreeFull(Family):
@@ -180,7 +130,7 @@ class AttentionFreeFull(Family):
     name = "aft-full"
 
     def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.query, self.max_length, self.window = query, max_length, 0
 
         def positions(width: int) -> nn.Parameter:
@@ -212,25 +162,19 @@ class AttentionFreeFull(Family):
         self._check_length(max(n, m))
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        refuse_transforms(self.name)
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
-        left, right = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
-        keys, values = _rows(hide(widen(k), key_mask)), _rows(widen(v))
-        left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
-        y, _ = aft_biased(keys, values, left, right, is_causal, self.window)
-        return gate(q, _heads(functional.pad(y, (0, 0, blind, 0)), v), self.query)
+        w = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
+        y = averages(self.name, *visible(k, v, key_mask), *w, is_causal, self.window)
+        return gate(q, functional.pad(y, (0, 0, blind, 0)), self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
-        start = cache.tokens
-        self._check_length(start + q.shape[2])
+        self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = visible(k, v, key_mask)  # wide, or each step would widen all of them again
         keys, values = cache.append("k", keys), cache.append("v", values)  # [B, H, M, D]
-        if q.shape[2] > 1:
-            return self._several(q, keys, values, start)
-        return gate(q, average(self._one(keys, values, start)), self.query)
+        return self._continue(q, keys, values, cache.tokens)
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:
@@ -240,22 +184,18 @@ class AttentionFreeFull(Family):
                 "which has none"
             )
 
-    def _one(self, keys: Tensor, values: Tensor, start: int) -> Sums:
-        """The sums that the query at position `start` sees: keys and values [B, H, M, D] of the last M tokens."""
-        m = keys.shape[2]
-        left, right = self.bias(start, 1, start + 1 - m, m)
-        with no_autocast(keys.device.type):
-            w = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, M]
-        return add_up(keys + w.to(keys.dtype)[:, :, None], values)
-
-    def _several(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    def _continue(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         """The output [B, H, N, D] of the queries from position `start` on: keys and values of the last M tokens."""
-        require_operators(self.name)
         n, m = q.shape[2], keys.shape[2]
-        left, right = self.bias(start, n, start + n - m, m)
-        left, right = left.to(keys.dtype), None if right is None else right.to(keys.dtype)
-        y, _ = aft_biased(_rows(keys), _rows(values), left, right, True, self.window)
-        return gate(q, _heads(y, values), self.query)
+        if n > 1:
+            w = self.bias(start, n, start + n - m, m)
+            return gate(q, averages(self.name, keys, values, *w, True, self.window), self.query)
+        near = min(m, self.window or m)
+        left, right = self.bias(start, 1, start + 1 - near, near)
+        with no_autocast(keys.device.type):
+            bias = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, near]
+        bias = functional.pad(bias.to(keys.dtype), (m - near, 0))  # [1, M]
+        return gate(q, merged(keys + bias.T, values)[1], self.query)
 
 
 class AttentionFreeLocal(AttentionFreeFull):
@@ -281,28 +221,19 @@ class AttentionFreeLocal(AttentionFreeFull):
         return super().forward(q, k, v, key_mask=key_mask, is_causal=is_causal)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. The state is the last `window` − 1 tokens, and the sums over those before them, which
-        have no bias."""
-        start, near = cache.tokens, self.window - 1
-        self._check_length(start + q.shape[2])
+        """See `Family.decode`. The state is the last `window` − 1 tokens, and one for all before them, which have no
+        bias: it stands `window` tokens before the next query.
+        """
+        self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = visible(k, v, key_mask)
-        if "recent_k" in cache:
-            keys, values = after((cache["recent_k"], cache["recent_v"]), keys, values)  # [B, H, near + N, D] or fewer
-        far = kept(cache, "far")
-        if q.shape[2] > 1:
-            # A token for all of the far ones stands right before the `near`: no query is closer to it than `window`.
-            out = self._several(q, *(after(as_token(far), keys, values) if far else (keys, values)), start)
-        else:
-            sums = self._one(keys, values, start)
-            out = gate(q, average(join(far, sums) if far else sums), self.query)
-        leave = keys.shape[2] - near
-        if leave > 0:
-            sums = add_up(keys[:, :, :leave], values[:, :, :leave])
-            cache["far"] = torch.cat(join(far, sums) if far else sums, dim=2)  # [B, H, 3, D]
-            keys, values = keys[:, :, leave:].clone(), values[:, :, leave:].clone()
-        cache["recent_k"], cache["recent_v"] = keys, values  # [B, H, near, D] or fewer
+        keys, values = extended(cache, *visible(k, v, key_mask))
+        out = self._continue(q, keys, values, cache.tokens)
+        far = keys.shape[2] - self.window + 1
+        if far > 1:
+            one = merged(keys[:, :, :far], values[:, :, :far])
+            keys, values = (torch.cat([x, y[:, :, far:]], 2) for x, y in zip(one, (keys, values), strict=True))
+        cache["state_k"], cache["state_v"] = keys, values  # [B, H, window, D] or fewer
         return out
 
 
@@ -320,11 +251,8 @@ PARTS = (
         AttentionFreeFull,
         (_LENGTH, _RANK, QUERY),
         learnable=True,
-        reference=reference_aft.family,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens", "order"),
+        **CAUSAL,
         complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
     ),
     Part(
@@ -335,7 +263,6 @@ PARTS = (
         AttentionFreeLocal,
         (_LENGTH, _RANK, QUERY, _WINDOW),
         learnable=True,
-        reference=reference_aft.family,
         causal=True,
         cached=True,
         reads=("tokens", "order"),
@@ -348,11 +275,8 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
-        reference=reference_aft.family,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens",),
+        **CAUSAL,
         complexity="O(T·d) time and memory, O(d) state while decoding",
     ),
 )

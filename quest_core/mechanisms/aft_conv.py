@@ -15,10 +15,9 @@ from torch.nn import functional
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..kernels.blocks import block_rows, recomputed
 from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast
-from . import reference_aft
-from .aft import QUERY, gate, hide, nothing, widen
+from .aft import QUERY, gate, nothing, visible
 from .aft_ops import finite, safe_range
-from .base import Dims, Family, local
+from .base import Dims, Family, local, widen
 from .part import Option, Part
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
@@ -110,7 +109,7 @@ class AttentionFreeConv(Family):
         entropy_weight: float,
         query: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(sizes)
         if window % 2 == 0:
             raise ConfigError(
                 f"attention 'aft-conv': window is {window}; it needs a centre, so choose an odd number such as "
@@ -176,12 +175,11 @@ class AttentionFreeConv(Family):
         grid = self._extents(tokens - self.prefix)
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = hide(widen(k), key_mask).squeeze(3), widen(v)
+        keys, values = visible(k, v, key_mask)
+        keys = keys.squeeze(3)  # [B, H, T]
         w = self._positions().to(keys.dtype)
-        place, table = (
-            _places(grid, self.prefix, w.shape[1], w.device),
-            functional.pad(w.flatten(1), (0, 1)),
-        )  # [h, s^dims + 1]
+        place = _places(grid, self.prefix, w.shape[1], w.device)  # [T, dims]
+        table = functional.pad(w.flatten(1), (0, 1))  # [H, s^dims + 1]
         step = block_rows(tokens, keys.numel())
 
         def rows(here: Tensor) -> Tensor:
@@ -269,7 +267,6 @@ PARTS = (
         ),
         learnable=True,
         reshapes=True,
-        reference=reference_aft.conv_family,
         causal_reason="its convolution looks both ways along every axis of the grid",
         reads=("tokens", "order", "length"),
         key_features=1,

@@ -39,11 +39,8 @@ def refuse_transforms(name: str) -> None:
             torch.onnx.export.
     """
     require_operators(name)
-    what = transform()
-    if what is None and is_tracing():
-        what = "torch.jit.trace"
-    if what is None and is_exporting_to_onnx():
-        what = "torch.onnx.export"
+    recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
+    what = transform() or recorder
     if what is not None:
         raise UnsupportedError(
             f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import HAS_DTENSOR
+from ..kernels.pytorch import HAS_DTENSOR, autocast_dtype, wider
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,18 @@ class Dims:
     standard_scale: float | None = None
 
 
-class Score(nn.Module):
+class Axis(nn.Module):
+    """What `Part.build` returns. A subclass with options or parameters overrides `__init__`."""
+
+    def __init__(self, dims: Dims | None = None) -> None:
+        super().__init__()
+
+
+class Score(Axis):
     """How q and k meet. A subclass overrides `default_scale`, and `query` and `key` or, to see values, `prepare`."""
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.given_scale = scale
 
     def scale(self, head_dim: int) -> float:
@@ -77,7 +84,7 @@ class Score(nn.Module):
         return self.query(q), self.key(k)
 
 
-class Normaliser(nn.Module):
+class Normaliser(Axis):
     """How logits become weights. A subclass overrides `weights`, and `forward` if the weights need not be formed."""
 
     def forward(
@@ -110,7 +117,7 @@ class Normaliser(nn.Module):
         raise NotImplementedError
 
 
-class Grouping(nn.Module):
+class Grouping(Axis):
     """Which key/value head a query head uses. By default query head h uses head h · G // H."""
 
     def kv_heads(self, num_heads: int) -> int:
@@ -141,7 +148,7 @@ class Grouping(nn.Module):
     """Whether H/G consecutive query heads share a key/value head, unless `assign` says another one."""
 
 
-class Family(nn.Module):
+class Family(Axis):
     """A mechanism that never forms the N×M weights and therefore stands alone.
 
     A subclass computes `forward` and, where it can be causal, `decode`. Masks reach it as a key mask only.
@@ -165,6 +172,17 @@ class Family(nn.Module):
         `Mechanism.decode` counts ``cache.tokens``; this must not.
         """
         raise NotImplementedError
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return `x` in float32, or in float64 if it has that type."""
+    return x.to(wider(x.dtype))
+
+
+def result_type(x: Tensor) -> torch.dtype:
+    """Return the type of a matrix product with `x`: under autocast the lower one, except for float64."""
+    lower = autocast_dtype(x.device.type)
+    return x.dtype if lower is None or x.dtype == torch.float64 else lower
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
-from .part import Part
+from .part import CAUSAL, Part
 from .scores import KEY_START, QUERY_START, SCALE, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
@@ -84,34 +84,43 @@ class Elliptical(Standard):
         cache: Cache | None,
         head: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        before = self.hand_over(v.detach())
+        if before is not None:
+            metric = self._metric(v.detach(), before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
+            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
+        return self.query(q), self.key(k)
+
+    def hand_over(self, v: Tensor) -> Tensor | None:
+        """Return the values of the layer before, and keep `v` for the next layer.
+
+        Args:
+            v: own values [B, G, M, D].
+
+        Returns:
+            [B, G, M, D] in the order of `v`; None in the first layer of a chain or of a stage.
+
+        Raises:
+            UnsupportedError: `follow` was never called, or the layer before has left no values.
+        """
         if self._previous is None:
             raise UnsupportedError(
                 "elliptical attention needs the values of the layer before it, and nobody said which layer that is; "
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
-        own = v.detach()
-        kept = own if self._arrangement is None else self._arrangement[0](own)
-        if is_recomputing():
-            before = self._again(kept)
-        else:
-            before = self._before(kept)
-            if self._is_followed:
-                self._values[_thread()] = kept
-        if before is not None and before.shape != kept.shape:
-            before = None  # the first layer of a stage
-        if before is not None:
-            if self._arrangement is not None:
-                before = self._arrangement[1](before)
-            metric = self._metric(own, before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
-            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
-        return self.query(q), self.key(k)
-
-    def _before(self, kept: Tensor) -> Tensor | None:
-        """The values of the layer before in this forward pass; None for the first layer."""
-        assert self._previous is not None
-        previous = self._previous[0]
-        if previous is None:
+        (previous,) = self._previous
+        kept = v if self._arrangement is None else self._arrangement[0](v)
+        repeats = is_recomputing()
+        before = None
+        if previous is not None:
+            before = self._again(kept) if repeats else self._first(previous, kept)
+        if self._is_followed and not repeats:
+            self._values[_thread()] = kept
+        if before is None or before.shape != kept.shape:
             return None
+        return before if self._arrangement is None else self._arrangement[1](before)
+
+    def _first(self, previous: Elliptical, kept: Tensor) -> Tensor:
+        """Take the values that the layer before has left in this forward pass."""
         thread = _thread()
         before = previous._values.pop(thread, None)
         if before is None:
@@ -124,14 +133,11 @@ class Elliptical(Standard):
             self._step[thread] = (kept, before)
         return before
 
-    def _again(self, kept: Tensor) -> Tensor | None:
-        """What `_before` found in the forward pass that is being computed again.
+    def _again(self, kept: Tensor) -> Tensor:
+        """Return what `_first` has taken in the forward pass that is being computed again.
 
         On a GPU the backward pass runs in a thread of its own, so the values tell which forward pass that was.
         """
-        assert self._previous is not None
-        if self._previous[0] is None:
-            return None
         for own, before in list(self._step.values()):
             if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):
                 return before
@@ -219,15 +225,12 @@ def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = No
     modules = dict(model.named_modules())
     stacks = paths if isinstance(paths, Mapping) else {}
     latest: dict[str, Elliptical] = {}
-    for path in modules if paths is None else paths:
-        scores = (
-            [modules[path]]
-            if paths is None
-            else [module for name, module in modules.items() if name == path or name.startswith(path + ".")]
-        )
-        for score in scores:
-            if isinstance(score, Elliptical):
-                stack = stacks.get(path) or stack_of(path)
+    if paths is None:
+        paths = [path for path, module in modules.items() if isinstance(module, Elliptical)]
+    for path in paths:
+        stack = stacks.get(path) or stack_of(path)
+        for name, score in modules.items():
+            if isinstance(score, Elliptical) and f"{name}.".startswith(f"{path}."):
                 score.follow(latest.get(stack))
                 latest[stack] = score
 
@@ -242,10 +245,8 @@ PARTS = (
         (SCALE,),
         stops_gradient=True,
         chained=True,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens",),
+        **CAUSAL,
     ),
     Part(
         "elliptical-quest",
@@ -257,9 +258,7 @@ PARTS = (
         unit_keys=True,
         stops_gradient=True,
         chained=True,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens",),
+        **CAUSAL,
     ),
 )

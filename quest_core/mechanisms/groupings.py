@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.pytorch import is_exporting_to_onnx, is_recomputing, transform, wider
 from .base import Dims, Grouping, visible_keys
-from .part import POINTWISE, Option, Part
+from .part import CAUSAL, POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
@@ -24,9 +25,6 @@ EQUAL = 1e-6
 class MultiHead(Grouping):
     """Every query head has a key/value head of its own."""
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
-
     def kv_heads(self, num_heads: int) -> int:
         return num_heads
 
@@ -37,13 +35,13 @@ class MultiHead(Grouping):
 
 
 class Grouped(Grouping):
-    """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2)."""
+    """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2); mqa: all of them."""
 
     name: ClassVar[str] = "gqa"
     shares = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.requested = kv_heads
 
     def kv_heads(self, num_heads: int) -> int:
@@ -66,13 +64,6 @@ class Grouped(Grouping):
             return None
         fitting = ", ".join(str(g) for g in range(1, num_heads + 1) if num_heads % g == 0)
         return f"kv_heads is {kv_heads}, which does not divide the {num_heads} heads; choose from: {fitting}"
-
-
-class MultiQuery(Grouped):
-    """All query heads share one key/value head (Shazeer, 2019)."""
-
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__(dims, kv_heads=1)
 
 
 def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
@@ -317,10 +308,8 @@ PARTS = (
         ),
         reshapes=True,
         stateful=True,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("heads", "samples"),
+        **CAUSAL,
     ),
     Part(
         "pgqa",
@@ -337,6 +326,12 @@ PARTS = (
         complexity="O(N·M·D) time, O(N·M) memory",
     ),
     Part(
-        "mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", MultiQuery, reshapes=True, **POINTWISE
+        "mqa",
+        "grouping",
+        "all query heads share one k/v head",
+        "Shazeer, 2019",
+        partial(Grouped, kv_heads=1),
+        reshapes=True,
+        **POINTWISE,
     ),
 )

@@ -21,20 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import (
-    VERSION,
-    autocast_dtype,
-    is_compiling,
-    is_eager,
-    is_exporting,
-    is_tracing,
-    no_autocast,
-    wider,
-)
+from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast
 from ..kernels.unit import unit
-from . import reference_linear
-from .base import Dims, Family, local
-from .part import Part
+from .base import Dims, Family, local, result_type, widen
+from .part import CAUSAL, Part
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
@@ -43,17 +33,16 @@ CHUNK = 64
 class Linear(Family):
     """φ(q)(φ(k)ᵀ v) / φ(q)·Σφ(k) with φ(x) = elu(x) + 1 ([R], eq. 6; Katharopoulos et al., 2020)."""
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`."""
-        dtype = _result_type(q)
+        dtype = result_type(q)
         with no_autocast(q.device.type):
-            return _average(_feature(q), _hide(_feature(k), _relative(key_mask)), _wide(v), is_causal).to(dtype)
+            keys = _hide(_feature(k), _relative(key_mask))
+            return _ratio(_sum_keys(_feature(q), keys, _with_ones(v), is_causal)).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        dtype = _result_type(q)
+        """See `Family.decode`."""
+        dtype = result_type(q)
         with no_autocast(q.device.type):
             keys = _hide(_feature(k), key_mask)
             return _ratio(_continue(_feature(q), keys, _with_ones(v), cache)).to(dtype)
@@ -66,51 +55,43 @@ class Cosine(Family):
     """
 
     def __init__(self, dims: Dims) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.stabiliser = nn.Parameter(torch.full((dims.num_heads, 1, 1), 0.5))  # m: [H, 1, 1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """See `Family.forward`."""
-        count = _count(q, k, key_mask, is_causal)
-        dtype = _result_type(q)
+        dtype = result_type(q)
+        seen, n, m = _seen(k, key_mask), q.shape[2], k.shape[2]
+        if is_causal:
+            end = torch.arange(m - n + 1, m + 1, device=q.device)  # [N]: one after the last key that each query may see
+            count = F.pad(seen.cumsum(-1), (1, 0)).index_select(1, end.clamp(min=0))  # [B, N]
+        else:
+            count = seen.sum(-1, keepdim=True)
         with no_autocast(q.device.type):
-            total = _sum_keys(unit(_wide(q)), _hide(unit(_wide(k)), key_mask), _wide(v), is_causal)
-            return self._divide(total, count).to(dtype)
+            keys = _hide(unit(widen(k)), key_mask)
+            return self._divide(_sum_keys(unit(widen(q)), keys, widen(v), is_causal), count).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        seen = _visible(key_mask)
-        new = q.new_ones(1, q.shape[2], dtype=torch.float32)  # [B or 1, N]
-        new = new if seen is None else new * seen
-        if "count" in cache or seen is not None:
-            before = cache["count"] if "count" in cache else q.new_full((q.shape[0], 1), cache.tokens, dtype=new.dtype)
-            count = before + new.cumsum(-1)  # [B, N]
-            cache["count"] = count[:, -1:]
-        else:
-            count = cache.tokens + new.cumsum(-1)
-        dtype = _result_type(q)
+        """See `Family.decode`."""
+        dtype = result_type(q)
+        seen = _seen(k, key_mask)
+        count, total = seen.cumsum(-1), seen.sum(-1, keepdim=True)  # [B, N], [B, 1]
+        if "count" in cache:
+            count, total = cache["count"] + count, cache["count"] + total
+        cache["count"] = total
         with no_autocast(q.device.type):
-            total = _continue(unit(_wide(q)), _hide(unit(_wide(k)), key_mask), _wide(v), cache)
-            return self._divide(total, count[:, None, :, None]).to(dtype)
+            keys = _hide(unit(widen(k)), key_mask)
+            return self._divide(_continue(unit(widen(q)), keys, widen(v), cache), count).to(dtype)
 
     def _divide(self, total: Tensor, count: Tensor) -> Tensor:
-        """total [B, H, N, Dv] over n^σ(m), n from [..., N or 1, 1]; where n is 0 the total is too."""
-        log_count = count.clamp(min=1).to(total.dtype).log()
+        """total [B, H, N, Dv] over n^σ(m), n from [B, N or 1]; where n is 0 the total is too."""
+        log_count = count.clamp(min=1).to(total.dtype).log()[:, None, :, None]
         return total * torch.exp(-torch.sigmoid(local(self.stabiliser).to(total.dtype)) * log_count)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(wider(x.dtype))
-
-
-def _result_type(q: Tensor) -> torch.dtype:
-    """What a matrix product with `q` would give, which under autocast is the lower type."""
-    lower = autocast_dtype(q.device.type)
-    return q.dtype if lower is None or q.dtype == torch.float64 else lower
 
 
 def _feature(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 in float32 or wider, as exp(min(x, 0)) + max(x, 0), which does not cancel far below 0."""
-    x = _wide(x)
+    x = widen(x)
     # The derivative written by hand takes half the passes of the recorded one.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
     return _by_hand(x) if by_hand else x.clamp(max=0).exp() + x.relu()
@@ -135,39 +116,30 @@ class _Feature(torch.autograd.Function):
 _by_hand: Callable[[Tensor], Tensor] = _Feature.apply
 
 
-def _average(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Σ_j (q_i · k_j) v_j / Σ_j q_i · k_j over the keys that i sees, 0 where their weights are 0."""
-    if is_causal:
-        return _ratio(_sum_keys(q, k, _with_ones(v), True))
-    weight = q @ k.sum(2)[..., None]  # [B, H, N, 1]
-    return q @ (k.transpose(-1, -2) @ v) * _inverse(weight)
-
-
-def _inverse(weight: Tensor) -> Tensor:
-    """1 / weight, 0 where that is 0."""
-    return weight.masked_fill(weight == 0, math.inf).reciprocal()
-
-
 def _with_ones(v: Tensor) -> Tensor:
     """[v, 1]: the sum of weights comes out of the same products as the weighted sum of values."""
-    return F.pad(_wide(v), (0, 1), value=1.0)
+    return F.pad(widen(v), (0, 1), value=1.0)
 
 
 def _ratio(total: Tensor) -> Tensor:
     """Weighted sums over sums of weights: [B, H, N, Dv + 1] -> [B, H, N, Dv]; 0 where no key has weight."""
-    return total[..., :-1] * _inverse(total[..., -1:])
+    weight = total[..., -1:]
+    return total[..., :-1] * weight.masked_fill(weight == 0, math.inf).reciprocal()
 
 
-def _visible(key_mask: Tensor | None) -> Tensor | None:
-    """[B or 1, M] booleans from a key mask."""
-    return key_mask if key_mask is None or key_mask.dtype == torch.bool else key_mask > -math.inf
+def _seen(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """1 for each visible key, [B, M] in float32, which counts them exactly."""
+    if key_mask is None:
+        return k.new_ones(k.shape[0], k.shape[2], dtype=torch.float32)
+    seen = key_mask if key_mask.dtype == torch.bool else key_mask > -math.inf
+    return seen.float().expand(k.shape[0], k.shape[2])
 
 
 def _relative(key_mask: Tensor | None) -> Tensor | None:
     """An additive mask less a constant for each sample: a ratio of weights ignores it, and exp cannot overflow."""
     if key_mask is None or key_mask.dtype == torch.bool:
         return key_mask
-    key_mask = _wide(key_mask)
+    key_mask = widen(key_mask)
     top = key_mask.detach().logsumexp(-1, keepdim=True)  # unlike a maximum, defined without keys
     return key_mask - top.masked_fill(top == -math.inf, 0)
 
@@ -178,18 +150,6 @@ def _hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
         return k
     mask = key_mask[:, None, :, None]
     return k.masked_fill(~mask, 0) if mask.dtype == torch.bool else k * mask.to(k.dtype).exp()
-
-
-def _count(q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """How many keys each query sees, broadcastable to [B, H, N, 1]."""
-    n, m = q.shape[2], k.shape[2]
-    seen = _visible(key_mask)
-    seen = torch.ones(1, m, dtype=torch.bool, device=q.device) if seen is None else seen.expand(-1, m)
-    if not is_causal:
-        return seen.sum(-1)[:, None, None, None]
-    counts = F.pad(seen.cumsum(-1), (1, 0))  # [B or 1, M + 1]: visible keys before each
-    end = torch.arange(m - n + 1, m + 1, device=q.device)  # [N]: one after the last key that each query may see
-    return counts.index_select(1, end.clamp(min=0))[:, None, :, None]
 
 
 def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -205,9 +165,7 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
         before = cache["sum"]
         total = before + total
     cache["sum"] = total
-    if q.shape[2] == 1:
-        return q @ total
-    return _scan(q, k, v, before)
+    return q @ total if q.shape[2] == 1 else _scan(q, k, v, before)
 
 
 def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
@@ -253,11 +211,8 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
-        reference=reference_linear.linear,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens",),
+        **CAUSAL,
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
     ),
     Part(
@@ -267,11 +222,8 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
-        reference=reference_linear.cosine,
-        causal=True,
-        cross=True,
-        cached=True,
         reads=("tokens",),
+        **CAUSAL,
         complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
     ),
 )

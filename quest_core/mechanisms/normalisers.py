@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.blocks import block_rows, in_blocks
-from ..kernels.pytorch import (
-    HAS_GROUPED_ATTENTION,
-    HIDES_BLIND_ROWS,
-    autocast_dtype,
-    is_exporting,
-    transform,
-    wider,
-)
-from . import reference
-from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal
-from .part import Option, Part
+from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, transform, wider
+from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, widen
+from .part import CAUSAL, POINTWISE, Option, Part
+
+HIDDEN = -1e30
+"""Where sinkhorn's logits are hidden: a row or column of them has a finite sum, whose gradient is 0 and not NaN."""
+
+
+Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
+"""Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones."""
 
 
 class Softmax(Normaliser):
     """exp(l) / Σ exp(l) over the visible keys, by scaled_dot_product_attention."""
-
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
 
     def forward(
         self,
@@ -47,14 +43,11 @@ class Softmax(Normaliser):
         grouped: bool,
     ) -> Tensor:
         """See `Normaliser.forward`."""
-        if is_causal:
-            n, m = q.shape[2], k.shape[2]
-            if n == 1:
-                is_causal = False  # the last query sees every key
-            elif mask is not None or n != m:  # PyTorch aligns causal masks at the first key
-                mask, is_causal = merge_causal(mask, n, m, q.device), False
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
+        n, m = q.shape[2], k.shape[2]
+        if is_causal and n == 1:
+            is_causal = False  # the last query sees every key
+        if is_causal and (mask is not None or n != m):  # PyTorch aligns causal masks at the first key
+            mask, is_causal = merge_causal(mask, n, m, q.device), False
         if scale <= 0:
             q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
         if transform() is not None:  # the kernels have neither rules for batches nor forward derivatives
@@ -65,17 +58,15 @@ class Softmax(Normaliser):
         if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
             blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
             mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
-        if not HAS_GROUPED_ATTENTION:  # autocast does not know the function before PyTorch 2.5
-            q, k, v = _autocast(q, k, v)
-            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        if not grouped:
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
-        elif HAS_GROUPED_ATTENTION:
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
-        else:
-            share = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+        if not HAS_GROUPED_ATTENTION:
+            if grouped:
+                share = q.shape[1] // k.shape[1]
+                k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
+            q, k, v = [x.to(result_type(x)) for x in (q, k, v)]  # nor does autocast know the function there
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        options = {"enable_gqa": True} if grouped else {}
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
         return out if blind is None else out.masked_fill(blind, 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -100,7 +91,7 @@ class Sigmoid(Normaliser):
     """
 
     def __init__(self, dims: Dims | None, *, bias: float | None) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.bias = bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
@@ -109,12 +100,11 @@ class Sigmoid(Normaliser):
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return Normaliser.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
 
-        return _joined(in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0), 2)
+        return in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """See `Normaliser.weights`."""
-        seen = _seen(mask, logits)
-        shifted = logits.to(wider(logits.dtype))
+        seen, shifted = _seen(mask, logits), widen(logits)
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
         if self.bias is None:
@@ -144,73 +134,59 @@ class Sinkhorn(Normaliser):
     """
 
     def __init__(self, dims: Dims | None, *, iterations: int, eps: float) -> None:
-        super().__init__()
+        super().__init__(dims)
         self.iterations = iterations
         self.eps = eps
-        self.softmax = Softmax(dims)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, grouped: bool, **how: Any
     ) -> Tensor:
         """See `Normaliser.forward`."""
-        if self.iterations == 1:
-            mask = mask if mask is None or mask.dtype == torch.bool else mask / self.eps
-            return self.softmax.forward(q, k, v, scale=scale / self.eps, mask=mask, grouped=grouped, **how)
         if block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]) is None:
             return super().forward(q, k, v, scale=scale, mask=mask, grouped=grouped, **how)
         dropout_p = how["dropout_p"]
-        before, last = self.columns(q, k, scale, mask, grouped)
+
+        def sums(columns: Tensor | float) -> Tensor:
+            def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
+                return _column_sums(self._masked(logits(q, k, scale, grouped), mask), columns)
+
+            return in_blocks(block, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
+
+        like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
+        columns = self._columns(sums, _log_column_sum(mask, like))
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            weights = _weights(self._masked(logits(q, k, scale, grouped), mask), before, last, mask is not None)
+            weights = _weights(self._masked(logits(q, k, scale, grouped), mask), columns)
             return apply_weights(drop(weights.to(v.dtype), dropout_p), v, grouped)
 
-        return _joined(in_blocks(block, q, k, v, mask, random=dropout_p > 0), 2)
+        return in_blocks(block, q, k, v, mask, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """See `Normaliser.weights`."""
-        z, masked = self._masked(logits, mask), mask is not None
-        before, last = self._balance(lambda g: _column_sums(z, g, masked), _log_column_sum(mask, z))
-        return _weights(z, before, last, masked).to(logits.dtype)
-
-    def columns(
-        self, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, grouped: bool
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """Return the log factors of the columns [B, H, 1, M] that the last step on rows sees, and the last ones.
-
-        Arguments as in `Normaliser.forward`.
-        """
-        masked = mask is not None
-
-        def sums(g: Tensor | float) -> Tensor:
-            def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
-                return _column_sums(self._masked(logits(q, k, scale, grouped), mask), g, masked)
-
-            return _log_sum_exp(_joined(in_blocks(block, q, k, k[..., :0], mask), -2), -2, masked)
-
-        like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
-        return self._balance(sums, _log_column_sum(mask, like))
+        z = self._masked(logits, mask)
+        columns = self._columns(lambda factors: _column_sums(z, factors), _log_column_sum(mask, z))
+        return _weights(z, columns).to(logits.dtype)
 
     def _masked(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits plus mask over ε in float32 or wider, −inf where the mask hides."""
-        z = logits.to(wider(logits.dtype))
-        if mask is not None:
-            z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
-        return z if self.eps == 1 else z / self.eps
+        """Logits plus mask over ε in float32 or wider, `HIDDEN` where the mask hides."""
+        z = widen(logits)
+        if mask is not None and mask.dtype != torch.bool:
+            z = z + mask
+        z = z if self.eps == 1 else z / self.eps
+        return z if mask is None else z.masked_fill(_hidden(mask), HIDDEN)
 
-    def _balance(
-        self, sums: Callable[[Tensor | float], Tensor], target: Tensor
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """As `columns`; `sums` gives the log sums of the columns from their factors before the rows are scaled."""
+    def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
+        """Alternate between rows and columns.
+
+        Args:
+            sums: gives the log sums of the columns from their factors before the rows are scaled.
+            target: what the log sums become.
+        """
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
             before, last = last, _factors(sums(last), target)
         return last if self.iterations % 2 else before, last
-
-
-def _joined(blocks: list[Tensor], axis: int) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
 
 
 def _hidden(mask: Tensor) -> Tensor:
@@ -225,27 +201,20 @@ def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
     return (~_hidden(mask)).expand(*mask.shape[:-1], like.shape[-1])
 
 
-def _column_sums(z: Tensor, g: Tensor | float, masked: bool) -> Tensor:
-    """Log sums of the columns [B, H, 1, M] of exp(z + g), z [B, H, N, M], once its rows are scaled to sum 1."""
-    return _log_sum_exp(z + _factors(_log_sum_exp(z + g, -1, masked)), -2, masked)
+def _column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
+    """Log sums of the columns [B, H, 1, M] of exp(z + columns), z [B, H, N, M], once its rows are scaled to sum 1."""
+    return (z + _factors((z + columns).logsumexp(-1, keepdim=True))).logsumexp(-2, keepdim=True)
 
 
-def _weights(z: Tensor, before: Tensor | float, last: Tensor | float, masked: bool) -> Tensor:
-    """The weights of rows z [B, H, N, M] from the two factors that `Sinkhorn.columns` returns."""
-    return (z + _factors(_log_sum_exp(z + before, -1, masked)) + last).exp()
-
-
-def _log_sum_exp(x: Tensor, dim: int, masked: bool) -> Tensor:
-    """log Σ exp(x) over `dim`, kept; −inf with zero gradients where all are −inf, where logsumexp's gradient is NaN."""
-    if not masked:
-        return x.logsumexp(dim, keepdim=True)
-    blind = (x == -math.inf).all(dim, keepdim=True)
-    return x.masked_fill(blind, 0).logsumexp(dim, keepdim=True).masked_fill(blind, -math.inf)
+def _weights(z: Tensor, columns: Columns) -> Tensor:
+    """The weights of rows z [B, H, N, M] from the factors that `Sinkhorn._columns` returns."""
+    before, last = columns
+    return (z + _factors((z + before).logsumexp(-1, keepdim=True)) + last).exp()
 
 
 def _factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
-    """Log factors that bring sums to exp(target); 0 for padding, whose sum is 0."""
-    return (target - log_sums).masked_fill(log_sums == -math.inf, 0)
+    """Log factors that bring sums to exp(target); 0 for padding, which has no sum."""
+    return (target - log_sums).masked_fill(log_sums < HIDDEN / 2, 0)
 
 
 def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -262,12 +231,6 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
     return rows - columns
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast would for a matrix product."""
-    lower = autocast_dtype(tensors[0].device.type)
-    return [x if lower is None or x.dtype == torch.float64 else x.to(lower) for x in tensors]
-
-
 _IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
 
 PARTS = (
@@ -277,13 +240,9 @@ PARTS = (
         "exp(l) / Σ exp(l)",
         "Vaswani et al., 2017",
         Softmax,
-        reference=reference.softmax,
-        causal=True,
-        cross=True,
-        cached=True,
         dropout=True,
         fused=True,
-        reads=(),
+        **POINTWISE,
     ),
     Part(
         "sigmoid",
@@ -292,12 +251,9 @@ PARTS = (
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
         (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
-        reference=reference.sigmoid,
-        causal=True,
-        cross=True,
-        cached=True,
         dropout=True,
         reads=("tokens",),
+        **CAUSAL,
         complexity=_IN_BLOCKS,
     ),
     Part(
@@ -310,7 +266,6 @@ PARTS = (
             Option("iterations", int, 3, "half-steps, rows first; 1 is softmax, an odd number ends on rows", 1),
             Option("eps", float, 1.0, "temperature ε that the logits are divided by", 1e-6),
         ),
-        reference=reference.sinkhorn,
         causal_reason="a lower-triangular doubly stochastic matrix is the identity",
         cross=True,
         dropout=True,

@@ -33,7 +33,10 @@ _ONLY = {
     "key_features": ("family",),
 }
 
-POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "reads": ()}
+CAUSAL: dict[str, Any] = {"causal": True, "cross": True, "cached": True}
+"""The declaration of what attends causally, to other sequences, and with a cache."""
+
+POINTWISE: dict[str, Any] = {**CAUSAL, "reads": ()}
 """The declaration of a score that prepares each token of each head for itself."""
 
 
@@ -68,30 +71,19 @@ class Option:
         return words + (" or null" if self.nullable else "")
 
     def check(self, value: Any, owner: str) -> Any:
-        """`value` as this option's type; raises ConfigError naming the key, the value and what is allowed."""
-        good = value
-        if value is None:
-            if self.nullable:
-                return None
-        elif self.kind is bool:
-            if isinstance(value, bool):
-                return value
-        elif self.kind is int:
-            if isinstance(value, float) and value.is_integer():
-                good = int(value)
-            if isinstance(good, int) and not isinstance(good, bool) and self._large_enough(good):
-                return good
-        elif self.kind is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                good = float(value)
-                if math.isfinite(good) and self._large_enough(good):
-                    return good
-        elif isinstance(value, str) and (not self.choices or value in self.choices):
-            return value
-        raise ConfigError(f"attention '{owner}': option '{self.name}' is {value!r}, but takes {self.allowed}")
-
-    def _large_enough(self, value: float) -> bool:
-        return self.minimum is None or value >= self.minimum
+        """Return `value` as this option's type; raise ConfigError naming the key, the value and what is allowed."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        good: Any = None  # until `value` fits
+        if self.kind is int and number and (isinstance(value, int) or value.is_integer()):
+            good = int(value)
+        elif self.kind is float and number and math.isfinite(value):
+            good = float(value)
+        elif self.kind in (bool, str) and isinstance(value, self.kind) and (not self.choices or value in self.choices):
+            good = value
+        low = good is not None and self.minimum is not None and good < self.minimum
+        if low or (good is None and not (value is None and self.nullable)):
+            raise ConfigError(f"attention '{owner}': option '{self.name}' is {value!r}, but takes {self.allowed}")
+        return good
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,7 @@ class Part:
             None where heads and features are unknown.
         options: its options.
         reference: the formula in plain float64, as slow as it likes; see docs/writing-a-mechanism.md for its arguments.
+            Those of our own mechanisms stand in :mod:`quest_core.testing.references`.
         complexity: time and memory, as a text.
         causal: with ``is_causal`` no output depends on a key of the future.
         causal_reason: why it cannot be causal; part of the error message.
@@ -137,7 +130,7 @@ class Part:
     reference: Callable[..., Any] | None = None
     complexity: str = "O(N·M·D) time, O(N + M) memory through a fused kernel"
     causal: bool = False
-    causal_reason: str = ""
+    causal_reason: str = "its Part does not declare causal=True"
     cross: bool = False
     cached: bool = False
     dropout: bool = False
@@ -198,8 +191,3 @@ class Part:
     def weights(self) -> bool:
         """Whether the weights [B, H, N, M] can be returned with it; a family never forms them."""
         return self.axis != "family"
-
-    @property
-    def why_not_causal(self) -> str:
-        """Why this part cannot be causal, in words for an error message."""
-        return self.causal_reason or "its Part does not declare causal=True"

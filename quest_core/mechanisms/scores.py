@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..kernels.unit import unit
-from . import reference
 from .base import Dims, Score, local
 from .part import POINTWISE, Option, Part
 
@@ -83,15 +83,11 @@ class QKNorm(Score):
         return unit(k) * local(self.key_scale).to(k.dtype)
 
 
-def _qknorm_ds(dims: Dims, *, scale: float | None, init: float | None) -> Score:
-    return QKNorm(dims, scale=scale, init=init, shared=True)
-
-
 _QKNORM_START = Option(
     "init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own"
 )
 PARTS = (
-    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), reference.standard, **POINTWISE),
+    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), **POINTWISE),
     Part(
         "quest",
         "score",
@@ -99,7 +95,6 @@ PARTS = (
         "QUEST, section 2.1",
         Quest,
         (SCALE, QUERY_START, KEY_START),
-        reference.quest,
         unit_keys=True,
         **POINTWISE,
     ),
@@ -110,7 +105,6 @@ PARTS = (
         "QUEST, table 1",
         QNorm,
         (SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init")),
-        reference.qnorm,
         **POINTWISE,
     ),
     Part(
@@ -124,7 +118,6 @@ PARTS = (
             Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
             Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
         ),
-        reference.qknorm_hs,
         unit_keys=True,
         learnable=True,
         **POINTWISE,
@@ -134,9 +127,8 @@ PARTS = (
         "score",
         "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C shared by heads",
         "QUEST, table 1; ViT-22B",
-        _qknorm_ds,
+        partial(QKNorm, shared=True),
         (SCALE, _QKNORM_START),
-        reference.qknorm,
         learnable=True,
         **POINTWISE,
     ),
@@ -147,7 +139,6 @@ PARTS = (
         "QUEST, table 1, last row",
         QKNorm,
         (SCALE, _QKNORM_START),
-        reference.qknorm,
         learnable=True,
         **POINTWISE,
     ),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..mechanism import Mechanism
-from ..mechanisms import reference
 from ..mechanisms.base import Dims, Normaliser
 from ..mechanisms.part import Part
+from .references import reference_of, visible
 
 
 def missing(mechanism: Mechanism) -> list[str]:
@@ -26,7 +26,7 @@ def missing(mechanism: Mechanism) -> list[str]:
     return [
         part.name
         for part in mechanism.config.specs()
-        if part.reference is None and (part.axis != "grouping" or mechanism.grouping.needs_weights)
+        if reference_of(part) is None and (part.axis != "grouping" or mechanism.grouping.needs_weights)
     ]
 
 
@@ -49,22 +49,33 @@ def truth(
         hides = attn_mask <= torch.finfo(attn_mask.dtype).min / 2
         attn_mask = attn_mask.double().masked_fill(hides, -math.inf)
     by_axis = {part.axis: part for part in mechanism.config.specs()}
+    n, m, heads = q.shape[2], k.shape[2], q.shape[1]
+    seen = visible(n, m, attn_mask, is_causal)
     if mechanism.family is not None:
         key_mask = None if attn_mask is None else attn_mask[:, 0, 0]  # [B or 1, M]
-        out: Tensor = _call(by_axis["family"], mechanism.family, mechanism, q, k, v, key_mask, is_causal)
+        given: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "seen": seen}
+        out: Tensor = _call(by_axis["family"], mechanism.family, mechanism, q, k, v, **given)
         return out, None, None
-    heads = q.shape[1]
+    grouping, shared = mechanism.grouping, by_axis["grouping"]
     head = torch.arange(heads) * k.shape[1] // heads  # the key/value head of each query head
-    own = mechanism.grouping.assign(k, heads, attn_mask)
-    if by_axis["grouping"].reference is not None:
-        own = _call(by_axis["grouping"], mechanism.grouping, mechanism, k, heads, attn_mask)
-    head = head if own is None else own
-    logits: Tensor = _call(by_axis["score"], mechanism.score, mechanism, q, k[:, head], head=head)
+    if reference_of(shared) is None:
+        own = grouping.assign(k, heads, attn_mask)
+        head = head if own is None else own
+    elif not grouping.needs_weights:
+        head = _call(shared, grouping, mechanism, k, heads, attn_mask)
+    score: Any = mechanism.score
+    given = {"v": v[:, head], "mask": attn_mask, "is_causal": is_causal}
+    if by_axis["score"].chained:
+        before = score.hand_over(v.detach())
+        given["before"] = None if before is None else before[:, head]
+    logits: Tensor = _call(by_axis["score"], score, mechanism, q, k[:, head], head=head, **given)
     logits = logits if residual is None else logits + residual
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         logits = logits + attn_mask.double()
-    seen = reference.visible(q.shape[2], k.shape[2], attn_mask, is_causal).expand(logits.shape)
+    seen = seen.expand(logits.shape)
     weights: Tensor = _call(by_axis["normaliser"], mechanism.normaliser, mechanism, logits, seen)
+    if grouping.needs_weights:
+        weights = _call(shared, grouping, mechanism, weights, seen)
     return weights @ v[:, head], weights, logits
 
 
@@ -127,25 +138,29 @@ class _Weights(Normaliser):
         part = next(part for part in mechanism.config.specs() if part.axis == "normaliser")
         if mask is not None and mask.dtype != torch.bool:
             logits = logits + mask
-        seen = reference.visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
+        seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
         weights: Tensor = _call(part, mechanism.normaliser, mechanism, logits, seen)
         return weights
 
 
-def _call(part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, head: Tensor | None = None) -> Any:
-    """The reference of `part` of some tensors, and of what else it names: options, sizes, parameters and buffers."""
-    assert part.reference is not None
-    known: dict[str, Any] = {} if mechanism.dims is None else dict(vars(mechanism.dims))
+def _call(
+    part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, head: Tensor | None = None, **given: Any
+) -> Any:
+    """The reference of `part` of some tensors, and of what else it names: what is `given`, options, sizes, parameters
+    and buffers."""
+    reference = reference_of(part)
+    assert reference is not None
+    known = {"training": module.training, **given}
+    if mechanism.dims is not None:
+        known |= vars(mechanism.dims)
     known |= mechanism.config.build_arguments(part)
     shared = _key_heads(part, module, mechanism) if head is not None else {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         x = x.double() if x.is_floating_point() else x
         axis = shared.get(name)
         known[name] = x if axis is None or head is None else x.index_select(axis, head)
-    if part.axis == "family":
-        *tensors, known["key_mask"], known["is_causal"] = tensors  # type: ignore[assignment]
-    named = list(inspect.signature(part.reference).parameters)[len(tensors) :]
-    return part.reference(*tensors, **{name: known[name] for name in named if name in known})
+    named = list(inspect.signature(reference).parameters)[len(tensors) :]
+    return reference(*tensors, **{name: known[name] for name in named if name in known})
 
 
 def _key_heads(part: Part, module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
