@@ -50,7 +50,7 @@ class HostAttention(Projected):
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
         made: Any = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim)
+        made.config, made.head_sizes, made.loaded = config, head_sizes(config, num_heads, head_dim), False
         mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
         weight = next(host.parameters())
         made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
