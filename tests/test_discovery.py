@@ -253,5 +253,5 @@ def test_requiring_a_host_says_what_is_missing_and_the_fix(monkeypatch: pytest.M
     lacking = discovery.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x")
     monkeypatch.setattr(discovery, "discover", lambda: [lacking])
     discovery.require_host("another")
-    with pytest.raises(PluginError, match=r"'toy' cannot be used: toyframe is not installed; fix: pip install x"):
+    with pytest.raises(PluginError, match=r"'toy' is unsupported: toyframe is not installed; fix: pip install x"):
         discovery.require_host("toy")

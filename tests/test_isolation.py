@@ -142,7 +142,11 @@ CASES = [
         plugin(f"api_{i}", "'api' is .*two whole numbers", info=f"INFO = {{'name': 'plugin_api_{i}', 'api': {api}}}")
         for i, api in enumerate(["(1,)", "'1.0'", "None", "(1, 0, 0)", "(True, 0)", "7"])
     ),
-    plugin("api_newer", "written for plugin API 2.0", info="INFO = {'name': 'plugin_api_newer', 'api': (2, 0)}"),
+    plugin(
+        "api_newer",
+        "written for plugin API 2.0",
+        info="INFO = {'name': 'plugin_api_newer', 'module': 'json', 'api': (2, 0)}",
+    ),
     plugin("module", "'module' is 7; it must be a module's name", info="INFO = {'module': 7, 'api': (1, 0)}"),
     plugin(
         "name",
