@@ -109,4 +109,4 @@ def _plan(lengths: Sequence[int], device: torch.device) -> PackingPlan:
     """Return the plan that all batches of these lengths share."""
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    return PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)
+    return PackingPlan(ends, max_seqlen_q=longest, max_seqlen_k=longest)

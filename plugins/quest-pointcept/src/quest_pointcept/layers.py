@@ -261,6 +261,6 @@ class TensorAttention(SerializedAttention):
         return self.attend(x, patches, serialized_order, serialized_inverse, coord=pos, bias=bias)
 
     def _patches(self, layout: MutableMapping[str, Any]) -> Patches:
-        plan = PackingPlan.from_cu_seqlens(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
+        plan = PackingPlan(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
         size = None if self.packed else self.patch_size
         return Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)
