@@ -160,7 +160,7 @@ def test_the_command_begins_where_our_options_end(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    options, command = launch.split(argv.split())
+    options, command = cli.run.split(argv.split())
     assert options == hosts
     assert launch.complete(command) == words
 
