@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .checkpoints import started
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
 from .kernels.pytorch import wider
@@ -300,6 +301,7 @@ class Projected(nn.Module):
         """
         for role, factors in self.start_factors().items():
             self.projections.scale(self, self.head_sizes, role, factors)
+        started(self)
 
     def start_factors(self) -> dict[str, Tensor]:
         """Return what `start` multiplies the heads by, [H] for "q" and [G] for "k"; raises as `start` does."""
@@ -319,6 +321,8 @@ class Projected(nn.Module):
         self.projections.load(self, state_dict, prefix, self.head_sizes)
         owned = (prefix + name for name, _ in self.projections.entries)
         self.loaded = self.loaded or any(key in state_dict or f"{key}.weight" in state_dict for key in owned)
+        if self.loaded:
+            started(self)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
