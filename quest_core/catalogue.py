@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from . import mechanisms
-from .errors import ConfigError, PluginError, one_of
+from .errors import PluginError, one_of
 from .mechanisms.part import Part
 from .packages import ONE_AT_A_TIME, Entry, contained, entries
 
@@ -37,16 +36,20 @@ class Catalogue(Mapping[str, Part]):
     """Mechanisms by name. In-tree names are found without a look at other packages.
 
     Other packages are imported when an unknown name is asked for, or when all names are.
+
+    Attributes:
+        own: the mechanisms in-tree.
+        owners: the distribution of each mechanism that is known so far, with its version unless it is quest-core.
     """
 
     def __init__(self) -> None:
-        self._own = {part.name: part for part in mechanisms.PARTS}
+        self.own = {part.name: part for part in mechanisms.PARTS}
         self._all: dict[str, Part] | None = None
-        self._owners = dict.fromkeys(self._own, "quest-core")
+        self.owners = dict.fromkeys(self.own, "quest-core")
         self._packages: list[Package] = []
 
     def __getitem__(self, name: str) -> Part:
-        return self._own[name] if name in self._own else self._load()[name]
+        return self.own[name] if name in self.own else self._load()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._load())
@@ -56,7 +59,7 @@ class Catalogue(Mapping[str, Part]):
 
     def owner(self, name: str) -> str:
         """Return the distribution of a mechanism, with its version unless it is quest-core."""
-        return self._owners[self[name].name]
+        return self.owners[self[name].name]
 
     @property
     def packages(self) -> list[Package]:
@@ -73,41 +76,20 @@ class Catalogue(Mapping[str, Part]):
         text = f"'{name}' is not a mechanism; {one_of(name, self)}"
         return "; ".join([text, *(f"not usable: mechanisms {package}" for package in broken)])
 
-    @contextlib.contextmanager
-    def added(self, part: Part) -> Iterator[None]:
-        """Inside the block `part` can be named, as if its package were installed.
-
-        Raises:
-            ConfigError: another mechanism has its name.
-        """
-        other = self.get(part.name)
-        if other is part:
-            yield
-            return
-        if other is not None:
-            raise ConfigError(
-                f"mechanism '{part.name}' exists already, in {self.owner(part.name)}; choose another name"
-            )
-        self._own[part.name], self._owners[part.name] = part, "this process"
-        try:
-            yield
-        finally:
-            del self._own[part.name], self._owners[part.name]
-
     def close(self) -> None:
         """Import no other package from now on."""
         if self._all is None:
-            self._all = dict(self._own)
+            self._all = dict(self.own)
 
     def _load(self) -> dict[str, Part]:
         with ONE_AT_A_TIME:
             if self._all is None:  # a package that asks for names while it is imported finds those before it
-                self._all = dict(self._own)
+                self._all = dict(self.own)
                 for entry in entries("quest.attention"):
-                    package = examine(entry, self._owners)
+                    package = examine(entry, self.owners)
                     self._packages.append(package)
                     self._all.update((part.name, part) for part in package.parts)
-                    self._owners.update((part.name, entry.owner) for part in package.parts)
+                    self.owners.update((part.name, entry.owner) for part in package.parts)
             return self._all
 
 

@@ -140,39 +140,28 @@ AttentionSpec: TypeAlias = str | Mapping[str, Any] | AttentionConfig
 """What every `attention=` argument accepts."""
 
 
-_TERM = re.compile(r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*")
+_TERM = r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*"  # name or name(...)
 
 
 def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
     """'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
+    if not re.fullmatch(rf"{_TERM}(\+{_TERM})*", text):
+        raise ConfigError(
+            f"attention {text!r} cannot be read; write a name, name(key=value, ...) or names joined by '+', such as "
+            "'quest+gqa(kv_heads=4)'"
+        )
     names: list[str] = []
     options: dict[str, Any] = {}
-    position = 0
-    while True:
-        match = _TERM.match(text, position)
-        if not match:
-            raise ConfigError(
-                f"attention {text!r} cannot be read at character {position + 1}; "
-                "write a name, name(key=value, ...) or names joined by '+', for example 'quest+gqa(kv_heads=4)'"
-            )
-        names.append(match[1])
-        for item in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
-            key, equals, value = item.partition("=")
-            if not equals or not value.strip():
+    for name, inside in re.findall(_TERM, text):
+        names.append(name)
+        for item in filter(None, map(str.strip, inside.split(","))):
+            key, _, value = (piece.strip() for piece in item.partition("="))
+            if not value:
                 raise ConfigError(f"attention {text!r}: {item!r} is not key=value")
-            key = key.strip()
             if key in options:
                 raise ConfigError(f"attention {text!r}: option '{key}' is given twice")
-            options[key] = _read_value(value.strip())
-        position = match.end()
-        if position == len(text):
-            return names, options
-        if text[position] != "+":
-            raise ConfigError(
-                f"attention {text!r}: unexpected {text[position]!r} at character {position + 1}; "
-                "parts are joined by '+'"
-            )
-        position += 1
+            options[key] = _read_value(value)
+    return names, options
 
 
 def _read_value(text: str) -> Any:

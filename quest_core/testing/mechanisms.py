@@ -710,10 +710,24 @@ class _Fused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def known(part: Part) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def known(part: Part) -> Iterator[None]:
     """Inside the block `part` can be named, as if its package were installed.
 
     Raises:
         ConfigError: another mechanism has its name.
     """
-    return parts().added(part)
+    catalogue = parts()
+    other = catalogue.get(part.name)
+    if other is part:
+        yield
+        return
+    if other is not None:
+        raise ConfigError(
+            f"mechanism '{part.name}' exists already, in {catalogue.owner(part.name)}; choose another name"
+        )
+    catalogue.own[part.name], catalogue.owners[part.name] = part, "this process"
+    try:
+        yield
+    finally:
+        del catalogue.own[part.name], catalogue.owners[part.name]
