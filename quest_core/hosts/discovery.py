@@ -21,19 +21,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
+from torch import nn
 
 from ..errors import PluginError, QuestError, one_of
 from ..notices import say
 from ..packages import Entry, cause, contained, entries
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .adapter import Adapter
+from .adapter import Adapter, Site
+from .torch import TorchAdapter
 
 API_VERSION = (1, 0)
 """The adapter contract's version. A plugin fits when its major is the same and its minor is not larger."""
@@ -208,12 +206,12 @@ def _is_importable(module: str) -> bool:
 
 
 def adapter(name: str) -> Adapter:
-    """Return the adapter of an installed plugin.
+    """Return the adapter of an installed plugin, or that of plain PyTorch, "torch".
 
     Raises:
         PluginError: the plugin is missing or not ok; the message says what was found and the command that fixes it.
     """
-    return load_adapter(find(name))
+    return TorchAdapter() if name == TorchAdapter.name else load_adapter(find(name))
 
 
 def find(name: str) -> Record:
@@ -226,8 +224,6 @@ def find(name: str) -> Record:
 
 @functools.cache
 def _loaded(entry: Entry) -> Adapter:
-    from .adapter import Adapter
-
     kind = entry.load()
     with contained(entry.value):
         made = kind()
@@ -288,8 +284,6 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
 
 def try_sites(made: Adapter, model: nn.Module) -> None:
     """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
-    from .adapter import Site
-
     with contained(f"{type(made).__name__}.sites"):
         try:
             junk = [site for site in made.sites(model) if not isinstance(site, Site)]

@@ -188,7 +188,7 @@ def inject(
     if isinstance(adapter, Adapter):
         adapters: list[Adapter] = [adapter]
     elif adapter is not None:
-        adapters = [TorchAdapter() if adapter == TorchAdapter.name else find_adapter(adapter)]
+        adapters = [find_adapter(adapter)]
     else:
         adapters = [*running_adapters(model), TorchAdapter()]
 
