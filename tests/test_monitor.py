@@ -336,7 +336,7 @@ def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, 
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q[starts[1:].long() - 1] *= 10  # the last token of a sequence is what padding repeats
     with Monitor(m) as monitor:
-        quest_core.attention_packed(q, k, v, m, cu_seqlens_q=starts, is_causal=causal)
+        quest_core.attention_packed(q, k, v, m, cu_seqlens=starts, is_causal=causal)
         packed = monitor.collect()["mechanism"]
         for sequence in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
             m(*(x[None].transpose(1, 2) for x in sequence), is_causal=causal)
@@ -358,7 +358,7 @@ def test_a_packed_call_counts_once() -> None:
     with Monitor(m, every=2) as monitor:
         seen = []
         for _ in range(4):
-            quest_core.attention_packed(q, k, v, m, cu_seqlens_q=plan)
+            quest_core.attention_packed(q, k, v, m, cu_seqlens=plan)
             found = monitor.collect()
             seen.append(bool(found))
             if found:

@@ -548,12 +548,12 @@ class MechanismConformance:
         if "samples" in self.reads or self.chained:
             if "length" in self.reads:
                 with self.refused("attention_packed", "that samples or lengths do not matter"):
-                    attention_packed(q, k, v, made.last, cu_seqlens_q=cu)
+                    attention_packed(q, k, v, made.last, cu_seqlens=cu)
             return
         if self.randomises():
             return
         for is_causal in (False, True) if self.can("causal") else (False,):
-            got = attention_packed(q, k, v, made.last, cu_seqlens_q=cu, is_causal=is_causal)
+            got = attention_packed(q, k, v, made.last, cu_seqlens=cu, is_causal=is_causal)
             wanted = []
             for start, stop in zip(cu[:-2].tolist(), cu[1:-1].tolist(), strict=True):
                 alone = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]

@@ -75,7 +75,7 @@ class PackingPlan:
 
     >>> plan = PackingPlan(cu_seqlens)
     >>> for layer in layers:
-    ...     out = attention_packed(q, k, v, "quest", cu_seqlens_q=plan)
+    ...     out = attention_packed(q, k, v, "quest", cu_seqlens=plan)
 
     Lengths are copied to the host once, when a path first needs them; the variable-length GPU kernels do not, given the
     greatest lengths.
@@ -269,16 +269,13 @@ def attention_packed(
     v: Tensor,
     attention: AttentionSpec | Mechanism = "quest",
     *,
-    cu_seqlens_q: Tensor | PackingPlan,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    cu_seqlens: Tensor | PackingPlan,
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention within each of many sequences that lie one behind the other; equal to a loop over them.
 
-    >>> out = attention_packed(q, k, v, "quest", cu_seqlens_q=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
+    >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
     On a GPU from Ampere on, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length
     flash attention, where it has one. Everything else runs in padded batches of sequences of similar length, whose
@@ -289,10 +286,8 @@ def attention_packed(
         q: queries [T, H, D].
         k: keys [S, G, D] and v: values [S, G, Dv]; S = T in self-attention.
         attention: a name, mapping or AttentionConfig without learnable parameters, or a Mechanism.
-        cu_seqlens_q: where the sequences begin in q, int32 [B + 1], or a PackingPlan for both sides.
-        cu_seqlens_k: the same for k and v; None when it is cu_seqlens_q.
-        max_seqlen_q: tokens of the longest sequence in q; saves a copy from the GPU.
-        max_seqlen_k: the same for k and v.
+        cu_seqlens: where the sequences begin, int32 [B + 1]; a PackingPlan if they begin elsewhere in k and v, or for
+            several layers.
         is_causal: query i of a sequence with n queries and m keys sees keys j ≤ i + m − n.
         dropout_p: dropout on the weights.
 
@@ -309,12 +304,7 @@ def attention_packed(
             raise InputError(f"{name} has shape {list(x.shape)}; packed it needs three axes: tokens, heads, features")
     if v.shape[:2] != k.shape[:2]:
         raise InputError(f"k has (tokens, heads) {tuple(k.shape[:2])} but v has {tuple(v.shape[:2])}")
-    if isinstance(cu_seqlens_q, PackingPlan):
-        if cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
-            raise InputError("a PackingPlan holds all lengths; leave out cu_seqlens_k, max_seqlen_q and max_seqlen_k")
-        plan = cu_seqlens_q
-    else:
-        plan = PackingPlan(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    plan = cu_seqlens if isinstance(cu_seqlens, PackingPlan) else PackingPlan(cu_seqlens)
     mechanism = attention if isinstance(attention, Mechanism) else stateless(attention)
     if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
         return _varlen(q, k, v, mechanism, plan, is_causal)

@@ -72,7 +72,7 @@ class GraphAttention(MultiheadAttention):
         parts = nodes.split(self.head_sizes.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, D]
         dropout_p = self.dropout if self.training else 0.0
-        out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=plan, dropout_p=dropout_p)  # [T, H, D]
+        out = attention_packed(q, k, v, self.mechanism, cu_seqlens=plan, dropout_p=dropout_p)  # [T, H, D]
         out = self.out_proj(out.flatten(1))
         padded: Tensor = out.new_zeros(*real.shape, out.shape[-1])
         padded[real] = out

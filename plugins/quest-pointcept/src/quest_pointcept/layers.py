@@ -107,7 +107,7 @@ class SerializedAttention(HostAttention):
             if self.upcast:
                 q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             if self.packed and not self.chained:
-                out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=patches.plan, dropout_p=dropout_p)
+                out = attention_packed(q, k, v, self.mechanism, cu_seqlens=patches.plan, dropout_p=dropout_p)
             else:
                 q, k, v = (part.unflatten(0, (-1, patches.size)).transpose(1, 2) for part in (q, k, v))  # [P, H, K, D]
                 mask = bias
