@@ -50,27 +50,23 @@ class AttentionConfig:
         """
         if isinstance(spec, AttentionConfig):
             return spec
+        if isinstance(spec, str) and spec.strip().startswith("{"):
+            try:
+                spec = json.loads(spec)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"attention {spec!r} starts like JSON but is not: {error}") from None
         if isinstance(spec, str):
-            text = spec.strip()
-            if text.startswith("{"):
-                try:
-                    spec = json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"attention {text!r} starts like JSON but is not: {error}") from None
-            else:
-                return _validate(*_read_text(text))
+            return _validate(*_read_text(spec.strip()))
         if isinstance(spec, Mapping):
-            given = dict(spec)
-            if not isinstance(given.get("name"), str):
+            if not isinstance(spec.get("name"), str):
                 raise ConfigError(
                     f"attention {dict(spec)!r} has no 'name'; write for example {{'name': 'quest', 'kv_heads': 4}}"
                 )
-            names, options = _read_text(given.pop("name").strip())
-            for key, value in given.items():
-                if key in options:
-                    raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
-                options[str(key)] = value
-            return _validate(names, options)
+            names, options = _read_text(spec["name"].strip())
+            given = {str(key): value for key, value in spec.items() if key != "name"}
+            for key in options.keys() & given.keys():
+                raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
+            return _validate(names, options | given)
         raise ConfigError(
             f"attention is {spec!r} ({type(spec).__name__}); write a name such as 'quest', "
             "a mapping such as {'name': 'quest', 'kv_heads': 4}, or 'quest+gqa(kv_heads=4)'"

@@ -112,23 +112,20 @@ class Attention(Projected):
         v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
         mask = attn_mask
         if key_mask is not None:
-            keys = source.shape[1] + (0 if cache is None else len(cache))
-            padding = self._padding_mask(key_mask, x.shape[0], keys, same_tokens=context is None and cache is None)
-            mask = merge_masks(attn_mask, padding)
+            wanted = (x.shape[0], source.shape[1] + (0 if cache is None else len(cache)))
+            if key_mask.shape != wanted or key_mask.dtype != torch.bool:
+                raise InputError(
+                    f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
+                    f"[B, M] = {list(wanted)}, True where a key may be attended to"
+                )
+            same_tokens = context is None and cache is None
+            mask = merge_masks(attn_mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
             out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
-
-    def _padding_mask(self, key_mask: Tensor, batch: int, keys: int, *, same_tokens: bool) -> Tensor:
-        if key_mask.shape != (batch, keys) or key_mask.dtype != torch.bool:
-            raise InputError(
-                f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
-                f"[B, M] = [{batch}, {keys}], True where a key may be attended to"
-            )
-        return self.mechanism.padding_mask(key_mask, same_tokens=same_tokens)
 
     @staticmethod
     def _split(x: Tensor, dim: int) -> Tensor:

@@ -78,25 +78,19 @@ def entries(group: str) -> list[Entry]:
     found: dict[str, list[Entry]] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):
-            points = [point for point in distribution.entry_points if point.group == group]
+            points = distribution.entry_points.select(group=group)
             if points:
                 about = distribution.metadata
-                name = about["Name"]
-                found.setdefault(  # the first of a name on sys.path is the one that is imported
-                    canonicalize_name(name),
-                    [
-                        Entry(
-                            group,
-                            point.name,
-                            point.value,
-                            name,
-                            about["Version"] or "?",
-                            about["Summary"] or "",
-                            tuple(about.get_all("Requires-Dist") or ()),
-                            tuple(about.get_all("Provides-Extra") or ()),
-                        )
-                        for point in points
-                    ],
+                facts: dict[str, Any] = {
+                    "distribution": about["Name"],
+                    "version": about["Version"] or "?",
+                    "summary": about["Summary"] or "",
+                    "requires": tuple(about.get_all("Requires-Dist") or ()),
+                    "extras": tuple(about.get_all("Provides-Extra") or ()),
+                }
+                # The first of a name on sys.path is the one that is imported.
+                found.setdefault(
+                    canonicalize_name(about["Name"]), [Entry(group, p.name, p.value, **facts) for p in points]
                 )
     return sorted(
         (entry for entries in found.values() for entry in entries),
