@@ -7,11 +7,10 @@ variable-length flash kernels read this as it is; elsewhere sequences of similar
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype
-from ..mechanism import Mechanism, stateless
+from ..mechanism import Mechanism, Observation, stateless
 
 WASTE = 1.25
 """The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
@@ -322,27 +321,23 @@ def _in_buckets(
     if not layout.buckets:
         nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # zero, and part of the graph
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
-    outs = []
+    outs, observer = [], mechanism.observer
     parts = (_split(x, layout, keys) for x, keys in ((q, False), (k, True), (v, True)))
-    for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
-        mask = _mask(bucket, mechanism)
-        with _observed_as(mechanism, bucket, number):
+    try:
+        for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
+            if observer is not None:  # it must know which queries are padding, and that this is a piece of one call
+                mechanism.observer = functools.partial(_show, observer, bucket.queries, number)
+            mask = _mask(bucket, mechanism)
             out = mechanism(*batch, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
-        outs.append(out.transpose(1, 2).flatten(0, 1))
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+    finally:
+        mechanism.observer = observer
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if layout.q is None else _pick(layout.q.unpad, layout.q.pad, rows)
 
 
-@contextlib.contextmanager
-def _observed_as(mechanism: Mechanism, bucket: _Bucket, number: int) -> Iterator[None]:
-    """Tell an observer what the mechanism itself need not know: which queries are padding, and whose piece this is."""
-    observer = mechanism.observer
-    if observer is not None:
-        mechanism.observer = lambda seen: observer(seen._replace(real=bucket.queries, piece=number))
-    try:
-        yield
-    finally:
-        mechanism.observer = observer
+def _show(observer: Callable[[Observation], None], real: Tensor | None, piece: int, seen: Observation) -> None:
+    observer(seen._replace(real=real, piece=piece))
 
 
 def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
