@@ -61,7 +61,6 @@ class Record:
     fix: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
     host_version: str | None = None
-    supported: str = ""
     host_name: str = ""
     kind: str = "plugin"
 
@@ -112,20 +111,20 @@ def _examine(entry: Entry) -> Record:
         theirs, ours = (".".join(map(str, version)) for version in (api, API_VERSION))
         found = f"it was written for plugin API {theirs}, this quest-core has {ours}"
         return record("incompatible", found, f"pip install --upgrade quest-core {entry.distribution}", info)
-    supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
     installed = [(r, v) for r in wanted if (v := _installed(r.name)) is not None]
     host_name, host_version = next(((r.name, v) for r, v in installed if _accepts(r, v)), ("", None))
     if host_version or checkout or (not wanted and importable):
-        return record("ok", "", "", info, host_version, supported, host_name)
+        return record("ok", "", "", info, host_version, host_name)
     if not wanted:
         found = f"{host} cannot be imported (no module '{info['module']}')"
         fix = f"put {info['module']} on PYTHONPATH"
     else:
         versions = " and ".join(f"{r.name} {v}" for r, v in installed)
+        supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
         found = (f"found {versions}" if installed else f"{host} is not installed") + f"; supported: {supported}"
         fix = f'pip install "{entry.distribution}[host]"'
         host_version = installed[0][1] if installed else None
-    return record("unsupported", found, str(info.get("install", fix)), info, host_version, supported)
+    return record("unsupported", found, str(info.get("install", fix)), info, host_version)
 
 
 def read_info(value: str) -> Mapping[str, Any]:

@@ -337,16 +337,6 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
     return None
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Give every universal site of `model` back its own class and remove its mechanism, in place; returns the model."""
-    for module in [*model.modules()]:
-        if isinstance(module, Routed):
-            del module.mechanism, module.routed_call
-            module.__class__ = _host(module)
-    model.__dict__.pop("attention_report", None)
-    return model
-
-
 def _kv_heads(config: AttentionConfig, call: Call) -> int:
     """Return the key/value heads G: those that the grouping asks for, or the host's if it names no grouping."""
     if config.family is not None or config["grouping"] == DEFAULTS["grouping"]:
