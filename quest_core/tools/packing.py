@@ -134,7 +134,7 @@ class PackingPlan:
         n, m = ([b - a for a, b in itertools.pairwise(offsets)] for offsets in self.offsets)
         return list(zip(n, m, strict=True))
 
-    @property
+    @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """Tokens of the longest query sequence and of the longest key sequence."""
         n, m = self._longest
