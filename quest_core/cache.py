@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
 from .errors import ConfigError, InputError, UnsupportedError
-
-
-@dataclass
-class _Rows:
-    """A tensor with one row for each token.
-
-    Attributes:
-        memory: [B, G, capacity, D].
-        filled: the first rows, which hold tokens.
-        owned: the memory belongs to this cache only, so a step may write into it.
-    """
-
-    memory: Tensor
-    filled: int
-    owned: bool
 
 
 class Cache:
@@ -57,11 +40,11 @@ class Cache:
             raise ConfigError(f"max_length is {max_length}; it is a number of tokens, at least 1, or None to grow")
         self.max_length = max_length
         self.tokens = 0
-        self._rows: dict[str, _Rows] = {}
+        self._memory: dict[str, Tensor] = {}  # [B, G, capacity, D], of which the first `tokens` are filled
         self._states: dict[str, Tensor] = {}
         self._attention: object = ""
         self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
-        self._in_place = True
+        self._in_place = True  # whether the memory is this cache's own, so that a step may write into it
 
     def __len__(self) -> int:
         return self.tokens
@@ -69,13 +52,13 @@ class Cache:
     def __getitem__(self, name: str) -> Tensor:
         if name in self._states:
             return self._states[name]
-        return self._rows[name].memory[:, :, : self.tokens]
+        return self._memory[name][:, :, : self.tokens]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._states[name] = value
 
     def __contains__(self, name: str) -> bool:
-        return name in self._states or (name in self._rows and self.tokens > 0)
+        return name in self._states or (name in self._memory and self.tokens > 0)
 
     def admit(self, attention: object, k: Tensor, v: Tensor, *, in_place: bool) -> None:
         """Begin a step; every decode calls this before it changes the cache.
@@ -107,7 +90,7 @@ class Cache:
                 )
             self._shapes[name] = new
         self._attention = attention
-        recorded = torch.is_grad_enabled() and any(rows.memory.requires_grad for rows in self._rows.values())
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in self._memory.values())
         self._in_place = in_place and not recorded
 
     def append(self, name: str, new: Tensor) -> Tensor:
@@ -123,30 +106,26 @@ class Cache:
             InputError: earlier steps have not appended to `name`.
         """
         start, stop = self.tokens, self.tokens + new.shape[2]
-        rows = self._rows.get(name)
-        if start and (rows is None or rows.filled < start):
+        memory = self._memory.get(name)
+        if start and (memory is None or memory.shape[2] < start):
             raise InputError(f"the cache holds {start} tokens that have no '{name}'; append to it in every step")
         if not self._in_place:
-            whole = new if rows is None or not start else torch.cat([rows.memory[:, :, :start], new], dim=2)
-            self._rows[name] = _Rows(whole, stop, owned=False)
+            whole = new if memory is None or not start else torch.cat([memory[:, :, :start], new], dim=2)
+            self._memory[name] = whole
             return whole
-        if rows is None or not self._fits(rows, new, stop):
-            capacity = self.max_length or max(stop, 2 * start)
-            memory = new.new_empty(*new.shape[:2], capacity, new.shape[3])  # [B, G, capacity, D]
-            if rows is not None and start:
-                memory[:, :, :start] = rows.memory[:, :, :start].detach()
-            rows = self._rows[name] = _Rows(memory, start, owned=True)
-        rows.memory[:, :, start:stop] = new.detach()
-        rows.filled = stop
-        return rows.memory[:, :, :stop]
+        if memory is None or not self._fits(memory, new, stop):
+            grown = new.new_empty(*new.shape[:2], self.max_length or max(stop, 2 * start), new.shape[3])
+            if memory is not None and start:
+                grown[:, :, :start] = memory[:, :, :start].detach()
+            memory = self._memory[name] = grown
+        memory[:, :, start:stop] = new.detach()
+        return memory[:, :, :stop]
 
-    def _fits(self, rows: _Rows, new: Tensor, stop: int) -> bool:
+    def _fits(self, memory: Tensor, new: Tensor, stop: int) -> bool:
         """Whether the tokens up to `stop` can be written into this memory; what is left of a reset may differ."""
-        memory = rows.memory
         same = memory.shape[:2] == new.shape[:2] and memory.shape[3] == new.shape[3]
         same = same and (self.tokens > 0 or (memory.dtype == new.dtype and memory.device == new.device))
-        writable = rows.owned and (torch.is_inference_mode_enabled() or not memory.is_inference())
-        return same and writable and stop <= memory.shape[2]
+        return same and stop <= memory.shape[2] and (torch.is_inference_mode_enabled() or not memory.is_inference())
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them; a row may appear repeatedly.
@@ -157,7 +136,7 @@ class Cache:
         if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
             raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
         self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
-        self._rows = {name: self._moved(x, rows) for name, x in self._rows.items()}
+        self._memory = {name: self._moved(x, rows) for name, x in self._memory.items()}
         self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
 
     def truncate(self, tokens: int) -> None:
@@ -180,6 +159,8 @@ class Cache:
             )
         if tokens == 0:
             self._states = {}
+        if not self._in_place:  # no step may write into what is part of a graph
+            self._memory = {name: x[:, :, :tokens] for name, x in self._memory.items()}
         self.tokens = tokens
 
     def reset(self) -> None:
@@ -190,24 +171,22 @@ class Cache:
         """Return an independent copy: steps of one do not change the other."""
         made = Cache(self.max_length)
         made.tokens, made._attention, made._shapes = self.tokens, self._attention, dict(self._shapes)
+        made._in_place = self._in_place
         made._states = {name: x.clone() for name, x in self._states.items()}
-        made._rows = {name: self._moved(x, None) for name, x in self._rows.items()}
+        made._memory = {
+            name: self._moved(x, torch.arange(x.shape[0], device=x.device)) for name, x in self._memory.items()
+        }
         return made
 
-    def _moved(self, rows: _Rows, order: Tensor | None) -> _Rows:
-        """The tokens so far in memory of their own, of the batch rows `order` or all."""
-        old = rows.memory[:, :, : self.tokens]  # [B, G, tokens, D]
-        if not rows.owned:  # part of a graph
-            return replace(rows, memory=old.clone() if order is None else old.index_select(0, order))
-        batch = old.shape[0] if order is None else order.shape[0]
-        memory = old.new_empty(batch, old.shape[1], rows.memory.shape[2], old.shape[3])
-        if order is None:
-            memory[:, :, : self.tokens] = old
-        else:
-            torch.index_select(old, 0, order, out=memory[:, :, : self.tokens])
-        return _Rows(memory, self.tokens, owned=True)
+    def _moved(self, memory: Tensor, rows: Tensor) -> Tensor:
+        """The tokens so far of the batch rows `rows`, in memory of their own."""
+        old = memory[:, :, : self.tokens]  # [B, G, tokens, D]
+        if not self._in_place:
+            return old.index_select(0, rows)
+        moved = memory.new_empty(rows.shape[0], *memory.shape[1:])
+        torch.index_select(old, 0, rows, out=moved[:, :, : self.tokens])
+        return moved
 
     def nbytes(self) -> int:
         """Memory held, in bytes, with what is allocated for tokens to come."""
-        held = [rows.memory for rows in self._rows.values()] + list(self._states.values())
-        return sum(x.numel() * x.element_size() for x in held)
+        return sum(x.numel() * x.element_size() for x in (*self._memory.values(), *self._states.values()))

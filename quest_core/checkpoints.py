@@ -105,6 +105,7 @@ class Spelled(nn.Module):
         config: the attention.
         attention_is_not_standard: the configuration, spelled; None for `standard`.
         attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
+        start_is_due: the attention sets the norms that queries or keys start with, and nothing has set them yet.
     """
 
     attention_is_not_standard: Tensor | None
@@ -115,6 +116,7 @@ class Spelled(nn.Module):
         self.config = config
         self.register_buffer(ENTRY, spell(config) if keeps and not config.means("standard") else None)
         self.attention_from: AttentionConfig | None = None
+        self.start_is_due = keeps and bool(config.starts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Spelled:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -134,6 +136,7 @@ class Spelled(nn.Module):
         own, key = self.attention_is_not_standard, prefix + ENTRY
         # PyTorch hands one list of missing keys to all modules of a call.
         spelled = state_dict.pop(key, None)
+        self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
             # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
             mine = self.state_dict(prefix=prefix)
@@ -156,6 +159,13 @@ def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
     for module in model.modules():
         if isinstance(module, Spelled):
             module.attention_from = config
+
+
+def started(model: nn.Module) -> None:
+    """Let a model's attention run: its projections have the start that its options ask for, or trained weights."""
+    for module in model.modules():
+        if isinstance(module, Spelled):
+            module.start_is_due = False
 
 
 _warned: list[Any] = [None]  # the latest load that was warned about

@@ -50,27 +50,23 @@ class AttentionConfig:
         """
         if isinstance(spec, AttentionConfig):
             return spec
+        if isinstance(spec, str) and spec.strip().startswith("{"):
+            try:
+                spec = json.loads(spec)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"attention {spec!r} starts like JSON but is not: {error}") from None
         if isinstance(spec, str):
-            text = spec.strip()
-            if text.startswith("{"):
-                try:
-                    spec = json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"attention {text!r} starts like JSON but is not: {error}") from None
-            else:
-                return _validate(*_read_text(text))
+            return _validate(*_read_text(spec.strip()))
         if isinstance(spec, Mapping):
-            given = dict(spec)
-            if not isinstance(given.get("name"), str):
+            if not isinstance(spec.get("name"), str):
                 raise ConfigError(
                     f"attention {dict(spec)!r} has no 'name'; write for example {{'name': 'quest', 'kv_heads': 4}}"
                 )
-            names, options = _read_text(given.pop("name").strip())
-            for key, value in given.items():
-                if key in options:
-                    raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
-                options[str(key)] = value
-            return _validate(names, options)
+            names, options = _read_text(spec["name"].strip())
+            given = {str(key): value for key, value in spec.items() if key != "name"}
+            for key in options.keys() & given.keys():
+                raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
+            return _validate(names, options | given)
         raise ConfigError(
             f"attention is {spec!r} ({type(spec).__name__}); write a name such as 'quest', "
             "a mapping such as {'name': 'quest', 'kv_heads': 4}, or 'quest+gqa(kv_heads=4)'"
@@ -140,39 +136,28 @@ AttentionSpec: TypeAlias = str | Mapping[str, Any] | AttentionConfig
 """What every `attention=` argument accepts."""
 
 
-_TERM = re.compile(r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*")
+_TERM = r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*"  # name or name(...)
 
 
 def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
     """'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
+    if not re.fullmatch(rf"{_TERM}(\+{_TERM})*", text):
+        raise ConfigError(
+            f"attention {text!r} cannot be read; write a name, name(key=value, ...) or names joined by '+', such as "
+            "'quest+gqa(kv_heads=4)'"
+        )
     names: list[str] = []
     options: dict[str, Any] = {}
-    position = 0
-    while True:
-        match = _TERM.match(text, position)
-        if not match:
-            raise ConfigError(
-                f"attention {text!r} cannot be read at character {position + 1}; "
-                "write a name, name(key=value, ...) or names joined by '+', for example 'quest+gqa(kv_heads=4)'"
-            )
-        names.append(match[1])
-        for item in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
-            key, equals, value = item.partition("=")
-            if not equals or not value.strip():
+    for name, inside in re.findall(_TERM, text):
+        names.append(name)
+        for item in filter(None, map(str.strip, inside.split(","))):
+            key, _, value = (piece.strip() for piece in item.partition("="))
+            if not value:
                 raise ConfigError(f"attention {text!r}: {item!r} is not key=value")
-            key = key.strip()
             if key in options:
                 raise ConfigError(f"attention {text!r}: option '{key}' is given twice")
-            options[key] = _read_value(value.strip())
-        position = match.end()
-        if position == len(text):
-            return names, options
-        if text[position] != "+":
-            raise ConfigError(
-                f"attention {text!r}: unexpected {text[position]!r} at character {position + 1}; "
-                "parts are joined by '+'"
-            )
-        position += 1
+            options[key] = _read_value(value)
+    return names, options
 
 
 def _read_value(text: str) -> Any:

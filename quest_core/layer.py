@@ -112,23 +112,20 @@ class Attention(Projected):
         v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
         mask = attn_mask
         if key_mask is not None:
-            keys = source.shape[1] + (0 if cache is None else len(cache))
+            wanted = (x.shape[0], source.shape[1] + (0 if cache is None else len(cache)))
+            if key_mask.shape != wanted or key_mask.dtype != torch.bool:
+                raise InputError(
+                    f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
+                    f"[B, M] = {list(wanted)}, True where a key may be attended to"
+                )
             same_tokens = context is None and cache is None
-            mask = merge_masks(attn_mask, self._padding_mask(key_mask, x.shape[0], keys, same_tokens=same_tokens))
+            mask = merge_masks(attn_mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
             out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
-
-    def _padding_mask(self, key_mask: Tensor, batch: int, keys: int, *, same_tokens: bool) -> Tensor:
-        if key_mask.shape != (batch, keys) or key_mask.dtype != torch.bool:
-            raise InputError(
-                f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
-                f"[B, M] = [{batch}, {keys}], True where a key may be attended to"
-            )
-        return self.mechanism.padding_mask(key_mask, same_tokens=same_tokens)
 
     @staticmethod
     def _split(x: Tensor, dim: int) -> Tensor:
@@ -137,15 +134,21 @@ class Attention(Projected):
         return heads.transpose(1, 2)
 
 
-def merge_masks(attn_mask: Tensor | None, seen: Tensor) -> Tensor:
-    """One mask for both: attn_mask as in `attention`, seen boolean (True = may attend), broadcastable to it."""
-    if attn_mask is None:
-        return seen
-    if attn_mask.dim() not in (2, 4) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return one mask for both, which are boolean (True = may attend) or additive, broadcastable to each other.
+
+    Raises:
+        InputError: `one` is of another type, or has not two or four axes.
+    """
+    if one is None:
+        return other
+    if one.dim() not in (2, 4) or not (one.dtype == torch.bool or one.is_floating_point()):
         raise InputError(
-            f"attn_mask is {attn_mask.dtype} of shape {list(attn_mask.shape)}; it is boolean (True = may attend) or "
+            f"attn_mask is {one.dtype} of shape {list(one.shape)}; it is boolean (True = may attend) or "
             "additive floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
         )
-    if attn_mask.dtype == torch.bool:
-        return attn_mask & seen
-    return torch.where(seen, attn_mask, -torch.inf)
+    if other.dtype != torch.bool:
+        one, other = other, one
+    if other.dtype != torch.bool:
+        return one + other
+    return one & other if one.dtype == torch.bool else torch.where(other, one, -torch.inf)

@@ -387,6 +387,13 @@ class Mechanism(Spelled):
         cached: int = 0,
     ) -> Tensor | None:
         """Raise unless the arguments fit this mechanism; returns the mask, in which only −inf and False hide."""
+        if self.start_is_due:
+            raise ConfigError(
+                f"attention '{self.config}' sets the norms that queries or keys start with (init, key_init or "
+                "query_init), and nothing has set them; use quest_core.Attention or quest_core.inject(model, ..., "
+                "fresh=True), or call start() of a layer that inherits quest_core.projections.Projected, or leave the "
+                "option out"
+            )
         if is_causal and self._no_causal:
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         if dropout_p > 0 and self._no_dropout:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 
 LOGGER = logging.getLogger("quest_core")
-LOGGER.addHandler(logging.NullHandler())
 
 
 def say(message: str) -> None:
@@ -23,20 +22,10 @@ def say(message: str) -> None:
 
 
 def is_heard(level: int) -> bool:
-    """Whether a handler will receive records of this level."""
-    logger: logging.Logger | None = LOGGER
-    while logger is not None:
-        if any(_receives(handler) for handler in logger.handlers):
-            return LOGGER.isEnabledFor(level)
-        logger = logger.parent if logger.propagate else None
-    return False
-
-
-def _receives(handler: logging.Handler) -> bool:
-    """Whether a handler writes anywhere; one that forwards does if the host has set up its logger."""
-    if isinstance(handler, Forward):
-        return bool(handler.logger().handlers)
-    return not isinstance(handler, logging.NullHandler)
+    """Whether a handler will receive records of this level; one that forwards does if the host has its logger ready."""
+    handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
+    ready = any(handler.logger().handlers if isinstance(handler, Forward) else True for handler in handlers)
+    return ready and LOGGER.isEnabledFor(level)
 
 
 class Forward(logging.Handler):

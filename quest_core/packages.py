@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import signal
 import sys
 import threading
 import traceback
@@ -22,7 +21,7 @@ SLOW_S = 2.0
 """An import that takes longer is named on standard error."""
 
 ONE_AT_A_TIME = threading.RLock()
-"""Held while a package is imported, because sys.stdout and the signal handlers are global."""
+"""Held while a package is imported, because sys.stdout is global."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +78,19 @@ def entries(group: str) -> list[Entry]:
     found: dict[str, list[Entry]] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):
-            points = [point for point in distribution.entry_points if point.group == group]
+            points = distribution.entry_points.select(group=group)
             if points:
                 about = distribution.metadata
-                name = about["Name"]
-                found.setdefault(  # the first of a name on sys.path is the one that is imported
-                    canonicalize_name(name),
-                    [
-                        Entry(
-                            group,
-                            point.name,
-                            point.value,
-                            name,
-                            about["Version"] or "?",
-                            about["Summary"] or "",
-                            tuple(about.get_all("Requires-Dist") or ()),
-                            tuple(about.get_all("Provides-Extra") or ()),
-                        )
-                        for point in points
-                    ],
+                facts: dict[str, Any] = {
+                    "distribution": about["Name"],
+                    "version": about["Version"] or "?",
+                    "summary": about["Summary"] or "",
+                    "requires": tuple(about.get_all("Requires-Dist") or ()),
+                    "extras": tuple(about.get_all("Provides-Extra") or ()),
+                }
+                # The first of a name on sys.path is the one that is imported.
+                found.setdefault(
+                    canonicalize_name(about["Name"]), [Entry(group, p.name, p.value, **facts) for p in points]
                 )
     return sorted(
         (entry for entries in found.values() for entry in entries),
@@ -109,53 +102,26 @@ def entries(group: str) -> list[Entry]:
 def contained(what: str) -> Iterator[None]:
     """Run code of another distribution.
 
-    Its prints go to standard error. If it takes longer than SLOW_S, one line on standard error names it. Ctrl-C and
-    other signals act as always.
+    Its prints go to standard error. If it takes longer than SLOW_S, one line on standard error names it.
 
     Args:
         what: the module and its distribution, for that line.
 
     Raises:
-        PluginError: the code raised anything, SystemExit and KeyboardInterrupt included; the message is the cause.
+        PluginError: the code raised anything but KeyboardInterrupt, SystemExit included; the message is the cause.
     """
     named = threading.Timer(SLOW_S, lambda: print(f"quest: waiting for the import of {what}", file=sys.stderr))
     named.daemon = True
-    with ONE_AT_A_TIME, _signals() as received, contextlib.redirect_stdout(sys.stderr):
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr):
         named.start()
         try:
             yield
+        except KeyboardInterrupt:  # Ctrl-C ends the program
+            raise
         except BaseException as error:
-            if received:  # the handler of a signal raised it, not the package
-                raise
             raise PluginError(cause(error)) from error
         finally:
             named.cancel()
-    if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        raise KeyboardInterrupt  # the package swallowed it
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Give the list of the signals that arrive in this block. Their handlers run as always."""
-    received: list[int] = []
-    replaced = {}
-    if threading.current_thread() is threading.main_thread():  # no other thread receives signals
-        for number in (getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)):
-            handler = signal.getsignal(number)
-            if callable(handler):
-
-                def note(number: int, frame: Any, handler: Any = handler) -> Any:
-                    received.append(number)
-                    return handler(number, frame)
-
-                signal.signal(number, note)
-                replaced[number] = (handler, note)
-    try:
-        yield received
-    finally:
-        for number, (handler, note) in replaced.items():
-            if signal.getsignal(number) is note:  # else the package has set its own
-                signal.signal(number, handler)
 
 
 def cause(error: BaseException) -> str:

@@ -16,33 +16,33 @@ all of k, then all of v), and by head inside a role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from .checkpoints import started
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
 from .kernels.pytorch import wider
-
-Pool: TypeAlias = Callable[[Tensor, int, int], Tensor]
-"""(projection of H heads, H, G) -> projection of G heads: `pool_heads` or `keep_heads`."""
 
 Held: TypeAlias = "tuple[str, str, nn.Module | Tensor]"
 """A name, the roles whose rows it has, and the Linear or parameter of that name."""
 
 
-def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """Return the projection of G heads, each the mean of its group of the H heads given; for trained weights.
+def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool = False) -> Tensor:
+    """Return the projection of G heads, one for each group of the H heads given.
 
-    Ainslie et al. (2023), section 2.1, show that the mean keeps most of what a multi-head checkpoint has learned.
+    It is the mean of the group, which keeps most of what a multi-head checkpoint has learned (Ainslie et al., 2023,
+    section 2.1). Of fresh weights it is the first head, because the mean would divide their spread by √(H/G).
 
     Args:
         projection: weight [H·D, E] or bias [H·D].
         num_heads: H, a multiple of `kv_heads`.
         kv_heads: G.
+        fresh: the weights have only been initialised, not trained.
 
     Returns:
         [G·D, E] or [G·D].
@@ -50,28 +50,14 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
     Raises:
         InputError: `num_heads` does not divide the rows, or `kv_heads` does not divide `num_heads`.
     """
-    _check_heads(projection, num_heads, kv_heads)
-    pooled: Tensor = projection.unflatten(0, (kv_heads, num_heads // kv_heads, -1)).mean(1).flatten(0, 1)
-    return pooled
-
-
-def keep_heads(projection: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """As `pool_heads`, but each group keeps its first head; for weights that have only been initialised.
-
-    The mean of H/G random heads would divide their spread by √(H/G).
-    """
-    _check_heads(projection, num_heads, kv_heads)
-    kept: Tensor = projection.unflatten(0, (kv_heads, num_heads // kv_heads, -1))[:, 0].flatten(0, 1)
-    return kept
-
-
-def _check_heads(projection: Tensor, num_heads: int, kv_heads: int) -> None:
-    rows = projection.shape[0]
-    if rows % num_heads or num_heads % kv_heads:
+    if len(projection) % num_heads or num_heads % kv_heads:
         raise InputError(
-            f"the {num_heads} heads of a projection with {rows} rows cannot be pooled into {kv_heads}: a checkpoint "
-            "converts only where kv_heads divides the heads"
+            f"the {num_heads} heads of a projection with {len(projection)} rows cannot be pooled into {kv_heads}: a "
+            "checkpoint converts only where kv_heads divides the heads"
         )
+    groups = projection.unflatten(0, (kv_heads, num_heads // kv_heads, -1))  # [G, H/G, D, ...]
+    pooled: Tensor = groups[:, 0] if fresh else groups.mean(1)
+    return pooled.flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -104,25 +90,13 @@ class HeadSizes:
         """The sizes of the host: all its key/value heads, of D key features."""
         return replace(self, kv_heads=self.host_kv_heads or self.num_heads, key_dim=self.head_dim)
 
+    def heads(self, role: str) -> int:
+        """Return the number of heads of "q", "k" or "v"."""
+        return self.num_heads if role == "q" else self.kv_heads
+
     def rows(self, roles: str) -> int:
         """Return the number of rows of `roles`, such as "qkv" or "k"."""
         return sum(width for role, width in zip("qkv", self.widths, strict=True) if role in roles)
-
-
-class Rows(NamedTuple):
-    """The rows of one role in one parameter.
-
-    Attributes:
-        name: of the parameter in its module, such as "qkv.weight".
-        parameter: the whole parameter.
-        rows: which rows of it, once it is flattened to [rows, ...].
-        values: these rows, head by head [heads·features, ...]; a view, outside of autograd, that may be written.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    rows: slice
-    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -140,7 +114,7 @@ class Projections:
     def __add__(self, other: Projections) -> Projections:
         return Projections(self.entries + other.entries)
 
-    def rows(self, module: nn.Module, sizes: HeadSizes, role: str) -> tuple[Rows, ...]:
+    def rows(self, module: nn.Module, sizes: HeadSizes, role: str) -> dict[str, Tensor]:
         """Return the rows of one role in every weight and bias that has any.
 
         Args:
@@ -148,19 +122,22 @@ class Projections:
             sizes: of its heads as they are now.
             role: "q", "k" or "v".
 
+        Returns:
+            The name of each parameter, such as "qkv.weight", with its rows [heads·features, ...], head by head: a view,
+            outside of autograd, that may be written.
+
         Raises:
             UnsupportedError: no name holds the role, or a weight is computed from other parameters.
             InputError: a parameter has another number of rows than `sizes` says.
         """
-        found = []
+        found = {}
         for name, roles, value in self._held(module, role):
             wanted, start = sizes.rows(roles), sizes.rows(roles[: roles.index(role)])
             if not _has_rows(value, wanted):
                 raise InputError(f"'{name}' is {_described(value)}; {sizes} needs {wanted} rows")
-            rows = slice(start, start + sizes.rows(role))
             for key, parameter in _parameters(module, name, value).items():
-                found.append(Rows(key, parameter, rows, _flat(parameter.detach(), wanted)[rows]))
-        return tuple(found)
+                found[key] = _by_rows(parameter.detach(), wanted).narrow(0, start, sizes.rows(role))
+        return found
 
     @torch.no_grad()
     def scale(self, module: nn.Module, sizes: HeadSizes, role: str, factor: Tensor) -> None:
@@ -174,11 +151,11 @@ class Projections:
             UnsupportedError, InputError: as `rows`, before anything has changed; InputError also for another number
                 of factors.
         """
-        heads = sizes.num_heads if role == "q" else sizes.kv_heads
+        heads = sizes.heads(role)
         if factor.shape != (heads,):
             raise InputError(f"the factors have shape {list(factor.shape)}; '{role}' has {heads} heads")
-        for found in self.rows(module, sizes, role):
-            by_head = found.values.unflatten(0, (heads, -1)).movedim(0, -1)  # [D, ..., heads]
+        for rows in self.rows(module, sizes, role).values():
+            by_head = rows.unflatten(0, (heads, -1)).movedim(0, -1)  # [D, ..., heads]
             by_head.copy_(by_head * factor.to(by_head.device, wider(by_head.dtype)))
 
     @torch.no_grad()
@@ -197,9 +174,10 @@ class Projections:
         Raises:
             UnsupportedError, InputError: as `rows`.
         """
-        heads = sizes.num_heads if role == "q" else sizes.kv_heads
-        by_head = [found.values.unflatten(0, (heads, -1)).flatten(1) for found in self.rows(module, sizes, role)]
-        return torch.stack([rows.double().square().sum(1) for rows in by_head]).sum(0).sqrt()
+        found = self.rows(module, sizes, role).values()
+        by_head = [rows.double().view(sizes.heads(role), -1) for rows in found]
+        norms: Tensor = torch.cat(by_head, dim=1).norm(dim=1)
+        return norms
 
     @torch.no_grad()
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
@@ -211,7 +189,7 @@ class Projections:
         Args:
             module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
             sizes: the heads that it shall have.
-            fresh: whether the weights have only been initialised (`keep_heads`), not trained (`pool_heads`).
+            fresh: whether the weights have only been initialised, not trained; see `pool_heads`.
 
         Raises:
             InputError: the projections were reduced to other sizes before.
@@ -227,13 +205,13 @@ class Projections:
                     f"have {sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model "
                     "again to choose another attention"
                 )
-        pool = keep_heads if fresh else pool_heads
-        larger = [(name, roles, value) for name, roles, value in held if sizes.rows(roles) != sizes.full.rows(roles)]
-        # The list raises for a weight that cannot be changed before the loop changes any.
-        for name, roles, value, parameters in [(*entry, _parameters(module, entry[0], entry[2])) for entry in larger]:
+        larger = [entry for entry in held if sizes.rows(entry[1]) != sizes.full.rows(entry[1])]
+        # Raises for a weight that cannot be changed before any is.
+        found = [_parameters(module, name, value) for name, _, value in larger]
+        for (name, roles, value), parameters in zip(larger, found, strict=True):
             owner: Any = module if isinstance(value, Tensor) else shallow_copy(value)
             for key, old in parameters.items():
-                smaller = _reduced(old.detach(), roles, sizes, pool)
+                smaller = _reduced(old.detach(), roles, sizes, fresh=fresh)
                 owner._parameters[key.rpartition(".")[2]] = nn.Parameter(smaller, old.requires_grad)
             if owner is not module:
                 owner.out_features = sizes.rows(roles)
@@ -255,12 +233,11 @@ class Projections:
             value = getattr(module, name, None)
             owned = {name: value} | {f"{name}.{leaf}": getattr(value, leaf, None) for leaf in ("weight", "bias")}
             for key, own in owned.items():
-                given = state_dict.get(prefix + key)
-                if not (isinstance(own, Tensor) and isinstance(given, Tensor)) or own.shape == given.shape:
-                    continue
-                axis = _row_axis(given, sizes.full.rows(roles))
-                if axis is not None and own.shape == (*given.shape[:axis], sizes.rows(roles), *given.shape[axis + 1 :]):
-                    state_dict[prefix + key] = _reduced(given, roles, sizes, pool_heads)
+                given, rows = state_dict.get(prefix + key), sizes.full.rows(roles)
+                if isinstance(own, Tensor) and isinstance(given, Tensor) and rows in (*given.shape[:1], given.numel()):
+                    pooled = _reduced(given, roles, sizes, fresh=False)
+                    if own.shape == pooled.shape != given.shape:
+                        state_dict[prefix + key] = pooled
 
     def _held(self, module: nn.Module, roles: str) -> list[Held]:
         """The entries with any of `roles` that `module` has."""
@@ -324,6 +301,7 @@ class Projected(nn.Module):
         """
         for role, factors in self.start_factors().items():
             self.projections.scale(self, self.head_sizes, role, factors)
+        started(self)
 
     def start_factors(self) -> dict[str, Tensor]:
         """Return what `start` multiplies the heads by, [H] for "q" and [G] for "k"; raises as `start` does."""
@@ -343,6 +321,8 @@ class Projected(nn.Module):
         self.projections.load(self, state_dict, prefix, self.head_sizes)
         owned = (prefix + name for name, _ in self.projections.entries)
         self.loaded = self.loaded or any(key in state_dict or f"{key}.weight" in state_dict for key in owned)
+        if self.loaded:
+            started(self)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -387,27 +367,20 @@ def _described(value: nn.Module | Tensor) -> str:
     return f"a parameter of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {value}"
 
 
-def _row_axis(tensor: Tensor, rows: int) -> int | None:
-    """The axis of `rows` rows: the first, or, in a bias of shape [1, 1, rows], the last."""
-    if tensor.dim() and tensor.shape[0] == rows:
-        return 0
-    return tensor.dim() - 1 if tensor.dim() and tensor.shape[-1] == tensor.numel() == rows else None
-
-
-def _flat(tensor: Tensor, rows: int) -> Tensor:
+def _by_rows(tensor: Tensor, rows: int) -> Tensor:
     """[rows, ...], or a bias [H, D] or [1, 1, H·D] -> [rows, ...], a view."""
     return tensor if tensor.shape[0] == rows else tensor.view(rows)
 
 
-def _reduced(full: Tensor, roles: str, sizes: HeadSizes, pool: Pool) -> Tensor:
+def _reduced(full: Tensor, roles: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
     """The rows that `sizes` needs, made from those of `sizes.full`."""
-    axis, parts = _row_axis(full, sizes.full.rows(roles)), []
-    if axis is None:
-        raise InputError(f"a projection of shape {list(full.shape)} does not have {sizes.full.rows(roles)} rows")
-    for role, rows in zip(roles, full.movedim(axis, 0).split([sizes.full.rows(r) for r in roles]), strict=True):
+    by_rows, parts = _by_rows(full, sizes.full.rows(roles)), []
+    for role, rows in zip(roles, by_rows.split([sizes.full.rows(r) for r in roles]), strict=True):
         if role != "q":
-            rows = pool(rows, sizes.full.kv_heads, sizes.kv_heads)
+            rows = pool_heads(rows, sizes.full.kv_heads, sizes.kv_heads, fresh=fresh)
         if role == "k":  # the features of a head are reduced as heads of one feature each would be
-            rows = pool(rows, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.key_dim)
+            features = sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.key_dim
+            rows = pool_heads(rows, *features, fresh=fresh)
         parts.append(rows)
-    return torch.cat(parts).movedim(0, axis)
+    made = torch.cat(parts)
+    return made if by_rows.dim() == full.dim() else made.view(*full.shape[:-1], -1)

@@ -165,7 +165,7 @@ def test_reset_serves_another_sequence_in_the_same_memory(attention: str) -> Non
         for batch in (2, 2, 3):
             x = torch.randn(batch, 9, 16, dtype=torch.float64)
             close(steps(model, x, caches, [4, 1, 4]), model(x))
-            held.append((caches[1].nbytes(), [rows.memory.data_ptr() for rows in caches[1]._rows.values()]))
+            held.append((caches[1].nbytes(), [x.data_ptr() for x in caches[1]._memory.values()]))
             for cache in caches:
                 cache.reset()
                 assert len(cache) == 0

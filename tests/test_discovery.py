@@ -97,7 +97,7 @@ def test_a_missing_host_is_a_record(install: Install) -> None:
     install("lost", requires=('no-such-host>=2.0,<3; extra == "host"',))
     found = record("lost")
     assert found.status == "unsupported"
-    assert found.supported == "no-such-host>=2.0,<3"
+    assert found.detail.endswith("supported: no-such-host>=2.0,<3")
     with pytest.raises(PluginError, match=r"lost is not installed; supported: no-such-host>=2.0,<3; fix: pip install"):
         discovery.adapter("lost")
 
@@ -246,12 +246,12 @@ def test_the_host_is_found_among_its_companions(install: Install) -> None:
     info = "INFO = {'name': 'kept', 'host': 'PyTest', 'module': 'json', 'api': (1, 0)}"
     install("kept", info=info, requires=('a-companion>=9; extra == "host"', 'pytest>=1; extra == "host"'))
     found = record("kept")
-    assert (found.status, found.supported, found.host_version) == ("ok", "pytest>=1", pytest.__version__)
+    assert (found.status, found.host_name, found.host_version) == ("ok", "pytest", pytest.__version__)
 
 
 def test_requiring_a_host_says_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = discovery.Record("toy", "quest-toy", "1.0", "unsupported", "toyframe is not installed", "pip install x")
     monkeypatch.setattr(discovery, "discover", lambda: [lacking])
     discovery.require_host("another")
-    with pytest.raises(PluginError, match=r"'toy' cannot be used: toyframe is not installed; fix: pip install x"):
+    with pytest.raises(PluginError, match=r"'toy' is unsupported: toyframe is not installed; fix: pip install x"):
         discovery.require_host("toy")

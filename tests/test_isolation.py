@@ -31,7 +31,6 @@ NAP = "import os, time; time.sleep(float(os.environ['NAP']))"
 FAULTS = {
     "raises": ("raise RuntimeError('out of luck')", "RuntimeError: out of luck"),
     "exits": ("import sys; sys.exit(5)", r"it calls sys.exit\(5\)"),
-    "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "cancels": ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
     "hangs": (NAP, "it does not end within"),
     "prints": ("print('hello'); import os; os.write(1, b'')", None),
@@ -142,7 +141,11 @@ CASES = [
         plugin(f"api_{i}", "'api' is .*two whole numbers", info=f"INFO = {{'name': 'plugin_api_{i}', 'api': {api}}}")
         for i, api in enumerate(["(1,)", "'1.0'", "None", "(1, 0, 0)", "(True, 0)", "7"])
     ),
-    plugin("api_newer", "written for plugin API 2.0", info="INFO = {'name': 'plugin_api_newer', 'api': (2, 0)}"),
+    plugin(
+        "api_newer",
+        "written for plugin API 2.0",
+        info="INFO = {'name': 'plugin_api_newer', 'module': 'json', 'api': (2, 0)}",
+    ),
     plugin("module", "'module' is 7; it must be a module's name", info="INFO = {'module': 7, 'api': (1, 0)}"),
     plugin(
         "name",
@@ -353,11 +356,8 @@ quest_core.AttentionConfig.parse("unknown")
 """
 
 
-@pytest.mark.parametrize(
-    "source", [NAP, f"try:\n    {NAP}\nexcept BaseException:\n    pass"], ids=["passes", "swallows"]
-)
-def test_ctrl_c_ends_the_program_while_a_package_hangs(source: str, site: Path) -> None:
-    mechanism("waits", source, None).write(site)
+def test_ctrl_c_ends_the_program_while_a_package_hangs(site: Path) -> None:
+    mechanism("waits", NAP, None).write(site)
     with subprocess.Popen(
         [sys.executable, "-c", HANG],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "NAP": "600"},

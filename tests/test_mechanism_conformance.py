@@ -210,7 +210,7 @@ def test_what_is_not_declared_is_refused_by_name(build: Any) -> None:
             quest_core.Mechanism("toy").decode(q, q, q, Cache())
         packed = q[0].transpose(0, 1)
         with pytest.raises(UnsupportedError, match="'toy' cannot be packed"):
-            quest_core.attention_packed(packed, packed, packed, "toy", cu_seqlens_q=torch.tensor([0, 2, 5]))
+            quest_core.attention_packed(packed, packed, packed, "toy", cu_seqlens=torch.tensor([0, 2, 5]))
         why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(ordered=False))
         assert why == "'toy' is not possible here: it needs ordered tokens"
 

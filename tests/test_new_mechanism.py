@@ -56,7 +56,7 @@ def test_a_wheel_of_the_example_runs_in_every_way_a_mechanism_can_be_asked_for(t
         "print(quest_core.inject(model, 'power(p=3)+gqa(kv_heads=2)')[1])\n"
         "check_mechanism('power')\n"
         "q = torch.randn(7, 4, 8)\n"
-        "print(quest_core.attention_packed(q, q, q, 'power', cu_seqlens_q=torch.tensor([0, 3, 7])).shape)\n"
+        "print(quest_core.attention_packed(q, q, q, 'power', cu_seqlens=torch.tensor([0, 3, 7])).shape)\n"
         "print(sorted(quest_core.Monitor(model).collect()))\n"
     )
     env = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": ""}

@@ -132,7 +132,7 @@ def test_a_real_attention_class_is_a_site(tmp_path: Path) -> None:
     )
     # their_model is no distribution, so importing the package, which installs the adapter, is refused by name.
     refused = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert "PluginError: plugin 'their' cannot be used: their_model is not installed" in refused.stderr
+    assert "PluginError: plugin 'their' is unsupported: their_model is not installed" in refused.stderr
     (tmp_path / "site" / "their_model-3.dist-info").mkdir()
     (tmp_path / "site" / "their_model-3.dist-info" / "METADATA").write_text("Name: their_model\nVersion: 3\n")
     out = call(sys.executable, "-c", code, cwd=tmp_path, env=env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def check(
     q, k, v = tokens(lengths_q, lengths_k, groups, key_dim=key_dim)
     cu_q = cumulative(lengths_q)
     cu_k = None if lengths_k is lengths_q else cumulative(lengths_k)
-    out = attention_packed(q, k, v, mechanism, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, is_causal=is_causal)
+    out = attention_packed(q, k, v, mechanism, cu_seqlens=PackingPlan(cu_q, cu_k), is_causal=is_causal)
     want = loop(q, k, v, mechanism, lengths_q, lengths_k, is_causal=is_causal)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     if out.numel():
@@ -135,8 +136,8 @@ def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool)
     quest_core.chain(torch.nn.ModuleList(layers))
     first, second = (tokens(MIXED, MIXED, seed=seed) for seed in (0, 1))
     cu = cumulative(MIXED)
-    attention_packed(*first, layers[0], cu_seqlens_q=cu, is_causal=is_causal)
-    got = attention_packed(*second, layers[1], cu_seqlens_q=cu, is_causal=is_causal)
+    attention_packed(*first, layers[0], cu_seqlens=cu, is_causal=is_causal)
+    got = attention_packed(*second, layers[1], cu_seqlens=cu, is_causal=is_causal)
 
     def chained(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         start = next(places)
@@ -167,13 +168,13 @@ def test_pgqa_repeats_under_a_seed() -> None:
     outs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        outs.append(attention_packed(q, k, v, made, cu_seqlens_q=cumulative(MIXED)))
+        outs.append(attention_packed(q, k, v, made, cu_seqlens=cumulative(MIXED)))
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0], outs[2])
 
 
 def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:
-    plan = PackingPlan.from_cu_seqlens(cumulative([2000, *[50] * 31, 0]))
+    plan = PackingPlan(cumulative([2000, *[50] * 31, 0]))
     buckets = plan.layout("near", torch.device("cpu")).buckets
     assert [(b.size, b.n, b.m) for b in buckets] == [(1, 2000, 2000), (31, 50, 50)]
     assert all(b.keys is None for b in buckets), "equal lengths need no mask"
@@ -181,7 +182,7 @@ def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_padded_area_is_bounded(lengths: list[int]) -> None:
-    plan = PackingPlan.from_cu_seqlens(cumulative(lengths))
+    plan = PackingPlan(cumulative(lengths))
     buckets = plan.layout("near", torch.device("cpu")).buckets
     assert sum(b.size for b in buckets) == len(lengths)
     padded, real = sum(b.size * b.n * b.m for b in buckets), sum(n * n for n in lengths)
@@ -190,12 +191,12 @@ def test_padded_area_is_bounded(lengths: list[int]) -> None:
 
 def test_short_sequences_share_a_bucket_within_the_padding_that_long_ones_leave() -> None:
     lengths = [500, *range(2, 30)]
-    plan = PackingPlan.from_cu_seqlens(cumulative(lengths))
+    plan = PackingPlan(cumulative(lengths))
     assert [(b.size, b.n) for b in plan.layout("near", torch.device("cpu")).buckets] == [(1, 500), (28, 29)]
 
 
 def test_tokens_of_equal_sequences_are_not_copied() -> None:
-    layout = PackingPlan.from_cu_seqlens(cumulative([7] * 5)).layout("near", torch.device("cpu"))
+    layout = PackingPlan(cumulative([7] * 5)).layout("near", torch.device("cpu"))
     assert layout.q is None
     assert len(layout.buckets) == 1
 
@@ -204,11 +205,11 @@ def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None
     made = []
     original = PackingPlan._lay_out
     monkeypatch.setattr(PackingPlan, "_lay_out", lambda self, *a: made.append(a) or original(self, *a))
-    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    plan = PackingPlan(cumulative(MIXED))
     q, k, v = tokens(MIXED, MIXED)
     out = q
     for _ in range(12):
-        out = attention_packed(out, k, v, "quest", cu_seqlens_q=plan)
+        out = attention_packed(out, k, v, "quest", cu_seqlens=plan)
     assert len(made) == 1
     want = q
     for _ in range(12):
@@ -218,7 +219,7 @@ def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_but_empty_sequences_gives_nothing_and_has_gradients() -> None:
     q, k, v = tokens([0, 3], [4, 0])
-    out = attention_packed(q, k, v, "quest", cu_seqlens_q=cumulative([0, 3]), cu_seqlens_k=cumulative([4, 0]))
+    out = attention_packed(q, k, v, "quest", cu_seqlens=PackingPlan(cumulative([0, 3]), cumulative([4, 0])))
     assert out.shape == (3, HEADS, DIM)
     assert not out.any()
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -228,7 +229,7 @@ def test_padding_of_one_sequence_cannot_hurt_another() -> None:
     """NaN in one sequence stays there, though rows of a bucket share a batch."""
     q, k, v = (x.detach() for x in tokens([20, 30, 25], [20, 30, 25]))
     k[20:50] = torch.nan
-    out = attention_packed(q, k, v, "quest", cu_seqlens_q=cumulative([20, 30, 25]))
+    out = attention_packed(q, k, v, "quest", cu_seqlens=cumulative([20, 30, 25]))
     assert out[20:50].isnan().all()
     assert out[:20].isfinite().all()
     assert out[50:].isfinite().all()
@@ -245,7 +246,7 @@ def test_mechanisms_that_see_the_whole_batch_get_it_at_once() -> None:
         return x.new_zeros(3, 90, *x.shape[1:]).masked_scatter(real[..., None, None], x).transpose(1, 2)
 
     want = mechanism(*map(dense, (q, k, v)), attn_mask=real[:, None, None]).transpose(1, 2)[real]
-    got = attention_packed(q, k, v, mechanism, cu_seqlens_q=cumulative(lengths))
+    got = attention_packed(q, k, v, mechanism, cu_seqlens=cumulative(lengths))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -253,11 +254,11 @@ def test_dropout_acts_on_weights() -> None:
     q, k, v = (x.detach() for x in tokens([40, 30], [40, 30]))
     cu = cumulative([40, 30])
     torch.manual_seed(1)
-    first = attention_packed(q, k, v, "quest", cu_seqlens_q=cu, dropout_p=0.5)
+    first = attention_packed(q, k, v, "quest", cu_seqlens=cu, dropout_p=0.5)
     torch.manual_seed(1)
-    again = attention_packed(q, k, v, "quest", cu_seqlens_q=cu, dropout_p=0.5)
+    again = attention_packed(q, k, v, "quest", cu_seqlens=cu, dropout_p=0.5)
     assert torch.equal(first, again)
-    assert not torch.allclose(first, attention_packed(q, k, v, "quest", cu_seqlens_q=cu))
+    assert not torch.allclose(first, attention_packed(q, k, v, "quest", cu_seqlens=cu))
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -285,8 +286,7 @@ def test_the_variable_length_kernel_gets_what_it_needs(
         )
         return loop(query, key, value, standard, MIXED, MIXED, is_causal=is_causal)
 
-    names = frozenset({"scale", "window_size", "enable_gqa"})
-    monkeypatch.setattr(packing, "_varlen_attn", lambda: (varlen_attn, names))
+    monkeypatch.setattr(packing, "_varlen_attn", lambda: varlen_attn)
     monkeypatch.setattr(packing, "_varlen_applies", lambda *_: True)
     mechanism = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     check(mechanism, MIXED, MIXED, groups=2 if "gqa" in spec else HEADS, is_causal=is_causal)
@@ -318,10 +318,9 @@ def test_gpus_before_ampere_take_padded_batches(
     capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    names = frozenset({"scale", "window_size", "enable_gqa"})
-    monkeypatch.setattr(packing, "_varlen_attn", lambda: (lambda *_, **__: None, names))
+    monkeypatch.setattr(packing, "_varlen_attn", lambda: lambda *_, **__: None)
     mechanism = quest_core.Mechanism("quest", num_heads=HEADS, head_dim=DIM)
-    plan = PackingPlan.from_cu_seqlens(cumulative(MIXED))
+    plan = PackingPlan(cumulative(MIXED))
     with FakeTensorMode():
         q = torch.empty(sum(MIXED), HEADS, DIM, dtype=torch.float16, device="cuda")
     assert packing._varlen_applies(q, q, q, mechanism, plan, is_causal=False, dropout_p=0.0) is applies
@@ -330,35 +329,33 @@ def test_gpus_before_ampere_take_padded_batches(
 def test_pytorchs_own_varlen_attn_is_recognised() -> None:
     """Where this PyTorch has one; its parameters decide whether it is used."""
     found = packing._varlen_attn()
-    assert found is None or {"cu_seq_q", "max_q"} <= found[1]
+    assert found is None or {"cu_seq_q", "max_q"} <= inspect.signature(found).parameters.keys()
 
 
 def test_a_stateless_mechanism_may_be_named_or_mapped() -> None:
     q, k, v = tokens([3, 4], [3, 4])
     cu = cumulative([3, 4])
-    named = attention_packed(q, k, v, "qnorm", cu_seqlens_q=cu)
-    assert torch.equal(named, attention_packed(q, k, v, {"name": "qnorm"}, cu_seqlens_q=cu))
+    named = attention_packed(q, k, v, "qnorm", cu_seqlens=cu)
+    assert torch.equal(named, attention_packed(q, k, v, {"name": "qnorm"}, cu_seqlens=cu))
     with pytest.raises(ConfigError, match="learnable"):
-        attention_packed(q, k, v, "qknorm", cu_seqlens_q=cu)
+        attention_packed(q, k, v, "qknorm", cu_seqlens=cu)
 
 
 def test_errors_name_what_does_not_fit() -> None:
     q, k, v = tokens([3, 4], [3, 4])
     cu = cumulative([3, 4])
     with pytest.raises(InputError, match="three axes"):
-        attention_packed(q[None], k, v, cu_seqlens_q=cu)
+        attention_packed(q[None], k, v, cu_seqlens=cu)
     with pytest.raises(InputError, match="7 tokens, but its sequences end at 8"):
-        attention_packed(q, k, v, cu_seqlens_q=cumulative([3, 5]))
+        attention_packed(q, k, v, cu_seqlens=cumulative([3, 5]))
     with pytest.raises(InputError, match="int32 of shape"):
-        attention_packed(q, k, v, cu_seqlens_q=cu.float())
+        attention_packed(q, k, v, cu_seqlens=cu.float())
     with pytest.raises(InputError, match="never falls"):
-        attention_packed(q, k, v, cu_seqlens_q=torch.tensor([0, 5, 3, 7], dtype=torch.int32))
-    with pytest.raises(InputError, match="2 sequences, cu_seqlens_k of 1"):
-        attention_packed(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cumulative([7]))
-    with pytest.raises(InputError, match="leave out"):
-        attention_packed(q, k, v, cu_seqlens_q=PackingPlan.from_cu_seqlens(cu), max_seqlen_q=4)
+        attention_packed(q, k, v, cu_seqlens=torch.tensor([0, 5, 3, 7], dtype=torch.int32))
+    with pytest.raises(InputError, match="2 sequences and cu_seqlens_k 1"):
+        PackingPlan(cu, cumulative([7]))
     with pytest.raises(InputError, match="grouping"):
-        attention_packed(q, k[:, :2], v[:, :2], "quest", cu_seqlens_q=cu)
+        attention_packed(q, k[:, :2], v[:, :2], "quest", cu_seqlens=cu)
 
 
 def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_by_sequence() -> None:
@@ -366,5 +363,5 @@ def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_
     q, k, v = tokens([3, 4], [5, 4], 2)
     with pytest.raises(UnsupportedError, match="whole batch"):
         attention_packed(
-            q, k, v, mechanism, cu_seqlens_q=cumulative([3, 4]), cu_seqlens_k=cumulative([5, 4]), is_causal=True
+            q, k, v, mechanism, cu_seqlens=PackingPlan(cumulative([3, 4]), cumulative([5, 4])), is_causal=True
         )

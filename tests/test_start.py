@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.torch import MultiheadAttention
-from quest_core.projections import Projected
+from quest_core.mechanism import head_sizes
+from quest_core.projections import Packed, Projected
 
 
 def norms(part: Projected, role: str) -> Tensor:
@@ -106,6 +109,84 @@ def test_a_function_has_no_start() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ConfigError, match="a function does not have"):
         quest_core.attention(q, q, q, "quest(init=5)")
+
+
+class Own(nn.Module):
+    """A layer written by hand."""
+
+    def __init__(self, spec: str) -> None:
+        super().__init__()
+        self.qkv, self.mechanism = nn.Linear(16, 48), quest_core.Mechanism(spec, num_heads=2, head_dim=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.mechanism(q, k, v)
+        return out
+
+
+X = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_start_that_nothing_sets_is_refused() -> None:
+    layer = Own("quest(init=5)")
+    q = torch.randn(1, 2, 3, 8)
+    compiled: Any = torch.compile(layer, backend="eager")
+    for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), compiled):
+        with pytest.raises(Exception, match=r"quest\(init=5.0\)' .*\(init, .*quest_core.Attention or .*fresh=True"):
+            twin(X)
+    with pytest.raises(ConfigError, match="nothing has set"):
+        layer.mechanism.decode(q, q, q, quest_core.Cache())
+    with pytest.raises(ConfigError, match="nothing has set"):
+        layer.mechanism.forward_with_weights(q, q, q)
+    Own("quest")(X)
+
+
+def test_a_checkpoint_of_the_attention_has_started() -> None:
+    layer, trained = Own("quest(init=5)"), Own("quest")
+    layer.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(layer(X), trained(X))
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        (stock := Own("quest(init=5)")).load_state_dict(Own("standard").state_dict())
+    with pytest.raises(ConfigError, match="nothing has set"):
+        stock(X)
+
+
+def test_a_described_layer_starts_by_itself_or_by_its_weights() -> None:
+    class Described(Own, Projected):
+        projections = Packed("qkv")
+
+        def __init__(self, spec: str) -> None:
+            super().__init__(spec)
+            self.config, self.head_sizes = self.mechanism.config, head_sizes(spec, 2, 8)
+
+    layer = Described("quest(init=5)")
+    with pytest.raises(ConfigError, match="nothing has set"):
+        layer(X)
+    layer.start()
+    layer(X)
+    assert norms(layer, "q").tolist() == pytest.approx([5] * 2)
+    copy.deepcopy(layer)(X)
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        (other := Described("quest(init=5)")).load_state_dict(Own("standard").state_dict())
+    other(X)
+
+
+@pytest.mark.parametrize("way", ["reset", "load"])
+def test_a_layer_without_values_starts_later(way: str) -> None:
+    layer = MultiheadAttention(16, 2, attention="quest(init=5)", device="meta").to_empty(device="cpu")
+    with pytest.raises(ConfigError, match="nothing has set"):
+        layer(X, X, X)
+    if way == "reset":
+        layer._reset_parameters()
+    else:
+        layer.load_state_dict(MultiheadAttention(16, 2, attention="quest").state_dict())
+    layer(X, X, X)
+
+
+def test_what_is_injected_runs() -> None:
+    model, _ = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
+    x = torch.randn(2, 3, 32)
+    torch.testing.assert_close(copy.deepcopy(model).eval()(x), model.eval()(x))
 
 
 def test_loaded_weights_stay() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quest_core
-from quest_core import AttentionConfig
+from quest_core import AttentionConfig, cli
 from quest_core.hosts import launching
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
@@ -63,7 +63,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "features a head": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),
     "has a state": lambda: quest_core.attention(*heads(4, 4, 4), "elliptical"),
     "cannot be causal": lambda: quest_core.attention(*heads(4, 4, 4), "sinkhorn", is_causal=True),
-    "nothing to run": lambda: launching.main([]),
+    "nothing to run": lambda: cli.run.main([]),
     "no plugin can be used": no_plugin,
 }
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import InjectionError, InputError, UnsupportedError
-from quest_core.hosts.universal import Routed, restore
+from quest_core.hosts.universal import Routed
 from quest_core.testing import references as reference
 
 # --- models as their authors write them -------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def test_copies_pickles_and_checkpoints(make: Callable[[], Any]) -> None:
 
 
 @MODELS
-def test_injecting_again_and_restoring(make: Callable[[], Any]) -> None:
+def test_injecting_again(make: Callable[[], Any]) -> None:
     model, inputs = make()
     stock = copy.deepcopy(model)
     quest_core.inject(model, "quest", example=inputs)
@@ -432,10 +432,6 @@ def test_injecting_again_and_restoring(make: Callable[[], Any]) -> None:
     torch.testing.assert_close(model(*inputs), stock(*inputs))
     quest_core.inject(model, "qnorm", example=inputs)
     assert not torch.equal(model(*inputs), stock(*inputs))
-    restore(model)
-    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-    assert vars(model.get_submodule("")).keys() == vars(stock).keys() | {"_ddp_params_and_buffers_to_ignore"}
-    torch.testing.assert_close(model(*inputs), stock(*inputs))
 
 
 def test_monitor_watches_universal_sites() -> None:

@@ -48,7 +48,7 @@ def test_packed_sequences(
         if apart:
             out = one_at_a_time(*leaves, module, lengths, is_causal)
         else:
-            out = quest_core.attention_packed(*leaves, module, cu_seqlens_q=ends, is_causal=is_causal)
+            out = quest_core.attention_packed(*leaves, module, cu_seqlens=ends, is_causal=is_causal)
         found.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     assert calls == ([dtype] if device == "cuda" else [])
     for got, plain, truth in zip(*found, strict=True):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import PluginError, QuestError, one_of
-from ..hosts.launching import main as run
 from ..mechanisms.part import AXES
 from ..packages import Entry, entries
+from . import run
 from .child import LIMIT_S
 from .doctor import doctor
 from .mechanisms import check, explain, show
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and not arguments[0].startswith("-"):
             if arguments[0] == "run":
-                return run(arguments[1:])
+                return run.main(arguments[1:])
             if arguments[0] in plugins:
                 return _load(plugins[arguments[0]])(arguments[1:])
             if arguments[0] not in COMMANDS:

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn, TextIO
 
 from torch import nn
 
-from ..catalogue import examine, parts
+from ..catalogue import load_parts, parts
 from ..errors import PluginError
 from ..hosts.discovery import discover, load_adapter, try_sites
 from ..packages import contained, entries
@@ -144,8 +144,11 @@ def _mechanisms(job: Job, doing: Callable[[str], None]) -> Answer:
         if (entry.name, entry.distribution) == (job.name, job.distribution):
             doing(entry.value)
             parts().close()  # a fault of another package would be taken for one of this
-            package = examine(entry, {})
-            return Answer(package.problem, entry.value, {part.name: rows(part) for part in package.parts})
+            try:
+                found = load_parts(entry, {})
+            except PluginError as error:
+                return Answer(str(error), entry.value)
+            return Answer("", entry.value, {part.name: rows(part) for part in found})
     return Answer("its entry point has gone")
 
 

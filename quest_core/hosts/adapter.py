@@ -60,7 +60,7 @@ class Site:
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
         fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
-            heads, fresh weights are reduced with `keep_heads` and trained ones with `pool_heads`.
+            heads, `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
         stack: the stack of layers it belongs to, where that is not told by paths that differ in numbers only: what
             compares a layer with the one before (elliptical) does so within a stack.
     """

@@ -16,23 +16,22 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
+import runpy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
+from torch import nn
 
 from ..errors import PluginError, QuestError, one_of
 from ..notices import say
 from ..packages import Entry, cause, contained, entries
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .adapter import Adapter
+from .adapter import Adapter, Site
+from .torch import TorchAdapter
 
 API_VERSION = (1, 0)
 """The adapter contract's version. A plugin fits when its major is the same and its minor is not larger."""
@@ -62,9 +61,13 @@ class Record:
     fix: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
     host_version: str | None = None
-    supported: str = ""
     host_name: str = ""
     kind: str = "plugin"
+
+    def require(self) -> None:
+        """Raise PluginError, with the command that fixes it, unless the plugin can be used."""
+        if self.status != "ok":
+            raise PluginError(f"plugin '{self.name}' is {self.status}: {self.detail}; fix: {self.fix}")
 
 
 def discover() -> list[Record]:
@@ -97,46 +100,31 @@ def _examine(entry: Entry) -> Record:
     record = functools.partial(Record, entry.name, entry.distribution, entry.version)
     try:
         info = check_info(entry.name, read_info(entry.value))
-        wanted = host_requirements(entry, str(info.get("host", entry.name)))
-        here = {key: _is_importable(str(info[key])) for key in ("module", "checkout") if key in info}
+        host = str(info["host"])
+        wanted = host_requirements(entry, host)
+        importable = _is_importable(info["module"])
+        checkout = "checkout" in info and _is_importable(info["checkout"])
     except Exception as error:
         return record("broken", f"its info {entry.value} cannot be read: {cause(error)}", entry.fix)
     api = info["api"]
     if api[0] != API_VERSION[0] or api[1] > API_VERSION[1]:
-        return record(
-            "incompatible",
-            f"it was written for plugin API {'.'.join(map(str, api))}, this quest-core has "
-            f"{'.'.join(map(str, API_VERSION))}",
-            f"pip install --upgrade quest-core {entry.distribution}",
-            info,
-        )
-    host = info.get("host", entry.name)
-    supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
-    installed = [(r, v) for r, v in ((r, _installed(r.name)) for r in wanted) if v is not None]
-    fitting = [(r.name, v) for r, v in installed if _accepts(r, v)]
-    if here.get("checkout") and not fitting:
-        return record("ok", info=info, supported=supported)
-    if wanted and not fitting:
-        found = (
-            "found " + " and ".join(f"{r.name} {v}" for r, v in installed) if installed else f"{host} is not installed"
-        )
-        return record(
-            "unsupported",
-            f"{found}; supported: {supported}",
-            str(info.get("install", f'pip install "{entry.distribution}[host]"')),
-            info,
-            installed[0][1] if installed else None,
-            supported,
-        )
-    if not wanted and here.get("module") is False:
-        return record(
-            "unsupported",
-            f"{host} cannot be imported (no module '{info['module']}')",
-            str(info.get("install", f"put {info['module']} on PYTHONPATH")),
-            info,
-        )
-    host_name, host_version = fitting[0] if fitting else ("", None)
-    return record("ok", "", "", info, host_version, supported, host_name)
+        theirs, ours = (".".join(map(str, version)) for version in (api, API_VERSION))
+        found = f"it was written for plugin API {theirs}, this quest-core has {ours}"
+        return record("incompatible", found, f"pip install --upgrade quest-core {entry.distribution}", info)
+    installed = [(r, v) for r in wanted if (v := _installed(r.name)) is not None]
+    host_name, host_version = next(((r.name, v) for r, v in installed if _accepts(r, v)), ("", None))
+    if host_version or checkout or (not wanted and importable):
+        return record("ok", "", "", info, host_version, host_name)
+    if not wanted:
+        found = f"{host} cannot be imported (no module '{info['module']}')"
+        fix = f"put {info['module']} on PYTHONPATH"
+    else:
+        versions = " and ".join(f"{r.name} {v}" for r, v in installed)
+        supported = " or ".join(r.name + ",".join(sorted(map(str, r.specifier), reverse=True)) for r in wanted)
+        found = (f"found {versions}" if installed else f"{host} is not installed") + f"; supported: {supported}"
+        fix = f'pip install "{entry.distribution}[host]"'
+        host_version = installed[0][1] if installed else None
+    return record("unsupported", found, str(info.get("install", fix)), info, host_version)
 
 
 def read_info(value: str) -> Mapping[str, Any]:
@@ -146,38 +134,37 @@ def read_info(value: str) -> Mapping[str, Any]:
         OSError, SyntaxError, TypeError, ValueError: the file does not exist or has no such literal.
     """
     path, attribute = _source(value)
+    found = None
     for node in ast.parse(path.read_bytes(), str(path)).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(isinstance(target, ast.Name) and target.id == attribute for target in targets):
-            try:
-                info = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            except ValueError as error:
-                where = str(error).partition(":")[0]  # "malformed node or string on line 9", then an address
-                raise ValueError(
-                    f"{attribute} is not a literal ({where}); it is read without being run, so write texts, numbers, "
-                    "lists and mappings"
-                ) from None
-            if not isinstance(info, dict):
-                raise TypeError(f"{attribute} is {info!r:.60}, not a mapping")
-            return info
-    raise ValueError(f"{path} does not assign {attribute}")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found = node.value if isinstance(target, ast.Name) and target.id == attribute else found
+    if found is None:
+        raise ValueError(f"{path} does not assign {attribute}")
+    try:
+        info = ast.literal_eval(found)
+    except ValueError as error:
+        where = str(error).partition(":")[0]  # "malformed node or string on line 9", then an address
+        raise ValueError(
+            f"{attribute} is not a literal ({where}); it is read without being run, so write texts, numbers, lists and "
+            "mappings"
+        ) from None
+    if not isinstance(info, dict):
+        raise TypeError(f"{attribute} is {info!r:.60}, not a mapping")
+    return info
 
 
 def check_info(name: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the INFO of plugin `name` with defaults for what it leaves out; raise ValueError naming a wrong key."""
-    info = {"name": name, **info}
-    kinds = {"name": "a text", "host": "a text", "module": "a module's name", "checkout": "a module's name"}
-    for key, kind in {**kinds, "install": "a text"}.items():
-        value = info.get(key, "x")
-        if not isinstance(value, str) or not (kind == "a text" or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", value)):
-            raise ValueError(f"{key!r} is {value!r}; it must be {kind}")
+    info = {"name": name, "host": name, **info}
     if info["name"] != name:
         raise ValueError(f"'name' is {info['name']!r}, but the entry point is called {name!r}")
     api = info.get("api")
     if not (isinstance(api, tuple | list) and len(api) == 2 and all(type(n) is int for n in api)):
         raise ValueError(f"'api' is {api!r}; it must be two whole numbers such as {API_VERSION}")
+    for key in ("module", "checkout") if "checkout" in info else ("module",):
+        if not all(map(str.isidentifier, str(info.get(key, "")).split("."))):
+            raise ValueError(f"{key!r} is {info.get(key)!r}; it must be a module's name")
     return info
 
 
@@ -189,12 +176,7 @@ def load_info(value: str) -> Mapping[str, Any]:
     """
     with contained(value):
         path, attribute = _source(value)
-        source = importlib.util.spec_from_file_location(f"_quest_info_{path.parent.name}_{path.stem}", path)
-        assert source is not None
-        assert source.loader is not None
-        module = importlib.util.module_from_spec(source)
-        source.loader.exec_module(module)
-        found = getattr(module, attribute)
+        found = runpy.run_path(str(path))[attribute]
         if not isinstance(found, Mapping):
             raise TypeError(f"{value} is {type(found).__name__}, not a mapping")
         return found
@@ -223,21 +205,24 @@ def _is_importable(module: str) -> bool:
 
 
 def adapter(name: str) -> Adapter:
-    """Return the adapter of an installed plugin.
+    """Return the adapter of an installed plugin, or that of plain PyTorch, "torch".
 
     Raises:
         PluginError: the plugin is missing or not ok; the message says what was found and the command that fixes it.
     """
+    return TorchAdapter() if name == TorchAdapter.name else load_adapter(find(name))
+
+
+def find(name: str) -> Record:
+    """Return the record of an installed plugin, of any status; raise PluginError if there is none."""
     records = {record.name: record for record in discover()}
     if name not in records:
         raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; pip install quest-{name}")
-    return load_adapter(records[name])
+    return records[name]
 
 
 @functools.cache
 def _loaded(entry: Entry) -> Adapter:
-    from .adapter import Adapter
-
     kind = entry.load()
     with contained(entry.value):
         made = kind()
@@ -248,8 +233,7 @@ def _loaded(entry: Entry) -> Adapter:
 
 def load_adapter(record: Record) -> Adapter:
     """Return the adapter of a record; raise PluginError unless the record is ok and its adapter imports."""
-    if record.status != "ok":
-        raise PluginError(f"plugin '{record.name}' is {record.status}: {record.detail}; fix: {record.fix}")
+    record.require()
     plugin = f"plugin '{record.name}' ({record.distribution} {record.version})"
     for entry in entries("quest.adapters"):
         if (entry.name, entry.distribution) == (record.name, record.distribution):
@@ -270,7 +254,7 @@ def require_host(name: str) -> None:
     """
     for record in discover():
         if record.name == name and record.status == "unsupported":
-            raise PluginError(f"plugin '{name}' cannot be used: {record.detail}; fix: {record.fix}")
+            record.require()
 
 
 _SAID: set[str] = set()
@@ -299,8 +283,6 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
 
 def try_sites(made: Adapter, model: nn.Module) -> None:
     """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
-    from .adapter import Site
-
     with contained(f"{type(made).__name__}.sites"):
         try:
             junk = [site for site in made.sites(model) if not isinstance(site, Site)]
@@ -329,7 +311,7 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
         raise ValueError(f"a requirement of {entry.owner} cannot be read: {error}") from None
     for extra in entry.extras:
         if extra == "host" or extra.startswith("host-"):
-            candidates = [r for r in requirements if r.marker is not None and _only_with(r, extra)]
+            candidates = [r for r in requirements if _only_with(r, extra)]
             named = [r for r in candidates if _alike(host, r.name)] if len(candidates) > 1 else candidates
             if candidates and len({r.name for r in named}) != 1:
                 raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..catalogue import parts
-from ..checkpoints import ENTRY, accept
+from ..checkpoints import ENTRY, accept, started
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
 from ..mechanisms.elliptical import chain, stack_of
@@ -188,7 +188,7 @@ def inject(
     if isinstance(adapter, Adapter):
         adapters: list[Adapter] = [adapter]
     elif adapter is not None:
-        adapters = [TorchAdapter() if adapter == TorchAdapter.name else find_adapter(adapter)]
+        adapters = [find_adapter(adapter)]
     else:
         adapters = [*running_adapters(model), TorchAdapter()]
 
@@ -239,6 +239,8 @@ def inject(
     for part in starting:
         part.start()
     if fresh:
+        for module in made:
+            started(module)
         norms = [_query_norms(owner.projected(module)) for (owner, _), module in zip(chosen, made, strict=True)]
         rows = [replace(row, query_norms=own) for row, own in zip(rows, norms, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))

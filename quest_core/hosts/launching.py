@@ -9,77 +9,21 @@ processes are served alike.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import PluginError, QuestError, one_of
-from .discovery import Record, discover
+from ..errors import PluginError, QuestError
+from .discovery import Record, discover, find
 
 FOLDER = Path(__file__).resolve().parent / "launched"
 PAIRS = "QUEST_RUN"
 """The environment variable that tells the processes below which plugins to install: plugin=module, ..."""
-
-DESCRIPTION = """\
-Start a training command with QUEST's plugins installed, so that its configs understand `attention`,
-without a line changed in it:
-
-  quest run -- python main.py --cfg pattern.yaml gt.attention quest
-
-In the command, and in every Python process that it starts (torchrun, shell scripts, data loaders), a plugin is
-installed at the moment its framework is imported. A plain `python` is the one that runs quest.
-"""
-
-EPILOG = """\
-examples:
-  quest run train.py --epochs 10                      a script; the same as: quest run -- python train.py --epochs 10
-  quest run --host graphgps -- python -m torch.distributed.run --nproc-per-node 2 main.py --cfg pattern.yaml
-  quest run -- torchrun --nproc-per-node 2 main.py    any program
-  quest run -- bash scripts/train.sh                  unless the script overwrites PYTHONPATH
-
-Not served: Python started with -I, -E or -S, which ignores the environment or sitecustomize.
-`quest list` shows what `attention` can be, `quest doctor` which plugins work here.
-"""
-
-
-def main(argv: Sequence[str]) -> int:
-    """The `quest run` command; returns the exit status only if the command could not be started."""
-    parser = argparse.ArgumentParser(
-        prog="quest run",
-        usage="quest run [--host NAME ...] [--] COMMAND ...",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--host",
-        action="append",
-        metavar="NAME",
-        help="install this plugin alone, and fail now if it cannot be; may be given again (default: all that work)",
-    )
-    options, command = split(argv)
-    given = parser.parse_args(options)
-    if not command:
-        parser.error("nothing to run; write for example: quest run -- python train.py")
-    run(command, given.host)
-    return 0  # not reached: the process is the command now
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the command: what stands behind '--' or begins with the first word that is no option."""
-    words = list(argv)
-    for i, word in enumerate(words):
-        if word == "--":
-            return words[:i], words[i + 1 :]
-        value = i > 0 and words[i - 1] == "--host"
-        if word == "-m" or not (value or word.startswith("-")):
-            return words[:i], words[i:]
-    return words, []
 
 
 def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
@@ -91,7 +35,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
     Raises:
         PluginError: a plugin does not exist or cannot be used here; or none can.
-        QuestError: there is no such program or script, or Python is told to ignore the environment.
+        QuestError: there is no such program, or Python is told to ignore the environment.
     """
     variables = environment(wanted(hosts))
     words = complete(command)
@@ -102,20 +46,17 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
 def wanted(hosts: Sequence[str] | None) -> list[Record]:
     """The plugins of these names, or all that work; raises PluginError."""
-    records = {record.name: record for record in discover() if "module" in record.info or record.status != "ok"}
-    if hosts is None:
-        able = [record for record in records.values() if record.status == "ok"]
-        if not able:
-            found = "; ".join(f"{r.name} is {r.status} ({r.detail}; fix: {r.fix})" for r in records.values())
-            raise PluginError(f"no plugin can be used here: {found or 'none is installed; pip install quest-<host>'}")
-        return able
-    for name in hosts:
-        if name not in records:
-            raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; pip install quest-{name}")
-        record = records[name]
-        if record.status != "ok":
-            raise PluginError(f"plugin '{name}' is {record.status}: {record.detail}; fix: {record.fix}")
-    return [records[name] for name in dict.fromkeys(hosts)]
+    if hosts is not None:
+        chosen = [find(name) for name in dict.fromkeys(hosts)]
+        for record in chosen:
+            record.require()
+        return chosen
+    records = discover()
+    able = [record for record in records if record.status == "ok"]
+    if not able:
+        found = "; ".join(f"{r.name} is {r.status} ({r.detail}; fix: {r.fix})" for r in records)
+        raise PluginError(f"no plugin can be used here: {found or 'none is installed; pip install quest-<host>'}")
+    return able
 
 
 def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -144,38 +85,22 @@ def complete(command: Sequence[str]) -> list[str]:
     if program is None:
         hint = f"; '{words[0]}' is a file that cannot be executed" if Path(words[0]).exists() else ""
         raise QuestError(f"quest run: no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
-    words[0] = program
     if Path(program).name.startswith("python"):
-        script = _script(words[1:])
-        if script is not None and not Path(script).exists():
-            raise QuestError(f"quest run: no script '{script}' in {Path.cwd()}")
-    return words
+        _refuse_isolation(words[1:])
+    return [program, *words[1:]]
 
 
-def _script(arguments: Sequence[str]) -> str | None:
-    """The script among Python's arguments; None where there is none (-m, -c, standard input).
-
-    Raises:
-        QuestError: an option keeps Python from importing what installs the plugins.
-    """
-    rest = iter(arguments)
-    for word in rest:
-        if word == "-" or not word.startswith("-"):
-            return None if word == "-" else word
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(rest, None)
-            continue
-        for i, letter in enumerate(word[1:], 2):  # letters may share a dash: -um is -u -m
-            if letter in "mc":
-                return None
-            if letter in "IES":
-                raise QuestError(
-                    f"quest run: Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
-                    f"installed, so the command would run without them; leave out -{letter}"
-                )
-            if letter in "WX":  # the rest of the word is their value, or else the next word
-                if i == len(word):
-                    next(rest, None)
-                break
-    return None
+def _refuse_isolation(arguments: Sequence[str]) -> None:
+    """Raise QuestError if an option keeps Python from importing what installs the plugins."""
+    for before, word in itertools.pairwise(["", *arguments]):
+        option = re.match(r"-[bBdiOPqsuvx]*(.?)", word)  # letters may share a dash: -um is -u -m
+        if option is None and before not in ("-W", "-X"):
+            return  # the script, whose options follow
+        letter = "" if option is None else option[1]
+        if letter in ("c", "m"):
+            return
+        if letter in ("I", "E", "S"):
+            raise QuestError(
+                f"quest run: Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
+                f"installed, so the command would run without them; leave out -{letter}"
+            )

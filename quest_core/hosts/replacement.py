@@ -52,7 +52,8 @@ class HostAttention(Projected):
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
         made: Any = shallow_copy(host, cls)
-        made.config, made.head_sizes = config, head_sizes(config, num_heads, head_dim, value_dim)
+        made.config, made.loaded = config, False
+        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim)
         mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
         weight = next(host.parameters())
         made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +11,14 @@ from torch import Tensor, nn
 
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
+from ..layer import merge_masks
 from ..mechanism import Mechanism, head_sizes
-from ..projections import Packed, Projected, Separate
+from ..projections import Packed, Separate
 from .adapter import Adapter, Capabilities, Site
+from .replacement import HostAttention
 
 
-class MultiheadAttention(Projected, nn.MultiheadAttention):
+class MultiheadAttention(HostAttention, nn.MultiheadAttention):
     """Drop-in for :class:`torch.nn.MultiheadAttention`: same signature, parameter names, masks and outputs.
 
     Differences: `attention` names the mechanism; a query with no visible key gives zeros in place of NaN; `is_causal`
@@ -76,29 +77,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
                 "the weights of this torch.nn.MultiheadAttention are parametrised (weight_norm, pruning, ...); inject "
                 "first, or remove the parametrisation"
             )
-        made = cls(
-            module.embed_dim,
-            module.num_heads,
-            module.dropout,
-            module.in_proj_bias is not None,
-            module.bias_k is not None,
-            module.add_zero_attn,
-            module.kdim,
-            module.vdim,
-            module.batch_first,
-            device="meta",
-            attention=attention,
-        )
-        for name, parameter in module._parameters.items():
-            made._parameters[name] = parameter
-        made.out_proj = module.out_proj
-        anchor = module.out_proj.weight
-        made.mechanism = Mechanism(made.config, num_heads=made.num_heads, head_dim=made.head_dim)
-        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-        made.projections.shrink(made, made.head_sizes, fresh=fresh)
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            setattr(made, hooks, getattr(module, hooks))
-        return made.train(module.training)
+        config = AttentionConfig.parse(attention)
+        made = cls.adopt(module, config, num_heads=module.num_heads, head_dim=module.head_dim, fresh=fresh)
+        made._qkv_same_embed_dim = False
+        return made
 
     def _reset_parameters(self) -> None:
         """As torch.nn.MultiheadAttention starts them; hosts call this when their layers are reset."""
@@ -134,21 +116,23 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
                     "pad them and pass key_padding_mask"
                 )
             return self._forward_nested(query, need_weights, average_attn_weights)
-        batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise InputError(
                 f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} axes; all need 3 (or 2, "
                 "without a batch)"
             )
+        same_tokens, same_values = query is key, query is key is value
+        batched = query.dim() == 3
         if not batched:
             axis = 0 if self.batch_first else 1
-            query, key, value = _each(lambda x: x.unsqueeze(axis), query, key, value)
+            query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         tokens = 1 if self.batch_first else 0  # the axis of the tokens; the other is the batch
         batch, n, m = query.shape[1 - tokens], query.shape[tokens], key.shape[tokens]
 
-        q, k, v = self._project(query, key, value)  # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
-        mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=query is key)
+        # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
+        q, k, v = self._project(query, key, value, same_values)
+        mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=same_tokens)
         causal = is_causal and (attn_mask is None or n == m)
         if causal and attn_mask is not None and key_padding_mask is None and not need_weights:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
@@ -178,10 +162,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             return out.squeeze(axis), None if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, same_values: bool) -> tuple[Tensor, Tensor, Tensor]:
         sizes = self.head_sizes.widths
         bias = self.in_proj_bias
-        if self.in_proj_weight is not None and query is key and key is value:
+        if self.in_proj_weight is not None and same_values:
             if self.batch_first and self.training and self.config.name == "standard":
                 # PyTorch projects tokens-first, and sums the gradients of weight and bias in the order that follows.
                 packed = F.linear(query.transpose(0, 1), self.in_proj_weight, bias)  # [N, B, 3·E]
@@ -208,54 +192,31 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         same_tokens: bool,
     ) -> Tensor | None:
         """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
-        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-                raise InputError(f"{name} is {mask.dtype}; it is boolean (True = hidden) or additive floating point")
+        rows = batch * self.num_heads
         if attn_mask is not None:
-            fitting = {(n, m), (1, n, m), (batch * self.num_heads, n, m)}
-            if tuple(attn_mask.shape) not in fitting:
-                raise InputError(
-                    f"attn_mask has shape {list(attn_mask.shape)}; it needs [N, M] = [{n}, {m}] or "
-                    f"[B·H, N, M] = [{batch * self.num_heads}, {n}, {m}]"
-                )
-            if attn_mask.dim() == 3 and attn_mask.shape[0] > 1:
-                attn_mask = attn_mask.view(batch, self.num_heads, n, m)
-            elif attn_mask.dim() == 3:
-                attn_mask = attn_mask[0]
-        if key_padding_mask is not None:
-            if tuple(key_padding_mask.shape) != (batch, m):
-                raise InputError(
-                    f"key_padding_mask has shape {list(key_padding_mask.shape)}; it needs [B, M] = [{batch}, {m}]"
-                )
-            if key_padding_mask.dtype == torch.bool:
-                key_padding_mask = ~self.mechanism.padding_mask(~key_padding_mask, same_tokens=same_tokens)
-            else:
-                key_padding_mask = self.mechanism.padding_mask(key_padding_mask, same_tokens=same_tokens)
-        masks = [x for x in (attn_mask, key_padding_mask) if x is not None]
-        if not masks:
-            return None
-        if all(x.dtype == torch.bool for x in masks):
-            return ~masks[0] if len(masks) == 1 else ~(masks[0] | masks[1])
-        dtype = next(x.dtype for x in masks if x.dtype != torch.bool)
-        added = [
-            torch.zeros_like(x, dtype=dtype).masked_fill_(x, -math.inf) if x.dtype == torch.bool else x for x in masks
-        ]
-        return added[0] if len(added) == 1 else added[0] + added[1]
+            shapes = ((n, m), (1, n, m), (rows, n, m))
+            _check_mask("attn_mask", attn_mask, shapes, f"[N, M] = [{n}, {m}] or [B·H, N, M] = [{rows}, {n}, {m}]")
+            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+            if attn_mask.dim() == 3:
+                shared = attn_mask.shape[0] == 1
+                attn_mask = attn_mask[None] if shared else attn_mask.view(batch, self.num_heads, n, m)
+        if key_padding_mask is None:
+            return attn_mask
+        _check_mask("key_padding_mask", key_padding_mask, ((batch, m),), f"[B, M] = [{batch}, {m}]")
+        real = ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask
+        return merge_masks(attn_mask, self.mechanism.padding_mask(real, same_tokens=same_tokens))
 
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible.
 
         k: [B, G, M, Dk] -> [B, G, M + added, Dk], and v [B, G, M, D] alike.
         """
-        batch, groups = k.shape[:2]
-        shape = (1, groups, 1, -1)
+        shape = (1, k.shape[1], 1, -1)
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
-            extra.append(
-                (self.bias_k.view(shape).expand(batch, -1, -1, -1), self.bias_v.view(shape).expand(batch, -1, -1, -1))
-            )
+            extra.append((self.bias_k.view(shape), self.bias_v.view(shape)))
         if self.add_zero_attn:
-            extra.append((k.new_zeros(batch, groups, 1, k.shape[3]), v.new_zeros(batch, groups, 1, v.shape[3])))
+            extra.append((torch.zeros_like(k[:1, :, :1]), torch.zeros_like(v[:1, :, :1])))
         if not extra:
             return k, v, mask
         if causal:
@@ -263,8 +224,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
                 "is_causal does not say whether the added keys of add_bias_kv and add_zero_attn are visible; leave it "
                 "out and pass the mask as attn_mask"
             )
-        k = torch.cat([k, *(pair[0] for pair in extra)], dim=2)
-        v = torch.cat([v, *(pair[1] for pair in extra)], dim=2)
+        k, v = (
+            torch.cat([x, *(pair[i].expand(x.shape[0], -1, -1, -1) for pair in extra)], dim=2)
+            for i, x in enumerate((k, v))
+        )
         if mask is not None:
             mask = F.pad(mask, (0, len(extra)), value=True if mask.dtype == torch.bool else 0.0)
         return k, v, mask
@@ -273,11 +236,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         self, query: Tensor, need_weights: bool, average_attn_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """nn.TransformerEncoder hands over a nested tensor when it evaluates with padding; pad, attend, nest again."""
-        lengths = torch.tensor([len(row) for row in query.unbind()], device=query.device)
-        padded = query.to_padded_tensor(0.0)  # [B, N, E]
-        padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]  # [B, N]
-        if not self.batch_first:
-            padded = padded.transpose(0, 1)
+        rows = list(query.unbind())
+        padded = nn.utils.rnn.pad_sequence(rows, self.batch_first)  # [B, N, E], or tokens first
+        lengths = torch.tensor([len(row) for row in rows], device=query.device)
+        padding = torch.arange(int(lengths.max()), device=query.device) >= lengths[:, None]  # [B, N]
         out, weights = self.forward(
             padded,
             padded,
@@ -287,15 +249,14 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             average_attn_weights=average_attn_weights,
         )
         out = out if self.batch_first else out.transpose(0, 1)
-        rows = [row[:length] for row, length in zip(out, lengths.tolist(), strict=True)]
-        return torch.nested.nested_tensor(rows), weights
+        return torch.nested.nested_tensor([x[: len(row)] for x, row in zip(out, rows, strict=True)]), weights
 
 
-def _each(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """`change` on all three, keeping "is": self-attention projects one tensor once."""
-    changed = change(query)
-    new_key = changed if key is query else change(key)
-    return changed, new_key, new_key if value is key else change(value)
+def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], wanted: str) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(f"{name} is {mask.dtype}; it is boolean (True = hidden) or additive floating point")
+    if tuple(mask.shape) not in shapes:
+        raise InputError(f"{name} has shape {list(mask.shape)}; it needs {wanted}")
 
 
 class TorchAdapter(Adapter):

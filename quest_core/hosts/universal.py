@@ -173,18 +173,18 @@ def _attend(
     """
     if not is_tracing():
         _check(site, query, scale)
-    lead = query.shape[:-3]  # empty without an axis of heads
-    mask = attn_mask if attn_mask is None else _four_axes_mask(attn_mask, query)
-    q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
+    axes, lead = query.dim(), query.shape[:-3]
+    mask = attn_mask
+    if mask is not None and mask.dim() > 2 and (mask.dim(), axes) != (4, 4):
+        mask = _batched(mask.expand(*lead, *mask.shape[-3:]), axes)
+    q, k, v = (_batched(x, axes) for x in (query, key, value))
     n, m = size(q, 2), size(k, 2)
     if is_causal and n != m:  # Mechanism aligns at the last key
         if mask is not None:
             raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    if query.dim() == 3:
-        return out.squeeze(1)
-    return out if query.dim() == 4 else out.unflatten(0, lead)
+    return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
 
 
 def _check(site: Routed, query: Tensor, scale: float | None) -> None:
@@ -204,20 +204,9 @@ def _check(site: Routed, query: Tensor, scale: float | None) -> None:
         )
 
 
-def _four_axes(x: Tensor) -> Tensor:
-    """[..., H, N, D] -> [B, H, N, D]; [B, N, D] -> [B, 1, N, D]."""
-    if x.dim() == 3:
-        return x.unsqueeze(1)
-    return x.flatten(0, -4) if x.dim() > 4 else x
-
-
-def _four_axes_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """What broadcasts to [..., H, N, M] -> [N, M], or what broadcasts to [B, H, N, M], for `query` [..., H, N, D]."""
-    if mask.dim() == 2 or (mask.dim() == 4 == query.dim()):
-        return mask
-    if query.dim() == 3:
-        return mask.unsqueeze(1)
-    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, query.dim() - 4)
+def _batched(x: Tensor, axes: int) -> Tensor:
+    """[..., H, N, D] -> [B, H, N, D]; [B, N, D], of three `axes`, -> [B, 1, N, D]."""
+    return x.unsqueeze(1) if axes == 3 else x.flatten(0, -4) if axes > 4 else x
 
 
 @functools.cache
@@ -275,10 +264,8 @@ class UniversalAdapter(Adapter):
         self._calls = calls = {path: call for path, call in calls.items() if not _within(path, self.taken)}
         ours = [*calls, *self.taken]
         for path in calls:
-            why = _unroutable(modules[path], [other for other in ours if other != path and _within(other, [path])])
-            if why is not None:
-                kind = type(modules[path]).__name__
-                raise InjectionError(f"'{path}' ({kind}) calls scaled_dot_product_attention, and {why}")
+            inside = [other for other in ours if other != path and _within(other, [path])]
+            _refuse_unroutable(path, modules[path], inside)
         if self.example is not None:
             kinds = {_host(modules[path]) for path in calls}
             self.missed = {
@@ -347,16 +334,6 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
     return None
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Give every universal site of `model` back its own class and remove its mechanism, in place; returns the model."""
-    for module in [*model.modules()]:
-        if isinstance(module, Routed):
-            del module.mechanism, module.routed_call
-            module.__class__ = _host(module)
-    model.__dict__.pop("attention_report", None)
-    return model
-
-
 def _kv_heads(config: AttentionConfig, call: Call) -> int:
     """Return the key/value heads G: those that the grouping asks for, or the host's if it names no grouping."""
     if config.family is not None or config["grouping"] == DEFAULTS["grouping"]:
@@ -369,15 +346,17 @@ def _within(path: str, others: Iterable[str]) -> bool:
     return any(path == other or other == "" or path.startswith(other + ".") for other in others)
 
 
-def _unroutable(module: nn.Module, inside: list[str]) -> str | None:
-    """Return why the calls of a module cannot be routed, or None."""
+def _refuse_unroutable(path: str, module: nn.Module, inside: list[str]) -> None:
+    """Raise InjectionError if the calls of a module cannot be routed."""
     if inside:
-        return f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance; inject before it is wrapped"
-    if hasattr(module, "mechanism") and not isinstance(module, Routed):
-        return "it has an attribute 'mechanism', which a site needs; rename it"
-    return None
+        why = f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
+    elif "forward" in vars(module):
+        why = "its forward was replaced on the instance; inject before it is wrapped"
+    elif hasattr(module, "mechanism") and not isinstance(module, Routed):
+        why = "it has an attribute 'mechanism', which a site needs; rename it"
+    else:
+        return
+    raise InjectionError(f"'{path}' ({type(module).__name__}) calls scaled_dot_product_attention, and {why}")
 
 
 def looks_like_attention(module: nn.Module) -> bool:

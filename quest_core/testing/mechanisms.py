@@ -547,12 +547,12 @@ class MechanismConformance:
         if "samples" in self.reads or self.chained:
             if "length" in self.reads:
                 with self.refused("attention_packed", "that samples or lengths do not matter"):
-                    attention_packed(q, k, v, made.last, cu_seqlens_q=cu)
+                    attention_packed(q, k, v, made.last, cu_seqlens=cu)
             return
         if self.randomises():
             return
         for is_causal in (False, True) if self.can("causal") else (False,):
-            got = attention_packed(q, k, v, made.last, cu_seqlens_q=cu, is_causal=is_causal)
+            got = attention_packed(q, k, v, made.last, cu_seqlens=cu, is_causal=is_causal)
             wanted = []
             for start, stop in zip(cu[:-2].tolist(), cu[1:-1].tolist(), strict=True):
                 alone = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
@@ -713,10 +713,24 @@ class _Fused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def known(part: Part) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def known(part: Part) -> Iterator[None]:
     """Inside the block `part` can be named, as if its package were installed.
 
     Raises:
         ConfigError: another mechanism has its name.
     """
-    return parts().added(part)
+    catalogue = parts()
+    other = catalogue.get(part.name)
+    if other is part:
+        yield
+        return
+    if other is not None:
+        raise ConfigError(
+            f"mechanism '{part.name}' exists already, in {catalogue.owner(part.name)}; choose another name"
+        )
+    catalogue.own[part.name], catalogue.owners[part.name] = part, "this process"
+    try:
+        yield
+    finally:
+        del catalogue.own[part.name], catalogue.owners[part.name]

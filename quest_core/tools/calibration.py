@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.discovery import adapter as find_adapter
 from ..hosts.injection import inject
-from ..hosts.torch import TorchAdapter
 from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
 
@@ -118,7 +118,8 @@ def calibrate(
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
-        owners = [(row.path, _owner(row.adapter, adapter)) for row in replaced.replacements]
+        given = adapter if isinstance(adapter, Adapter) else None
+        owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]
         _refuse_shared(twin, [path for path, _ in owners])
         layers, wanted = _measure(twin, owners, batches, run, target)
         twin, _ = inject(twin, target, adapter=adapter)
@@ -131,55 +132,41 @@ def calibrate(
     return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
 
 
-_ALLOWED = "calibrate takes 'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
+def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
+    allowed = "'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
+    return ConfigError(f"attention '{target}' cannot be calibrated: {why}; calibrate takes {allowed}")
 
 
 def _refuse_uncalibratable(target: AttentionConfig) -> None:
     if target.family or target["score"] != "quest":
-        raise ConfigError(f"attention '{target}' cannot be calibrated: its score is not quest; {_ALLOWED}")
+        raise _uncalibratable(target, "its score is not quest")
     mixing = [part.name for part in target.specs() if "heads" in part.reads]
     if mixing:
-        raise ConfigError(
-            f"attention '{target}' cannot be calibrated: '{mixing[0]}' gives query heads other key heads than they "
-            f"were trained with; {_ALLOWED}"
-        )
+        why = f"'{mixing[0]}' gives query heads other key heads than they were trained with"
+        raise _uncalibratable(target, why)
     if target.option("scale") == 0:
-        raise ConfigError(f"attention '{target}' cannot be calibrated: with scale=0 queries have no effect; {_ALLOWED}")
+        raise _uncalibratable(target, "with scale=0 queries have no effect")
 
 
 def _source(model: nn.Module) -> AttentionConfig:
     """The attention that the model has now: standard, with the options that an injection gave it."""
     found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
-    if not found:
-        return AttentionConfig.parse("standard")
-    wrong = sorted(str(config) for config in found if config.family or config["score"] != "standard")
-    if wrong or len(found) > 1:
-        names = ", ".join(wrong or sorted(map(str, found)))
+    if len(found) > 1 or any(config.family or config["score"] != "standard" for config in found):
         raise ConfigError(
-            f"calibrate starts from a model with one standard attention, but this one has: {names}; "
-            "give it the model as it was pretrained"
+            "calibrate starts from a model with one standard attention, but this one has: "
+            f"{', '.join(sorted(map(str, found)))}; give it the model as it was pretrained"
         )
-    return found.pop()
-
-
-def _owner(name: str, given: str | Adapter | None) -> Adapter:
-    """The adapter that replaced a module, which an injection report knows by name."""
-    if given is not None and not isinstance(given, str):
-        return given
-    return TorchAdapter() if name == TorchAdapter.name else find_adapter(name)
+    return found.pop() if found else AttentionConfig.parse("standard")
 
 
 def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """A parameter of two attention modules would be scaled twice, by factors of different layers."""
-    holder: dict[int, str] = {}
-    for path in paths:
-        for parameter in model.get_submodule(path).parameters():
-            other = holder.setdefault(id(parameter), path)
-            if other != path:
-                raise UnsupportedError(
-                    f"'{other}' and '{path}' share parameters, so they cannot be scaled by the key norms of either; "
-                    "use quest_core.inject and fine-tune without calibration"
-                )
+    for one, other in itertools.combinations(paths, 2):
+        if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
+            raise UnsupportedError(
+                f"'{one}' and '{other}' share parameters, so they cannot be scaled by the key norms of either; "
+                "use quest_core.inject and fine-tune without calibration"
+            )
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
@@ -198,10 +185,8 @@ def _measure(
     for path, owner in owners:
         site = next(site for site in owner.sites(model) if site.path == path)
         if kv_heads(target, site.num_heads) != site.num_heads:
-            raise ConfigError(
-                f"attention '{target}' cannot be calibrated: '{path}' has {site.num_heads} query heads, which were "
-                f"trained with a key head each; {_ALLOWED}"
-            )
+            why = f"'{path}' has {site.num_heads} query heads, which were trained with a key head each"
+            raise _uncalibratable(target, why)
         found = [module for module in site.module.modules() if isinstance(module, Mechanism)]
         if len(found) != 1:
             raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InjectionError
 from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
+from ..layer import merge_masks
 from ..mechanism import Mechanism, Observation
 from ..mechanisms.base import Normaliser, logits
 
@@ -76,10 +76,7 @@ class Monitor:
         taken = [path for path, module in found.items() if module.observer is not None]
         if taken:
             raise ConfigError(f"'{taken[0]}' is observed already; call remove() of the other Monitor first")
-        self._mechanisms = found
         self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
-        for path, module in found.items():
-            module.observer = self._layers[path].observe
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """What was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -95,16 +92,18 @@ class Monitor:
             is that of the module which holds the mechanism. Layers that no rank has run are left out; a head without
             a visible pair reports NaN.
         """
-        seen = [{path: layer.take() for path, layer in self._layers.items() if layer.maxima}]
+        shares = [{path: layer.take() for path, layer in self._layers.items() if layer.seen}]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            local = seen[0]
-            seen = [{} for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(seen, local)
+            local = shares[0]
+            shares = [{} for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather_object(shares, local)
         result: dict[str, dict[str, list[float]]] = {}
         for path in self._layers:
-            shares = [share[path] for share in seen if path in share]
-            if shares:
-                result[path] = _reduce(shares)
+            seen: _Seen = {}
+            for share in shares:
+                _add(seen, share.get(path, {}))
+            if seen:
+                result[path] = _values(seen)
         if not flat:
             return result
         return {
@@ -116,16 +115,14 @@ class Monitor:
 
     def remove(self) -> None:
         """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
-        for module in self._mechanisms.values():
-            module.observer = None
-        self._mechanisms = {}
+        for layer in self._layers.values():
+            if layer.mechanism.observer == layer.observe:
+                layer.mechanism.observer = None
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -134,20 +131,28 @@ def _name(path: str) -> str:
     return path.removesuffix(".mechanism") or "mechanism"
 
 
-_Share = tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]
-"""Maxima by name, and sums with the number of what was summed, each [heads] in float64 on the CPU."""
+_Seen: TypeAlias = dict[tuple[str, str], Tensor]
+"""(name, "max", "sum" or "count") -> a value a head."""
 
 
-def _reduce(shares: list[_Share]) -> dict[str, list[float]]:
-    """What several ranks have seen of one layer, put together."""
-    out: dict[str, list[float]] = {}
-    for name in dict.fromkeys(name for share in shares for name in share[0]):
-        top = torch.stack([share[0][name] for share in shares]).amax(0)
-        out[name] = top.masked_fill(top == -math.inf, math.nan).tolist()
-    for name in dict.fromkeys(name for share in shares for name in share[1]):
-        total, count = (torch.stack([share[1][name][i] for share in shares]).sum(0) for i in (0, 1))
-        out[name] = (total / count).tolist()
-    return {name: out[name] for name in sorted(out)}
+def _add(seen: _Seen, more: _Seen) -> None:
+    """Put together what two calls, or two ranks, have seen of one layer."""
+    for (name, kind), value in more.items():
+        combine = torch.maximum if kind == "max" else torch.add
+        old = seen.get((name, kind))
+        seen[name, kind] = value if old is None else combine(old, value)
+
+
+def _values(seen: _Seen) -> dict[str, list[float]]:
+    """Maxima and means by name, NaN for heads without a visible pair."""
+    out = {}
+    for name, kind in sorted(seen):
+        if kind == "max":
+            top = seen[name, kind]
+            out[name] = top.masked_fill(top == -math.inf, math.nan).tolist()
+        elif kind == "sum":
+            out[name] = (seen[name, kind] / seen[name, "count"]).tolist()
+    return out
 
 
 class _Layer:
@@ -156,28 +161,22 @@ class _Layer:
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
         self.every, self.logits, self.calls = every, logits, 0
         self.mechanism = mechanism
-        self.maxima: dict[str, Tensor] = {}
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.seen: _Seen = {}
         self._outside_graphs = torch.compiler.disable(self._count)
+        mechanism.observer = self.observe
 
-    def take(self) -> _Share:
-        """The maxima and sums so far; starts anew."""
-        maxima = {name: self._among_all(name, x, -math.inf) for name, x in self.maxima.items()}
-        sums = {
-            name: (self._among_all(name, total, 0), self._among_all(name, n, 0))
-            for name, (total, n) in self.sums.items()
-        }
-        self.maxima, self.sums = {}, {}
-        return maxima, sums
-
-    def _among_all(self, name: str, own: Tensor, fill: float) -> Tensor:
-        """The heads of this rank -> all heads, `fill` for those of other ranks, float64 on the CPU."""
-        share, shares = self.mechanism.head_share
-        if name.startswith("key_norm") and not self.mechanism.keys_divided:
-            share, shares = 0, 1
-        full = torch.full((shares, len(own)), fill, dtype=torch.float64)
-        full[share] = own
-        return full.flatten()
+    def take(self) -> _Seen:
+        """What was seen so far, of all heads in float64 on the CPU: the heads of other ranks have seen nothing."""
+        taken = {}
+        for (name, kind), own in self.seen.items():
+            share, shares = self.mechanism.head_share
+            if name.startswith("key_norm") and not self.mechanism.keys_divided:
+                share, shares = 0, 1
+            full = torch.full((shares, len(own)), -math.inf if kind == "max" else 0, dtype=torch.float64)
+            full[share] = own
+            taken[name, kind] = full.flatten()
+        self.seen = {}
+        return taken
 
     def observe(self, seen: Observation) -> None:
         if is_compiling_without_dynamo():
@@ -197,7 +196,10 @@ class _Layer:
     def _observe(self, seen: Observation) -> None:
         n = seen.q.shape[2]
         m = seen.k.shape[2] if seen.prepared is None else seen.prepared[1].shape[2]
-        mask = _joined(seen.mask, seen.residual, seen.real)
+        mask = seen.residual
+        for more in (seen.mask, None if seen.real is None else seen.real[:, None, :, None]):
+            mask = mask if more is None else merge_masks(mask, more)
+        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
         queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
         self._add_norms("query_norm", seen.q, queries)
         self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
@@ -224,29 +226,12 @@ class _Layer:
 
     def _add_max(self, name: str, value: Tensor) -> None:
         """`value` [heads]."""
-        old = self.maxima.get(name)
-        self.maxima[name] = value if old is None else torch.maximum(old, value)
+        _add(self.seen, {(name, "max"): value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
         """`values` [B, heads, tokens], 0 where not `counted`."""
         total = values.sum((0, 2), dtype=torch.float64)
-        count = counted.expand(values.shape).sum((0, 2))
-        old = self.sums.get(name)
-        self.sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
-
-
-def _joined(mask: Tensor | None, residual: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """The mask with four axes, additive if there are residual logits; it hides all from queries that are not `real`."""
-    if residual is not None and mask is not None:
-        residual = residual.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else residual + mask
-    mask = mask if residual is None else residual
-    mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-    if real is None:
-        return mask
-    rows = real[:, None, :, None]
-    if mask is None or mask.dtype == torch.bool:
-        return rows if mask is None else mask & rows
-    return torch.where(rows, mask, -math.inf)
+        _add(self.seen, {(name, "sum"): total, (name, "count"): counted.expand(values.shape).sum((0, 2))})
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -277,45 +262,32 @@ def _blocks(
         mask: None, boolean or additive with four axes.
 
     Yields:
-        Twice [b, H, n, m], −inf for hidden pairs; m stops at the last key that the block sees.
+        Twice [b, H, n, M], −inf for hidden pairs.
     """
     batch, heads, n, _ = q.shape
     m = k.shape[2]
     samples = max(1, BLOCK // (heads * n * m))
     rows = max(1, BLOCK // (samples * heads * m))
+    if not mechanism.fused and "queries" in mechanism.reads:
+        rows = n
     for first in range(0, batch, samples):
         q_some, k_some = q[first : first + samples], k[first : first + samples]
         mask_some = mask if mask is None or mask.shape[0] == 1 else mask[first : first + samples]
-        whole = None
-        if not mechanism.fused and "queries" in mechanism.reads:
-            z = _hide(logits(q_some, k_some, scale, heads != k.shape[1]), mask_some, is_causal, 0, n, m)
-            whole = _log_weights(mechanism.normaliser, z)  # [b, H, N, M]
         for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            keys = min(stop + m - n, m) if is_causal else m
-            if keys <= 0:
-                continue
-            z = logits(q_some[:, :, start:stop], k_some[:, :, :keys], scale, heads != k.shape[1])
-            z = _hide(z, mask_some, is_causal, start, n, m)
-            if mechanism.fused:
-                yield z, z
-            elif whole is None:
-                yield z, _log_weights(mechanism.normaliser, z)
-            else:
-                yield z, whole[:, :, start:stop, :keys]
+            z = logits(q_some[:, :, start : start + rows], k_some, scale, heads != k.shape[1])
+            z = _hide(z, mask_some, start)
+            if is_causal:
+                later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
+                z.masked_fill_(later, -math.inf)
+            yield z, z if mechanism.fused else _log_weights(mechanism.normaliser, z)
 
 
-def _hide(z: Tensor, mask: Tensor | None, is_causal: bool, start: int, n: int, m: int) -> Tensor:
-    """Masked logits of the queries from `start` on; z [b, H, n, m] is a block of [b, H, N, M]."""
-    rows, keys = z.shape[-2:]
-    if mask is not None:
-        mask = mask if mask.shape[2] == 1 else mask[:, :, start : start + rows]
-        mask = mask if mask.shape[3] == 1 else mask[..., :keys]
-        z = z.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-    if is_causal:
-        later = torch.ones(rows, keys, dtype=torch.bool, device=z.device).triu(start + m - n + 1)
-        z.masked_fill_(later, -math.inf)
-    return z
+def _hide(z: Tensor, mask: Tensor | None, start: int) -> Tensor:
+    """Masked logits of the queries from `start` on; z [b, H, n, M] is a block of [b, H, N, M]."""
+    if mask is None:
+        return z
+    mask = mask if mask.shape[2] == 1 else mask[:, :, start : start + z.shape[2]]
+    return z.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
 
 
 def _log_weights(normaliser: Normaliser, z: Tensor) -> Tensor:

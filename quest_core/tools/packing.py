@@ -7,11 +7,10 @@ variable-length flash kernels read this as it is; elsewhere sequences of similar
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype
-from ..mechanism import Mechanism, stateless
+from ..mechanism import Mechanism, Observation, stateless
 
 WASTE = 1.25
 """The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
@@ -30,6 +29,9 @@ The bound limits memory and arithmetic on every machine alike. Within it there a
 
 FLASH_CAPABILITY = (8, 0)
 """PyTorch's flash kernels need this compute capability (Ampere) or a later one."""
+
+VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
+"""What PyTorch's variable-length attention must accept."""
 
 
 class _Bucket(NamedTuple):
@@ -42,95 +44,95 @@ class _Bucket(NamedTuple):
     keys: Tensor | None  # [size, M]
 
 
-class _Rows(NamedTuple):
-    """How tokens, packed, correspond to rows of all the buckets, one behind the other."""
+class _Take(NamedTuple):
+    """Rows of a tensor by index."""
 
-    token: Tensor  # [R]: the token that a row holds; padding repeats the last one of its sequence
-    row: Tensor  # [T]: the row that holds a token; 0 for tokens that are in no bucket
-    padding: Tensor | None  # the rows that are padding
-    absent: Tensor | None  # the tokens that are in no bucket, for their sequence has no keys or no queries
+    rows: Tensor
+    zeros: Tensor | None  # the places that become zeros instead
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [S, ...] -> [len(rows), ...]."""
+        taken = x.index_select(0, self.rows)
+        return taken if self.zeros is None else taken.index_fill_(0, self.zeros, 0)
+
+
+class _Moves(NamedTuple):
+    """Between packed tokens and the rows of all buckets, one behind the other."""
+
+    pad: _Take  # the rows [R]: each a token, or zeros
+    unpad: _Take  # the tokens [T]: each a row, or zeros if their sequence has no keys or no queries
 
 
 class _Layout(NamedTuple):
     buckets: list[_Bucket]
-    q: _Rows | None  # None: the tokens as they lie are the rows
-    k: _Rows | None
+    q: _Moves | None  # None: the tokens as they lie are the rows
+    k: _Moves | None
 
 
 class PackingPlan:
     """Where packed sequences begin, and how to batch them; made once, used by every layer and step of the same lengths.
 
-    >>> plan = PackingPlan.from_cu_seqlens(cu_seqlens)
+    >>> plan = PackingPlan(cu_seqlens)
     >>> for layer in layers:
-    ...     out = attention_packed(q, k, v, "quest", cu_seqlens_q=plan)
+    ...     out = attention_packed(q, k, v, "quest", cu_seqlens=plan)
 
     Lengths are copied to the host once, when a path first needs them; the variable-length GPU kernels do not, given the
     greatest lengths.
 
+    Args:
+        cu_seqlens_q: [B + 1], int32 (or int64), from 0 up to the number of query tokens, never falling: sequence b has
+            the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        cu_seqlens_k: the same of keys and values; None in self-attention.
+        max_seqlen_q: tokens of the longest query sequence; saves a copy from the GPU.
+        max_seqlen_k: the same of keys and values.
+
     Attributes:
-        cu_seqlens_q: [B + 1], int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        cu_seqlens_k: the same of keys and values; the very same tensor in self-attention.
+        cu_seqlens_q, cu_seqlens_k: as given, int32; the very same tensor in self-attention.
+
+    Raises:
+        InputError: wrong type or shape.
     """
 
     def __init__(
-        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None
-    ) -> None:
-        self.cu_seqlens_q = cu_seqlens_q
-        self.cu_seqlens_k = cu_seqlens_k
-        self._longest = (max_seqlen_q, max_seqlen_k)
-        self._layouts: dict[tuple[str, torch.device], _Layout] = {}
-
-    @classmethod
-    def from_cu_seqlens(
-        cls,
+        self,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None = None,
         *,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
-    ) -> PackingPlan:
-        """A plan for these lengths.
-
-        Args:
-            cu_seqlens_q: [B + 1], int32 (or int64), from 0 up to the number of query tokens, never falling.
-            cu_seqlens_k: the same of keys and values; None in self-attention.
-            max_seqlen_q: tokens of the longest query sequence; saves a copy from the GPU.
-            max_seqlen_k: the same of keys and values.
-
-        Raises:
-            InputError: wrong type or shape.
-        """
+    ) -> None:
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64)):
                 raise InputError(f"{name} is {cu.dtype} of shape {list(cu.shape)}; it needs int32 of shape [B + 1]")
-        cu_q = cu_seqlens_q.to(torch.int32)
-        if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
-            return cls(cu_q, cu_q, max_seqlen_q, max_seqlen_q)
-        if cu_seqlens_k.shape != cu_seqlens_q.shape:
-            raise InputError(
-                f"cu_seqlens_q tells of {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k of "
-                f"{cu_seqlens_k.shape[0] - 1}"
-            )
-        return cls(cu_q, cu_seqlens_k.to(torch.int32), max_seqlen_q, max_seqlen_k)
+        self.cu_seqlens_q = self.cu_seqlens_k = cu_seqlens_q.to(torch.int32)
+        self._longest = (max_seqlen_q, max_seqlen_q)
+        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
+            one, other = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
+            if one != other:
+                raise InputError(f"cu_seqlens_q has {one} sequences and cu_seqlens_k {other}; both need as many")
+            self.cu_seqlens_k, self._longest = cu_seqlens_k.to(torch.int32), (max_seqlen_q, max_seqlen_k)
+        self._layouts: dict[tuple[str, torch.device], _Layout] = {}
+
+    @property
+    def is_self(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return self.cu_seqlens_k is self.cu_seqlens_q
 
     @functools.cached_property
     def offsets(self) -> tuple[list[int], list[int]]:
         """Where each sequence begins, and at last where all end: queries and keys, B + 1 each, on the host."""
-        both: list[list[int]] = []
-        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
-            if both and self.cu_seqlens_k is self.cu_seqlens_q:
-                return both[0], both[0]
-            offsets: list[int] = cu.tolist()
+        q: list[int] = self.cu_seqlens_q.tolist()
+        k: list[int] = q if self.is_self else self.cu_seqlens_k.tolist()
+        for name, offsets in (("cu_seqlens_q", q), ("cu_seqlens_k", k)):
             if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
                 raise InputError(f"{name} begins with {offsets[:4]}; it begins with 0 and never falls")
-            both.append(offsets)
-        return both[0], both[1]
+        return q, k
 
     @functools.cached_property
     def lengths(self) -> list[tuple[int, int]]:
         """Queries n and keys m of every sequence."""
-        starts_q, starts_k = self.offsets
-        return [(starts_q[b + 1] - starts_q[b], starts_k[b + 1] - starts_k[b]) for b in range(len(starts_q) - 1)]
+        n, m = ([b - a for a, b in itertools.pairwise(offsets)] for offsets in self.offsets)
+        return list(zip(n, m, strict=True))
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
@@ -148,18 +150,15 @@ class PackingPlan:
         return self._layouts[kind, device]
 
     def _lay_out(self, kind: str, device: torch.device) -> _Layout:
-        members = list(_group(self.lengths, kind))
+        groups = list(_group(self.lengths, kind))
         starts_q, starts_k = self.offsets
-        sizes = [(max(self.lengths[b][0] for b in group), max(self.lengths[b][1] for b in group)) for group in members]
-        rows_q, real_q = _rows(starts_q, members, [n for n, _ in sizes], device)
-        rows_k, real_k = rows_q, real_q
-        if starts_k is not starts_q:
-            rows_k, real_k = _rows(starts_k, members, [m for _, m in sizes], device)
-        buckets = [
-            _Bucket(len(group), *size, queries, keys)
-            for group, size, queries, keys in zip(members, sizes, real_q, real_k, strict=True)
-        ]
-        return _Layout(buckets, rows_q, rows_k)
+        moves_q, real_q = _moves(starts_q, groups, device)
+        moves_k, real_k = (moves_q, real_q) if self.is_self else _moves(starts_k, groups, device)
+        buckets = []
+        for q, k in zip(real_q, real_k, strict=True):
+            masks = (None if real.all() else real.to(device) for real in (q, k))
+            buckets.append(_Bucket(len(q), q.shape[1], k.shape[1], *masks))
+        return _Layout(buckets, moves_q, moves_k)
 
 
 def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]:
@@ -192,87 +191,53 @@ def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]
     return groups
 
 
-def _rows(
-    starts: list[int], members: list[list[int]], widths: list[int], device: torch.device
-) -> tuple[_Rows | None, list[Tensor | None]]:
-    """The correspondence of tokens and rows, and each bucket's real positions [size, N] (None: all of them)."""
+def _moves(starts: list[int], groups: list[list[int]], device: torch.device) -> tuple[_Moves | None, list[Tensor]]:
+    """How tokens become rows and back, and which rows of each bucket are real [size, N]."""
     offsets = torch.tensor(starts)
-    tokens: list[Tensor] = []
+    tokens: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     reals: list[Tensor] = []
-    for group, width in zip(members, widths, strict=True):
-        first = torch.tensor(group)
-        begin, length = offsets[first], offsets[first + 1] - offsets[first]
-        position = torch.arange(width)
-        tokens.append((begin[:, None] + torch.minimum(position, length[:, None] - 1)).flatten())
-        reals.append(position < length[:, None])
-    total = starts[-1]
-    token = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.long)
-    real = torch.cat([r.flatten() for r in reals]) if reals else torch.zeros(0, dtype=torch.bool)
-    masks = [None if r.all() else r.to(device) for r in reals]
-    if token.shape[0] == total and torch.equal(token, torch.arange(total)):
-        return None, masks
+    for group in map(torch.tensor, groups):
+        begin, length = offsets[group, None], (offsets[group + 1] - offsets[group])[:, None]  # [size, 1]
+        position = torch.arange(int(length.max()))
+        tokens.append((begin + torch.minimum(position, length - 1)).flatten())
+        reals.append(position < length)
+    token, total = torch.cat(tokens), starts[-1]
+    if torch.equal(token, torch.arange(total)):
+        return None, reals
+    real = torch.cat([r.flatten() for r in reals]) if reals else token.bool()
     row = torch.full((total,), -1)
     row[token[real]] = torch.arange(token.shape[0])[real]
-    padding, absent = (~real).nonzero().flatten(), (row < 0).nonzero().flatten()
-    rows = _Rows(
-        token.to(device),
-        row.clamp(min=0).to(device),
-        padding.to(device) if padding.numel() else None,
-        absent.to(device) if absent.numel() else None,
-    )
-    return rows, masks
+
+    def take(index: Tensor, zeros: Tensor) -> _Take:
+        return _Take(index.to(device), zeros.nonzero().flatten().to(device) if zeros.any() else None)
+
+    return _Moves(take(token, ~real), take(row.clamp(min=0), row < 0)), reals
 
 
 class _Pick(torch.autograd.Function):
-    """Rows of tensors by index, and in the backward pass rows of the gradients by the inverse index.
+    """Rows by index, and in the backward pass rows of the gradient by the inverse index.
 
     Packed tokens go to padded rows and back by permutations, so that each direction is a gather, in both passes, and
     no sum is scattered.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, index: Tensor, blank: Tensor | None, back: Tensor, blank_back: Tensor | None, *xs: Tensor
-    ) -> tuple[Tensor, ...]:
-        """x [R, ...] -> [len(index), ...], zero in the rows `blank`; gradients are zero in the rows `blank_back`."""
-        ctx.back, ctx.blank_back = back, blank_back
-        return tuple(_pick(x, index, blank) for x in xs)
+    def forward(ctx: Any, there: _Take, back: _Take, x: Tensor) -> Tensor:
+        ctx.back = back
+        return there.of(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[4:]
-        picked = (
-            _pick(grad, ctx.back, ctx.blank_back) if want else None for grad, want in zip(grads, wanted, strict=True)
-        )
-        return None, None, None, None, *picked
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.back.of(grad)
 
 
-def _pick(x: Tensor, index: Tensor, blank: Tensor | None) -> Tensor:
-    picked = x.index_select(0, index)
-    return picked if blank is None else picked.index_fill_(0, blank, 0)
-
-
-_pick_rows: Callable[..., tuple[Tensor, ...]] = _Pick.apply
-
-
-def _pad(rows: _Rows | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Packed tokens [T, ...] -> the rows of all buckets [R, ...]."""
-    if rows is None:
-        return xs
-    return _pick_rows(rows.token, None, rows.row, rows.absent, *xs)
-
-
-def _unpad(rows: _Rows | None, x: Tensor) -> Tensor:
-    """The rows of all buckets [R, ...] -> packed tokens [T, ...], zero for those in no bucket."""
-    if rows is None:
-        return x
-    return _pick_rows(rows.row, rows.absent, rows.token, rows.padding, x)[0]
+_pick: Callable[..., Tensor] = _Pick.apply
 
 
 def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
     """How sequences may share batches: "near" in length, exactly "alike" or the "whole" batch at once."""
-    crossed = is_causal and plan.cu_seqlens_k is not plan.cu_seqlens_q and any(n != m for n, m in plan.lengths)
+    crossed = is_causal and not plan.is_self and any(n != m for n, m in plan.lengths)
     reads = mechanism.reads
     if "samples" in reads or mechanism.chained:  # the layer before hands over the values of one batch
         if crossed or "length" in reads:
@@ -303,16 +268,13 @@ def attention_packed(
     v: Tensor,
     attention: AttentionSpec | Mechanism = "quest",
     *,
-    cu_seqlens_q: Tensor | PackingPlan,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    cu_seqlens: Tensor | PackingPlan,
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention within each of many sequences that lie one behind the other; equal to a loop over them.
 
-    >>> out = attention_packed(q, k, v, "quest", cu_seqlens_q=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
+    >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
     On a GPU from Ampere on, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length
     flash attention, where it has one. Everything else runs in padded batches of sequences of similar length, whose
@@ -323,10 +285,8 @@ def attention_packed(
         q: queries [T, H, D].
         k: keys [S, G, D] and v: values [S, G, Dv]; S = T in self-attention.
         attention: a name, mapping or AttentionConfig without learnable parameters, or a Mechanism.
-        cu_seqlens_q: where the sequences begin in q, int32 [B + 1], or a PackingPlan for both sides.
-        cu_seqlens_k: the same for k and v; None when it is cu_seqlens_q.
-        max_seqlen_q: tokens of the longest sequence in q; saves a copy from the GPU.
-        max_seqlen_k: the same for k and v.
+        cu_seqlens: where the sequences begin, int32 [B + 1]; a PackingPlan if they begin elsewhere in k and v, or for
+            several layers.
         is_causal: query i of a sequence with n queries and m keys sees keys j ≤ i + m − n.
         dropout_p: dropout on the weights.
 
@@ -343,14 +303,7 @@ def attention_packed(
             raise InputError(f"{name} has shape {list(x.shape)}; packed it needs three axes: tokens, heads, features")
     if v.shape[:2] != k.shape[:2]:
         raise InputError(f"k has (tokens, heads) {tuple(k.shape[:2])} but v has {tuple(v.shape[:2])}")
-    if isinstance(cu_seqlens_q, PackingPlan):
-        if cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
-            raise InputError("a PackingPlan holds all lengths; leave out cu_seqlens_k, max_seqlen_q and max_seqlen_k")
-        plan = cu_seqlens_q
-    else:
-        plan = PackingPlan.from_cu_seqlens(
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
-        )
+    plan = cu_seqlens if isinstance(cu_seqlens, PackingPlan) else PackingPlan(cu_seqlens)
     mechanism = attention if isinstance(attention, Mechanism) else stateless(attention)
     if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
         return _varlen(q, k, v, mechanism, plan, is_causal)
@@ -368,31 +321,29 @@ def _in_buckets(
     if not layout.buckets:
         nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # zero, and part of the graph
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
-    padded = _pad(layout.q, q, k, v) if layout.k is layout.q else (*_pad(layout.q, q), *_pad(layout.k, k, v))
-    outs = []
-    batches = zip(layout.buckets, *(_split(x, layout, i > 0) for i, x in enumerate(padded)), strict=True)
-    for number, (bucket, *parts) in enumerate(batches):
-        mask = _mask(bucket, mechanism)
-        with _observed_as(mechanism, bucket, number):
-            out = mechanism(*parts, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return _unpad(layout.q, outs[0] if len(outs) == 1 else torch.cat(outs))
-
-
-@contextlib.contextmanager
-def _observed_as(mechanism: Mechanism, bucket: _Bucket, number: int) -> Iterator[None]:
-    """Tell an observer what the mechanism itself need not know: which queries are padding, and whose piece this is."""
-    observer = mechanism.observer
-    if observer is not None:
-        mechanism.observer = lambda seen: observer(seen._replace(real=bucket.queries, piece=number))
+    outs, observer = [], mechanism.observer
+    parts = (_split(x, layout, keys) for x, keys in ((q, False), (k, True), (v, True)))
     try:
-        yield
+        for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
+            if observer is not None:  # it must know which queries are padding, and that this is a piece of one call
+                mechanism.observer = functools.partial(_show, observer, bucket.queries, number)
+            mask = _mask(bucket, mechanism)
+            out = mechanism(*batch, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
+            outs.append(out.transpose(1, 2).flatten(0, 1))
     finally:
         mechanism.observer = observer
+    rows = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return rows if layout.q is None else _pick(layout.q.unpad, layout.q.pad, rows)
 
 
-def _split(rows: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
-    """Rows of all buckets [R, H, D] -> for each bucket a batch [size, H, N, D], a view."""
+def _show(observer: Callable[[Observation], None], real: Tensor | None, piece: int, seen: Observation) -> None:
+    observer(seen._replace(real=real, piece=piece))
+
+
+def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
+    """Packed tokens [T, H, D] -> for each bucket a batch [size, H, N, D], a view of all rows."""
+    moves = layout.k if keys else layout.q
+    rows = x if moves is None else _pick(moves.pad, moves.unpad, x)  # [R, H, D]
     widths = [bucket.m if keys else bucket.n for bucket in layout.buckets]
     sizes = [bucket.size * width for bucket, width in zip(layout.buckets, widths, strict=True)]
     pieces = [rows] if len(sizes) == 1 else rows.split(sizes)
@@ -400,13 +351,13 @@ def _split(rows: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
 
 
 @functools.cache
-def _varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
-    """PyTorch's variable-length attention and the names of its parameters, where this PyTorch has it."""
+def _varlen_attn() -> Callable[..., Any] | None:
+    """PyTorch's variable-length attention, where this PyTorch has it with a scale, windows and shared key heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= VARLEN_OPTIONS else None
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -422,24 +373,19 @@ def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
     """Whether the variable-length flash kernels compute this mechanism."""
-    if not q.is_cuda or dropout_p > 0 or mechanism.family is not None:
-        return False
-    if min(q.shape[0], k.shape[0]) == 0 or not flash_runs(q.device, _varlen_dtype(q)):
-        return False
-    found = _varlen_attn()
-    if found is None or not found[1] >= {"scale", "window_size"}:
-        return False
     return (
-        mechanism.fused
+        flash_runs(q.device, _varlen_dtype(q))
+        and _varlen_attn() is not None
+        and mechanism.fused
         and not mechanism.reads
         and mechanism.observer is None
+        and dropout_p == 0
+        and min(q.shape[0], k.shape[0]) > 0
         and mechanism.score.scale(q.shape[-1]) > 0
-        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0  # rows of 16 bytes, which the kernels take for granted
-        and q.shape[-1] <= 256
-        and (q.shape[1] == k.shape[1] or "enable_gqa" in found[1])
         # Kernels differ in where the diagonal of a causal mask begins when n ≠ m.
-        and (not is_causal or plan.cu_seqlens_k is plan.cu_seqlens_q)
+        and (plan.is_self or not is_causal)
     )
 
 
@@ -450,31 +396,24 @@ def _varlen_dtype(x: Tensor) -> torch.dtype:
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:
     """[T, H, Dv] by the variable-length kernels."""
-    found = _varlen_attn()
-    assert found is not None  # _varlen_applies says so
-    varlen_attn, parameters = found
+    varlen_attn = _varlen_attn()
+    assert varlen_attn is not None  # _varlen_applies says so
     heads_q, heads_k = q.shape[1], k.shape[1]
     why = mechanism.grouping.mismatch(heads_q, heads_k)
     if why:
         raise InputError(f"attention '{mechanism.config}': {why}")
-    scale = mechanism.score.scale(q.shape[-1])
     dtype = _varlen_dtype(q)
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
-    q = mechanism.score.query(q.transpose(0, 1)[None])[0].transpose(0, 1).to(dtype)
-    k = mechanism.score.key(k.transpose(0, 1)[None])[0].transpose(0, 1).to(dtype)
-    longest_n, longest_m = plan.longest
-    options: dict[str, Any] = {"enable_gqa": heads_q != heads_k} if "enable_gqa" in parameters else {}
+    scaled_q = mechanism.score.query(q.transpose(0, 1)[None])[0].transpose(0, 1)
+    scaled_k = mechanism.score.key(k.transpose(0, 1)[None])[0].transpose(0, 1)
     out: Tensor = varlen_attn(
-        _aligned(q),
-        _aligned(k),
-        _aligned(v.to(dtype)),
+        *(_aligned(x.to(dtype)) for x in (scaled_q, scaled_k, v)),
         plan.cu_seqlens_q,
         plan.cu_seqlens_k,
-        longest_n,
-        longest_m,
-        scale=scale,
+        *plan.longest,
+        scale=mechanism.score.scale(q.shape[-1]),
         window_size=(-1, 0) if is_causal else (-1, -1),
-        **options,
+        enable_gqa=heads_q != heads_k,
     )
     return out
 

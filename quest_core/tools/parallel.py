@@ -81,12 +81,13 @@ class HeadParallel(ParallelStyle):
                     f"attention '{config}': '{part.name}' reads {READS['group']}, which tensor parallelism divides "
                     f"among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
                 )
-        for name in ("k_proj", "v_proj") if shared else ():
-            if type(module.get_submodule(name)) is not nn.Linear:
+        whole = {name: module.get_submodule(name) for name in ("k_proj", "v_proj")} if shared else {}
+        for name, projection in whole.items():
+            if type(projection) is not nn.Linear:
                 raise UnsupportedError(
                     f"attention '{config}': HeadParallel gives the one key/value head to every rank, for which {name} "
-                    f"must be a torch.nn.Linear, and here is {type(module.get_submodule(name)).__name__}; divide the "
-                    "module before its projections are replaced"
+                    f"must be a torch.nn.Linear, and here is {type(projection).__name__}; divide the module before its "
+                    "projections are replaced"
                 )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
             if heads % ranks and not (shared and name == "kv_heads"):
@@ -100,27 +101,25 @@ class HeadParallel(ParallelStyle):
             f"mechanism.{name}": Replicate() if axis is None else Shard(axis)
             for name, axis in head_axes(config, shape, shared).items()
         }
-        if shared:
-            for projection in (module.k_proj, module.v_proj):
-                projection.__class__ = WholeLinear
-            names = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-            placements |= {name: Replicate() for name in names if module.k_proj.bias is not None or "weight" in name}
+        for name, projection in whole.items():
+            projection.__class__ = WholeLinear
+            placements |= {f"{name}.{leaf}": Replicate() for leaf, _ in projection.named_parameters()}
         for name, placement in placements.items():
             owner, _, leaf = name.rpartition(".")
             parameter = module.get_parameter(name)
             divided = distribute_tensor(parameter, device_mesh, [placement], **source)
             module.get_submodule(owner).register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
         own.head_share, own.keys_divided = (device_mesh.get_local_rank(), ranks), not shared
-        by_heads = ("q_proj",) if shared else ("q_proj", "k_proj", "v_proj")
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_heads}
+        plan: dict[str, ParallelStyle] = {
+            name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj") if name not in whole
+        }
         plan["out_proj"] = RowwiseParallel(output_layouts=self.output_layout)
         parallelize_module(module, device_mesh, plan, **source)
 
         def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
             # Once for all three projections, so that their gradients are summed before they are communicated.
-            placed = tuple(self._place(x, device_mesh) for x in arguments)
-            names = [name for name in ("x", "context") if name in named]
-            return placed, {**named, **{name: self._place(named[name], device_mesh) for name in names}}
+            placed = {name: self._place(x, device_mesh) for name, x in named.items() if name in ("x", "context")}
+            return tuple(self._place(x, device_mesh) for x in arguments), named | placed
 
         module.register_forward_pre_hook(place, with_kwargs=True)
         return module

@@ -162,7 +162,7 @@ def test_packed(subject: Subject) -> None:
             packed = [q.unflatten(-1, (h, d)), k.unflatten(-1, (g, kd)), v.unflatten(-1, (g, d))]
             cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
             leaves = [x.detach().requires_grad_() for x in packed]
-            out = quest_core.attention_packed(*leaves, made.module.layers[-1], cu_seqlens_q=cu, is_causal=is_causal)
+            out = quest_core.attention_packed(*leaves, made.module.layers[-1], cu_seqlens=cu, is_causal=is_causal)
             found = _gradients(out, leaves)
             if subject.name == "aft-conv 2d":
                 _loop(made, packed, lengths, [out.detach(), *found])

@@ -47,13 +47,13 @@ class Indexing(TorchFunctionMode):
 def calls(monkeypatch):
     """What PyTorch's variable-length attention was called with; autocast believes in CUDA."""
     seen = []
-    stock, parameters = quest_core.tools.packing._varlen_attn()
+    stock = quest_core.tools.packing._varlen_attn()
 
     def varlen_attn(*arguments, **options):
         seen.append((*arguments, options))
         return stock(*arguments, **options)
 
-    monkeypatch.setattr(quest_core.tools.packing, "_varlen_attn", lambda: (varlen_attn, parameters))
+    monkeypatch.setattr(quest_core.tools.packing, "_varlen_attn", lambda: varlen_attn)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))

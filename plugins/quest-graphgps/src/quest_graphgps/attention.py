@@ -55,7 +55,7 @@ class GraphAttention(MultiheadAttention):
         parts = nodes.split(self.head_sizes.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, D]
         dropout_p = self.dropout if self.training else 0.0
-        out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=plan, dropout_p=dropout_p)  # [T, H, D]
+        out = attention_packed(q, k, v, self.mechanism, cu_seqlens=plan, dropout_p=dropout_p)  # [T, H, D]
         out = self.out_proj(out.flatten(1))
         padded: Tensor = out.new_zeros(*real.shape, out.shape[-1])
         padded[real] = out
@@ -84,6 +84,6 @@ def ragged_plan(hidden: Tensor) -> PackingPlan | None:
     area, plan = int(lengths.square().sum()), None
     if area and batch * longest**2 >= RAGGED * area:
         ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
-        plan = PackingPlan.from_cu_seqlens(ends, max_seqlen_q=longest, max_seqlen_k=longest)
+        plan = PackingPlan(ends, max_seqlen_q=longest, max_seqlen_k=longest)
     _last = (hidden.clone(), RAGGED, plan)  # a copy, because the caller may write to its mask
     return plan

@@ -105,7 +105,7 @@ class SerializedAttention(HostAttention):
             if self.upcast:
                 q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             if self.packed and not self.chained:
-                out = attention_packed(q, k, v, self.mechanism, cu_seqlens_q=patches.plan, dropout_p=dropout_p)
+                out = attention_packed(q, k, v, self.mechanism, cu_seqlens=patches.plan, dropout_p=dropout_p)
             else:
                 q, k, v = (part.unflatten(0, (-1, patches.size)).transpose(1, 2) for part in (q, k, v))  # [P, H, K, D]
                 mask = bias
@@ -219,7 +219,7 @@ class TensorAttention(SerializedAttention):
             raise InputError("attn_kind='rope' turns queries and keys by position: pass pos [N, 3] to the model")
         layout = self.patch_layout(batch) if patch_layout is None else patch_layout
         if "patches" not in layout:
-            plan = PackingPlan.from_cu_seqlens(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
+            plan = PackingPlan(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
             size = None if self.packed else self.patch_size
             layout["patches"] = Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)
         patches: Patches = layout["patches"]

@@ -72,7 +72,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
         bounds += [bounds[-1] + step * (i + 1) for i in range(filled // step)]
         begin += n
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    plan = PackingPlan.from_cu_seqlens(cu_seqlens, max_seqlen_q=max(b - a for a, b in itertools.pairwise(bounds)))
+    plan = PackingPlan(cu_seqlens, max_seqlen_q=max(b - a for a, b in itertools.pairwise(bounds)))
     equal = all(n >= patch_size for n in counts) or len(set(counts)) == 1
     size = min(patch_size, counts[0]) if equal else None
     return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
