@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from packaging.utils import canonicalize_name
+
 from . import mechanisms
 from .errors import ConfigError, PluginError, one_of
 from .mechanisms.part import Part
@@ -94,16 +96,16 @@ class Catalogue(Mapping[str, Part]):
         finally:
             del self._own[part.name], self._owners[part.name]
 
-    def close(self) -> None:
-        """Import no other package from now on."""
-        if self._all is None:
-            self._all = dict(self._own)
+    def only(self, entry: Entry) -> Package:
+        """Import the package of this entry point, and no other from now on; returns what it adds."""
+        self._load([entry])
+        return self._packages[0]
 
-    def _load(self) -> dict[str, Part]:
+    def _load(self, found: Iterable[Entry] | None = None) -> dict[str, Part]:
         with ONE_AT_A_TIME:
             if self._all is None:  # a package that asks for names while it is imported finds those before it
                 self._all = dict(self._own)
-                for entry in entries("quest.attention"):
+                for entry in entries("quest.attention") if found is None else found:
                     package = examine(entry, self._owners)
                     self._packages.append(package)
                     self._all.update((part.name, part) for part in package.parts)
@@ -135,27 +137,33 @@ def examine(entry: Entry, owners: Mapping[str, str]) -> Package:
         with contained(entry.value):  # even a list can run code of the package
             if not isinstance(found, list | tuple):
                 return Package(entry, problem=f"{entry.value} is {_kind(found)}, not a list of Part")
+            found = tuple(found)
             for i, part in enumerate(found):
-                if not isinstance(part, Part):
+                if type(part) is not Part:  # a subclass could change its declarations after this
                     return Package(entry, problem=f"item {i} of {entry.value} is {_kind(part)}, not a Part")
             names = tuple(part.name for part in found)
             problem = taken(names, owners)
             if not problem:
-                return Package(entry, parts=tuple(found))
+                return Package(entry, parts=found)
     except PluginError as error:
         problem = str(error)
     return Package(entry, refused=names, problem=problem)
 
 
 def taken(names: Iterable[str], owners: Mapping[str, str]) -> str:
-    """Return why a package cannot add mechanisms of these names, or an empty text."""
-    seen: set[str] = set()
+    """Return why a package cannot add mechanisms of these names, or an empty text.
+
+    Names that differ only in case or in ``-``, ``_`` and ``.`` are the same: a misspelt one must be an error.
+    """
+    known, seen = {canonicalize_name(name): name for name in owners}, set()
     for name in names:
-        if name in seen:
+        same = canonicalize_name(name)
+        if same in seen:
             return f"it adds '{name}' twice"
-        if name in owners:
-            return f"'{name}' is a mechanism of {owners[name]}"
-        seen.add(name)
+        if same in known:
+            alike = "" if known[same] == name else f"'{name}' is too much like '{known[same]}': "
+            return f"{alike}'{known[same]}' is a mechanism of {owners[known[same]]}"
+        seen.add(same)
     return ""
 
 

@@ -38,6 +38,7 @@ class Entry:
         summary: its one-line description.
         requires: its requirements, as its metadata spells them.
         extras: the names of its extras.
+        problem: why its metadata cannot be read, and it cannot be used; else empty.
     """
 
     group: str
@@ -48,6 +49,7 @@ class Entry:
     summary: str = ""
     requires: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    problem: str = ""
 
     @property
     def owner(self) -> str:
@@ -61,8 +63,41 @@ class Entry:
 
     def load(self) -> Any:
         """Import the module and return the attribute; whatever goes wrong is a PluginError with the cause."""
+        if self.problem:
+            raise PluginError(self.problem)
         with contained(f"{self.value.partition(':')[0]} of {self.owner}"):
             return importlib.metadata.EntryPoint(self.name, self.value, self.group).load()
+
+
+def _read(distribution: importlib.metadata.Distribution, group: str) -> list[Entry]:
+    points = [point for point in distribution.entry_points if point.group == group]
+    if not points:
+        return []
+    about = distribution.metadata
+    if not about["Name"]:
+        raise ValueError("METADATA has no Name")
+    facts = (
+        about["Name"],
+        about["Version"] or "?",
+        about["Summary"] or "",
+        tuple(about.get_all("Requires-Dist") or ()),
+        tuple(about.get_all("Provides-Extra") or ()),
+    )
+    return [Entry(group, point.name, point.value, *facts) for point in points]
+
+
+def _unreadable(distribution: importlib.metadata.Distribution, group: str, error: Exception) -> list[Entry]:
+    """Entries with a problem, if the distribution adds to the group, under the name of its .dist-info folder."""
+    name, _, version = Path(str(getattr(distribution, "_path", "unknown"))).stem.partition("-")
+    problem = f"its metadata cannot be read: {cause(error.with_traceback(None))}"
+    facts: dict[str, Any] = {"distribution": canonicalize_name(name), "version": version or "?", "problem": problem}
+    try:
+        points = [(point.name, point.value) for point in distribution.entry_points if point.group == group]
+    except UnicodeDecodeError as undecoded:
+        points = [(name, "")] if f"[{group}]".encode() in undecoded.object else []
+    except Exception:
+        points = [(name, "")] if f"[{group}]" in (distribution.read_text("entry_points.txt") or "") else []
+    return [Entry(group, *point, **facts) for point in points]
 
 
 def remedy(distribution: str) -> str:
@@ -73,32 +108,16 @@ def remedy(distribution: str) -> str:
 def entries(group: str) -> list[Entry]:
     """Return the entry points of a group, sorted by name. Imports nothing and never raises.
 
-    Where several distributions use one name, ``quest-<name>`` comes first, then the others in alphabetical order. A
-    distribution whose metadata cannot be read is left out, as it is by pip.
+    Where several distributions use one name, ``quest-<name>`` comes first, then the others in alphabetical order.
     """
     found: dict[str, list[Entry]] = {}
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):
-            points = [point for point in distribution.entry_points if point.group == group]
-            if points:
-                about = distribution.metadata
-                name = about["Name"]
-                found.setdefault(  # the first of a name on sys.path is the one that is imported
-                    canonicalize_name(name),
-                    [
-                        Entry(
-                            group,
-                            point.name,
-                            point.value,
-                            name,
-                            about["Version"] or "?",
-                            about["Summary"] or "",
-                            tuple(about.get_all("Requires-Dist") or ()),
-                            tuple(about.get_all("Provides-Extra") or ()),
-                        )
-                        for point in points
-                    ],
-                )
+        try:
+            added = _read(distribution, group)
+        except Exception as error:
+            added = _unreadable(distribution, group, error)
+        if added:  # the first of a name on sys.path is the one that is imported
+            found.setdefault(canonicalize_name(added[0].distribution), added)
     return sorted(
         (entry for entries in found.values() for entry in entries),
         key=lambda e: (e.name, e.distribution != f"quest-{e.name}", canonicalize_name(e.distribution)),
@@ -109,8 +128,8 @@ def entries(group: str) -> list[Entry]:
 def contained(what: str) -> Iterator[None]:
     """Run code of another distribution.
 
-    Its prints go to standard error. If it takes longer than SLOW_S, one line on standard error names it. Ctrl-C and
-    other signals act as always.
+    Its prints go to standard error. If it is slow, one line on standard error names it. Ctrl-C and other signals act as
+    always.
 
     Args:
         what: the module and its distribution, for that line.
@@ -118,20 +137,27 @@ def contained(what: str) -> Iterator[None]:
     Raises:
         PluginError: the code raised anything, SystemExit and KeyboardInterrupt included; the message is the cause.
     """
-    named = threading.Timer(SLOW_S, lambda: print(f"quest: waiting for the import of {what}", file=sys.stderr))
-    named.daemon = True
-    with ONE_AT_A_TIME, _signals() as received, contextlib.redirect_stdout(sys.stderr):
-        named.start()
+    with ONE_AT_A_TIME, _signals() as received, contextlib.redirect_stdout(sys.stderr), named_if_slow(what):
         try:
             yield
         except BaseException as error:
             if received:  # the handler of a signal raised it, not the package
                 raise
             raise PluginError(cause(error)) from error
-        finally:
-            named.cancel()
     if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         raise KeyboardInterrupt  # the package swallowed it
+
+
+@contextlib.contextmanager
+def named_if_slow(what: str) -> Iterator[None]:
+    """Name the import of `what` on standard error if the block takes longer than SLOW_S."""
+    named = threading.Timer(SLOW_S, lambda: print(f"quest: waiting for the import of {what}", file=sys.stderr))
+    named.daemon = True
+    named.start()
+    try:
+        yield
+    finally:
+        named.cancel()
 
 
 @contextlib.contextmanager
@@ -163,11 +189,15 @@ def cause(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         text = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
     else:
-        lines = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        try:
+            lines = str(error).strip().splitlines()
+        except BaseException:  # the error is of a class of the package
+            lines = []
+        text = f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     places = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(HERE) and "importlib" not in frame.filename
+        if not frame.filename.startswith((HERE, "<")) and "importlib" not in frame.filename
     ]
     return f"{text} ({places[-1]})" if places else text

@@ -95,6 +95,8 @@ def duplicate(entry: Entry, owner: str, kind: str) -> Record:
 
 def _examine(entry: Entry) -> Record:
     record = functools.partial(Record, entry.name, entry.distribution, entry.version)
+    if entry.problem:
+        return record("broken", entry.problem, entry.fix)
     try:
         info = check_info(entry.name, read_info(entry.value))
         wanted = host_requirements(entry, str(info.get("host", entry.name)))
