@@ -66,38 +66,29 @@ class Entry:
         if self.problem:
             raise PluginError(self.problem)
         with contained(f"{self.value.partition(':')[0]} of {self.owner}"):
-            return importlib.metadata.EntryPoint(self.name, self.value, self.group).load()
+            point = importlib.metadata.EntryPoint(self.name, self.value, self.group)
+            if not point.pattern.match(self.value):
+                raise ValueError(f"the entry point is {self.value!r}; it must be 'module:attribute'")
+            return point.load()
 
 
-def _read(distribution: importlib.metadata.Distribution, group: str) -> list[Entry]:
-    points = [point for point in distribution.entry_points if point.group == group]
-    if not points:
-        return []
-    about = distribution.metadata
-    if not about["Name"]:
-        raise ValueError("METADATA has no Name")
-    facts = (
-        about["Name"],
-        about["Version"] or "?",
-        about["Summary"] or "",
-        tuple(about.get_all("Requires-Dist") or ()),
-        tuple(about.get_all("Provides-Extra") or ()),
-    )
-    return [Entry(group, point.name, point.value, *facts) for point in points]
-
-
-def _unreadable(distribution: importlib.metadata.Distribution, group: str, error: Exception) -> list[Entry]:
-    """Entries with a problem, if the distribution adds to the group, under the name of its .dist-info folder."""
-    name, _, version = Path(str(getattr(distribution, "_path", "unknown"))).stem.partition("-")
-    problem = f"its metadata cannot be read: {cause(error.with_traceback(None))}"
-    facts: dict[str, Any] = {"distribution": canonicalize_name(name), "version": version or "?", "problem": problem}
+def _facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
+    """Fields of an Entry that depend only on its distribution; with a problem, as its .dist-info folder names it."""
     try:
-        points = [(point.name, point.value) for point in distribution.entry_points if point.group == group]
-    except UnicodeDecodeError as undecoded:
-        points = [(name, "")] if f"[{group}]".encode() in undecoded.object else []
-    except Exception:
-        points = [(name, "")] if f"[{group}]" in (distribution.read_text("entry_points.txt") or "") else []
-    return [Entry(group, *point, **facts) for point in points]
+        about = distribution.metadata
+        if not about["Name"]:
+            raise ValueError("METADATA has no Name")
+        return {
+            "distribution": about["Name"],
+            "version": about["Version"] or "?",
+            "summary": about["Summary"] or "",
+            "requires": tuple(about.get_all("Requires-Dist") or ()),
+            "extras": tuple(about.get_all("Provides-Extra") or ()),
+        }
+    except Exception as error:
+        name, _, version = Path(str(getattr(distribution, "_path", "unknown"))).stem.partition("-")
+        problem = f"its metadata cannot be read: {cause(error.with_traceback(None))}"
+        return {"distribution": canonicalize_name(name), "version": version or "?", "problem": problem}
 
 
 def remedy(distribution: str) -> str:
@@ -112,12 +103,13 @@ def entries(group: str) -> list[Entry]:
     """
     found: dict[str, list[Entry]] = {}
     for distribution in importlib.metadata.distributions():
-        try:
-            added = _read(distribution, group)
-        except Exception as error:
-            added = _unreadable(distribution, group, error)
-        if added:  # the first of a name on sys.path is the one that is imported
-            found.setdefault(canonicalize_name(added[0].distribution), added)
+        points = []
+        with contextlib.suppress(Exception):  # of an unreadable entry_points.txt, which stops `import torch` itself
+            points = [point for point in distribution.entry_points if point.group == group]
+        if points:
+            facts = _facts(distribution)
+            added = [Entry(group, point.name, point.value, **facts) for point in points]
+            found.setdefault(canonicalize_name(facts["distribution"]), added)  # the first on sys.path is imported
     return sorted(
         (entry for entries in found.values() for entry in entries),
         key=lambda e: (e.name, e.distribution != f"quest-{e.name}", canonicalize_name(e.distribution)),

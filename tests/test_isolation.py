@@ -180,7 +180,11 @@ CASES = [
     ),
     plugin("sites_raise", "ZeroDivisionError", adapter=ADAPTER.format(name="x").replace("return []", "return 1 / 0")),
     plugin("sites_exit", r"sys.exit\(\)", adapter=ADAPTER.format(name="x").replace("return []", "raise SystemExit")),
-    plugin("sites_junk", "gives int, not Site", adapter=ADAPTER.format(name="x").replace("return []", "return [7]")),
+    plugin(
+        "sites_junk",
+        "adapter.HostAdapter cannot look for sites in a model: TypeError: it gives 7, not Site",
+        adapter=ADAPTER.format(name="x").replace("return []", "return [7]"),
+    ),
     Case(
         "adapter_alone", {"adapter": ADAPTER.format(name="x")}, {"quest.adapters": "adapter:HostAdapter"}, "never used"
     ),
@@ -210,6 +214,7 @@ CASES = [
     mechanism("escapes", r"raise RuntimeError('\x1b[31mred \udcff')", r"RuntimeError: \\x1b\[31mred \\udcff"),
     mechanism("recursion", "def f(): f()\nf()", "RecursionError"),
     Case("latin", {"parts": "PARTS = []"}, {"quest.attention": "parts:PARTS"}, "metadata cannot be read", latin=True),
+    Case("value", {}, {"quest.attention": "a b"}, "the entry point is .* must be 'module:attribute'"),
     Case("stale", {}, {"quest.attention": "gone:PARTS", "quest.commands": "gone:main"}, "ModuleNotFoundError"),
     mechanism("list", "class L(list):\n    def __iter__(self): raise SystemExit\nPARTS = L(PARTS)", "sys.exit"),
     *(command(f, MAIN + code, says, lethal=f in LETHAL) for f, (code, says) in FAULTS.items() if f != "crashes"),

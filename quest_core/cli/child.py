@@ -201,7 +201,7 @@ def _plugin(job: Job, doing: Callable[[str], None]) -> Answer:
     try:
         try_sites(made, nn.Identity())
     except PluginError as error:
-        return Answer(f"it cannot look for sites in a model: {error}", "adapter")
+        return Answer(str(error), "adapter")
     return Answer()
 
 

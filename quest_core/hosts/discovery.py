@@ -303,13 +303,17 @@ def try_sites(made: Adapter, model: nn.Module) -> None:
     """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
     from .adapter import Site
 
-    with contained(f"{type(made).__name__}.sites"):
-        try:
-            junk = [site for site in made.sites(model) if not isinstance(site, Site)]
-        except QuestError:
-            return  # the adapter refuses the model on purpose: `inject` raises it again
-        if junk:
-            raise TypeError(f"{type(made).__name__}.sites gives {type(junk[0]).__name__}, not Site")
+    where = f"{type(made).__module__}.{type(made).__name__}"
+    try:
+        with contained(f"{where}.sites"):
+            try:
+                junk = [s for s in made.sites(model) if not isinstance(s, Site) or not isinstance(s.path, str)]
+            except QuestError:
+                return  # the adapter refuses the model on purpose: `inject` raises it again
+            if junk:
+                raise TypeError(f"it gives {junk[0]!r:.100}, not Site with a path")
+    except PluginError as error:
+        raise PluginError(f"{where} cannot look for sites in a model: {error}") from error
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
