@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from packaging.utils import canonicalize_name
 
 from . import mechanisms
 from .errors import PluginError, one_of
 from .mechanisms.part import Part
 from .packages import ONE_AT_A_TIME, Entry, contained, entries
+
+
+@dataclass(frozen=True)
+class Package:
+    """What one entry point of `quest.attention` adds.
+
+    Attributes:
+        entry: the entry point.
+        parts: its mechanisms; empty if it cannot be used.
+        refused: the names that it would add, if they are known and it cannot be used.
+        problem: the cause; empty if it can be used.
+    """
+
+    entry: Entry
+    parts: tuple[Part, ...] = ()
+    refused: tuple[str, ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"'{self.entry.name}' of {self.entry.owner}: {self.problem}; fix: {self.entry.fix}"
 
 
 class Catalogue(Mapping[str, Part]):
@@ -17,15 +40,15 @@ class Catalogue(Mapping[str, Part]):
     Other packages are imported when an unknown name is asked for, or when all names are.
 
     Attributes:
-        own: the mechanisms in-tree.
-        owners: the distribution of each mechanism that is known so far, with its version unless it is quest-core.
+        own: the mechanisms that need no import, by name.
+        owners: name -> distribution, with its version unless it is quest-core.
     """
 
     def __init__(self) -> None:
         self.own = {part.name: part for part in mechanisms.PARTS}
         self._all: dict[str, Part] | None = None
         self.owners = dict.fromkeys(self.own, "quest-core")
-        self._unusable: list[str] = []
+        self._packages: list[Package] = []
 
     def __getitem__(self, name: str) -> Part:
         return self.own[name] if name in self.own else self._load()[name]
@@ -40,26 +63,35 @@ class Catalogue(Mapping[str, Part]):
         """Return the distribution of a mechanism, with its version unless it is quest-core."""
         return self.owners[self[name].name]
 
+    @property
+    def packages(self) -> list[Package]:
+        """Every package that adds mechanisms, whether it can be used or not."""
+        self._load()
+        return self._packages
+
     def unknown(self, name: str) -> str:
         """Return why `name` is not a mechanism here, with the nearest names and the packages that cannot be used."""
-        return "; ".join([f"'{name}' is not a mechanism; {one_of(name, self)}", *self._unusable])
+        broken = [package for package in self.packages if package.problem]
+        for package in broken:
+            if name in package.refused:
+                return f"'{name}' cannot be used: {package}"
+        text = f"'{name}' is not a mechanism; {one_of(name, self)}"
+        return "; ".join([text, *(f"not usable: mechanisms {package}" for package in broken)])
 
-    def close(self) -> None:
-        """Import no other package from now on."""
-        if self._all is None:
-            self._all = dict(self.own)
+    def only(self, entry: Entry) -> Package:
+        """Import the package of this entry point, and no other from now on; returns what it adds."""
+        self._load([entry])
+        return self._packages[0]
 
-    def _load(self) -> dict[str, Part]:
+    def _load(self, found: Iterable[Entry] | None = None) -> dict[str, Part]:
         with ONE_AT_A_TIME:
             if self._all is None:  # a package that asks for names while it is imported finds those before it
                 self._all = dict(self.own)
-                for entry in entries("quest.attention"):
-                    try:
-                        for part in load_parts(entry, self.owners):
-                            self._all[part.name], self.owners[part.name] = part, entry.owner
-                    except PluginError as error:
-                        what = f"mechanisms '{entry.name}' of {entry.owner}"
-                        self._unusable.append(f"not usable: {what}: {error}; fix: {entry.fix}")
+                for entry in entries("quest.attention") if found is None else found:
+                    package = examine(entry, self.owners)
+                    self._packages.append(package)
+                    self._all.update((part.name, part) for part in package.parts)
+                    self.owners.update((part.name, entry.owner) for part in package.parts)
             return self._all
 
 
@@ -74,39 +106,46 @@ def available() -> list[str]:
     return sorted(parts())
 
 
-def load_parts(entry: Entry, owners: Mapping[str, str]) -> list[Part]:
-    """Import one package and return its mechanisms. Either all of them can be used or none.
+def examine(entry: Entry, owners: Mapping[str, str]) -> Package:
+    """Import one package and check what it adds. Either all of its mechanisms can be used or none.
 
     Args:
         entry: its entry point.
         owners: name -> distribution of the mechanisms that exist.
-
-    Raises:
-        PluginError: the package cannot be imported, or adds something else, or a name that exists.
     """
-    found = entry.load()
-    with contained(entry.value):  # even a list can run code of the package
-        if not isinstance(found, list | tuple):
-            raise TypeError(f"{entry.value} is {_kind(found)}, not a list of Part")
-        parts = list(found)
-        for i, part in enumerate(parts):
-            if not isinstance(part, Part):
-                raise TypeError(f"item {i} of {entry.value} is {_kind(part)}, not a Part")
-    problem = taken([part.name for part in parts], owners)
-    if problem:
-        raise PluginError(problem)
-    return parts
+    names: tuple[str, ...] = ()
+    try:
+        found = entry.load()
+        with contained(entry.value):  # even a list can run code of the package
+            if not isinstance(found, list | tuple):
+                return Package(entry, problem=f"{entry.value} is {_kind(found)}, not a list of Part")
+            found = tuple(found)
+            for i, part in enumerate(found):
+                if type(part) is not Part:  # a subclass could change its declarations after this
+                    return Package(entry, problem=f"item {i} of {entry.value} is {_kind(part)}, not a Part")
+            names = tuple(part.name for part in found)
+            problem = taken(names, owners)
+            if not problem:
+                return Package(entry, parts=found)
+    except PluginError as error:
+        problem = str(error)
+    return Package(entry, refused=names, problem=problem)
 
 
 def taken(names: Iterable[str], owners: Mapping[str, str]) -> str:
-    """Return why a package cannot add mechanisms of these names, or an empty text."""
-    seen: set[str] = set()
+    """Return why a package cannot add mechanisms of these names, or an empty text.
+
+    Names that differ only in case or in ``-``, ``_`` and ``.`` are the same: a misspelt one must be an error.
+    """
+    known, seen = {canonicalize_name(name): name for name in owners}, set()
     for name in names:
-        if name in seen:
+        same = canonicalize_name(name)
+        if same in seen:
             return f"it adds '{name}' twice"
-        if name in owners:
-            return f"'{name}' is a mechanism of {owners[name]}"
-        seen.add(name)
+        if same in known:
+            alike = "" if known[same] == name else f"'{name}' is too much like '{known[same]}': "
+            return f"{alike}'{known[same]}' is a mechanism of {owners[known[same]]}"
+        seen.add(same)
     return ""
 
 

@@ -120,7 +120,8 @@ class AttentionConfig:
 
     def build_arguments(self, part: Part) -> dict[str, Any]:
         """The options that the part is built with, with defaults filled in."""
-        return {o.name: self.option(o.name) for o in part.options if o.starts not in ("q", "k")}
+        given = dict(self.options)  # parts of different packages may have an option of one name, each its default
+        return {o.name: given.get(o.name, o.default) for o in part.options if o.starts not in ("q", "k")}
 
     def to_dict(self) -> dict[str, Any]:
         """A mapping that :meth:`parse` reads back to an equal configuration; plain JSON types only."""
@@ -210,5 +211,11 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
                 holders = sorted(p.name for p in known.values() if any(o.name == near for o in p.options))
                 hint = f"; '{near}' belongs to {', '.join(holders)}"
             raise ConfigError(f"attention '{written}' has no option '{key}'; {one_of(key, specs)}{hint}")
+        holders = [f"'{name}'" for name in chosen.values() if any(o.name == key for o in known[name].options)]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"attention '{written}': option '{key}' belongs to {' and '.join(holders)}; it must have another name "
+                "in one of their Parts"
+            )
         checked[key] = specs[key].check(value, written)
     return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))

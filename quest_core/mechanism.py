@@ -16,7 +16,7 @@ from .catalogue import parts
 from .checkpoints import Spelled
 from .checks import check_inputs
 from .config import DEFAULTS, AttentionConfig, AttentionSpec
-from .errors import ConfigError, InputError, UnsupportedError
+from .errors import ConfigError, InputError, PluginError, UnsupportedError
 from .kernels.pytorch import (
     is_tracing,
     name_second_derivative,
@@ -37,7 +37,17 @@ from .mechanisms.base import (
     logits,
     merge_causal,
 )
+from .mechanisms.part import Part
+from .packages import cause
 from .projections import HeadSizes
+
+CLASSES: dict[str, type[torch.nn.Module]] = {
+    "score": Score,
+    "normaliser": Normaliser,
+    "grouping": Grouping,
+    "family": Family,
+}
+"""Axis -> the class of what its parts build."""
 
 
 class Observation(NamedTuple):
@@ -141,7 +151,7 @@ class Mechanism(Spelled):
             arguments = config.build_arguments(part)
             if part.name == DEFAULTS["grouping"] and dims is not None and dims.kv_heads < dims.num_heads:
                 part, arguments = parts()["gqa"], {"kv_heads": dims.kv_heads}  # the host's own groups
-            self.add_module(part.axis, part.build(dims, **arguments))
+            self.add_module(part.axis, _build(part, dims, arguments))
         self._key_features = specs[0].key_features
         self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
@@ -443,8 +453,29 @@ def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     if config.family:
         return num_heads
     part = parts()[config["grouping"]]
-    grouping: Grouping = part.build(None, **config.build_arguments(part))
+    grouping: Grouping = _build(part, None, config.build_arguments(part))
     return grouping.kv_heads(num_heads)
+
+
+def _build(part: Part, dims: Dims | None, options: Mapping[str, Any]) -> Any:
+    """Return the module of a part.
+
+    Raises:
+        PluginError: `build` takes other arguments, exits, or returns a module of another class; names the part.
+    """
+    failure: BaseException | None = None
+    try:
+        made = part.build(dims, **options)
+        if isinstance(made, CLASSES[part.axis]):
+            return made
+        wrong = f"it returns {type(made).__name__}"
+    except (TypeError, SystemExit) as error:
+        failure, wrong = error, cause(error)
+    call = ", ".join(["dims", *(f"{name}={value!r}" for name, value in options.items())])
+    raise PluginError(
+        f"'{part.name}' of {parts().owner(part.name)} cannot be built: {wrong}; build({call}) must return a "
+        f"quest_core.mechanisms.{CLASSES[part.axis].__name__}"
+    ) from failure
 
 
 def head_sizes(attention: AttentionSpec, num_heads: int, head_dim: int, value_dim: int | None = None) -> HeadSizes:

@@ -21,7 +21,7 @@ SLOW_S = 2.0
 """An import that takes longer is named on standard error."""
 
 ONE_AT_A_TIME = threading.RLock()
-"""Held while a package is imported, because sys.stdout is global."""
+"""Held while a package is imported, because sys.stdout and the signal handlers are global."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Entry:
         summary: its one-line description.
         requires: its requirements, as its metadata spells them.
         extras: the names of its extras.
+        problem: why its metadata cannot be read, and it cannot be used; else empty.
     """
 
     group: str
@@ -47,6 +48,7 @@ class Entry:
     summary: str = ""
     requires: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    problem: str = ""
 
     @property
     def owner(self) -> str:
@@ -60,8 +62,32 @@ class Entry:
 
     def load(self) -> Any:
         """Import the module and return the attribute; whatever goes wrong is a PluginError with the cause."""
+        if self.problem:
+            raise PluginError(self.problem)
         with contained(f"{self.value.partition(':')[0]} of {self.owner}"):
-            return importlib.metadata.EntryPoint(self.name, self.value, self.group).load()
+            point = importlib.metadata.EntryPoint(self.name, self.value, self.group)
+            if not point.pattern.match(self.value):
+                raise ValueError(f"the entry point is {self.value!r}; it must be 'module:attribute'")
+            return point.load()
+
+
+def _facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
+    """Fields of an Entry that depend only on its distribution; with a problem, as its .dist-info folder names it."""
+    try:
+        about = distribution.metadata
+        if not about["Name"]:
+            raise ValueError("METADATA has no Name")
+        return {
+            "distribution": about["Name"],
+            "version": about["Version"] or "?",
+            "summary": about["Summary"] or "",
+            "requires": tuple(about.get_all("Requires-Dist") or ()),
+            "extras": tuple(about.get_all("Provides-Extra") or ()),
+        }
+    except Exception as error:
+        name, _, version = Path(str(getattr(distribution, "_path", "unknown"))).stem.partition("-")
+        problem = f"its metadata cannot be read: {cause(error.with_traceback(None))}"
+        return {"distribution": canonicalize_name(name), "version": version or "?", "problem": problem}
 
 
 def remedy(distribution: str) -> str:
@@ -72,26 +98,17 @@ def remedy(distribution: str) -> str:
 def entries(group: str) -> list[Entry]:
     """Return the entry points of a group, sorted by name. Imports nothing and never raises.
 
-    Where several distributions use one name, ``quest-<name>`` comes first, then the others in alphabetical order. A
-    distribution whose metadata cannot be read is left out, as it is by pip.
+    Where several distributions use one name, ``quest-<name>`` comes first, then the others in alphabetical order.
     """
     found: dict[str, list[Entry]] = {}
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):
-            points = distribution.entry_points.select(group=group)
-            if points:
-                about = distribution.metadata
-                facts: dict[str, Any] = {
-                    "distribution": about["Name"],
-                    "version": about["Version"] or "?",
-                    "summary": about["Summary"] or "",
-                    "requires": tuple(about.get_all("Requires-Dist") or ()),
-                    "extras": tuple(about.get_all("Provides-Extra") or ()),
-                }
-                # The first of a name on sys.path is the one that is imported.
-                found.setdefault(
-                    canonicalize_name(about["Name"]), [Entry(group, p.name, p.value, **facts) for p in points]
-                )
+        points = []
+        with contextlib.suppress(Exception):  # of an unreadable entry_points.txt, which stops `import torch` itself
+            points = [point for point in distribution.entry_points if point.group == group]
+        if points:
+            facts = _facts(distribution)
+            added = [Entry(group, point.name, point.value, **facts) for point in points]
+            found.setdefault(canonicalize_name(facts["distribution"]), added)  # the first on sys.path is imported
     return sorted(
         (entry for entries in found.values() for entry in entries),
         key=lambda e: (e.name, e.distribution != f"quest-{e.name}", canonicalize_name(e.distribution)),
@@ -102,7 +119,7 @@ def entries(group: str) -> list[Entry]:
 def contained(what: str) -> Iterator[None]:
     """Run code of another distribution.
 
-    Its prints go to standard error. If it takes longer than SLOW_S, one line on standard error names it.
+    Its prints go to standard error. If it is slow, one line on standard error names it.
 
     Args:
         what: the module and its distribution, for that line.
@@ -110,18 +127,25 @@ def contained(what: str) -> Iterator[None]:
     Raises:
         PluginError: the code raised anything but KeyboardInterrupt, SystemExit included; the message is the cause.
     """
-    named = threading.Timer(SLOW_S, lambda: print(f"quest: waiting for the import of {what}", file=sys.stderr))
-    named.daemon = True
-    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr):
-        named.start()
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), named_if_slow(what):
         try:
             yield
         except KeyboardInterrupt:  # Ctrl-C ends the program
             raise
         except BaseException as error:
             raise PluginError(cause(error)) from error
-        finally:
-            named.cancel()
+
+
+@contextlib.contextmanager
+def named_if_slow(what: str) -> Iterator[None]:
+    """Name the import of `what` on standard error if the block takes longer than SLOW_S."""
+    named = threading.Timer(SLOW_S, lambda: print(f"quest: waiting for the import of {what}", file=sys.stderr))
+    named.daemon = True
+    named.start()
+    try:
+        yield
+    finally:
+        named.cancel()
 
 
 def cause(error: BaseException) -> str:
@@ -129,11 +153,15 @@ def cause(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         text = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
     else:
-        lines = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        try:
+            lines = str(error).strip().splitlines()
+        except BaseException:  # the error is of a class of the package
+            lines = []
+        text = f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     places = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(HERE) and "importlib" not in frame.filename
+        if not frame.filename.startswith((HERE, "<")) and "importlib" not in frame.filename
     ]
     return f"{text} ({places[-1]})" if places else text

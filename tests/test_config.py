@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quest_core import AttentionConfig, ConfigError, available
-from quest_core.mechanisms import PARTS
+from quest_core.mechanisms import PARTS, Option, Part, Score
+from quest_core.testing.mechanisms import known
 
 SAME = [
     "quest+gqa(kv_heads=4)",
@@ -88,6 +89,17 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
 def test_mistakes_are_named(spec: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AttentionConfig.parse(spec)  # type: ignore[arg-type]
+
+
+def test_an_option_that_two_packages_have_keeps_both_defaults_and_cannot_be_given() -> None:
+    score = Part("one", "score", "", "", Score, (Option("p", float, 2.0, ""),))
+    normaliser = Part("other", "normaliser", "", "", Score, (Option("p", float, 1.5, ""),))
+    with known(score), known(normaliser):
+        config = AttentionConfig.parse("one+other")
+        assert [config.build_arguments(part) for part in (score, normaliser)] == [{"p": 2.0}, {"p": 1.5}]
+        assert AttentionConfig.parse("one(p=3)").option("p") == 3
+        with pytest.raises(ConfigError, match="option 'p' belongs to 'one' and 'other'"):
+            AttentionConfig.parse("one+other(p=3)")
 
 
 def test_available_lists_every_part() -> None:

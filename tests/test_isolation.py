@@ -23,8 +23,9 @@ from distributions import ADAPTER, COSINE, write_distribution
 
 import quest_core
 from quest_core import PluginError, catalogue, cli, packages
+from quest_core.cli.child import Job, ask
 from quest_core.hosts import discovery
-from quest_core.testing.mechanisms import Outcome
+from quest_core.testing.mechanisms import Outcome, brief, check_mechanism
 
 ROOT = Path(__file__).parents[1]
 NAP = "import os, time; time.sleep(float(os.environ['NAP']))"
@@ -63,6 +64,7 @@ class Case:
     called: str = ""
     requires: tuple[str, ...] = ()
     lethal: bool = False
+    latin: bool = False  # its metadata is not UTF-8
     modules: dict[str, str] = field(default_factory=dict)  # outside of its package
 
     @property
@@ -74,6 +76,9 @@ class Case:
         called = self.called or self.name
         points = {group: {called: f"{self.package}.{value}"} for group, value in self.points.items()}
         write_distribution(folder, f"broken-{self.name}", {**files, **self.modules}, points, self.requires)
+        if self.latin:
+            about = folder / f"broken_{self.name}-1.2.dist-info" / "METADATA"
+            about.write_bytes(about.read_bytes() + "Author: José\n".encode("latin-1"))
 
 
 def plugin(name: str, says: str | None, info: str = "", adapter: str = "", **facts: Any) -> Case:
@@ -119,6 +124,7 @@ def from_info(fault: str) -> str:
     return f"from .info import INFO\n{ADAPTER.format(name=f'plugin_info_{fault}')}"
 
 
+OPTION = "from quest_core.mechanisms import Option\nPart('o', 'score', '', '', Cosine10, options=({},))"
 MAIN = "def main(arguments): return 0\n"
 CASES = [
     *(
@@ -177,7 +183,11 @@ CASES = [
     ),
     plugin("sites_raise", "ZeroDivisionError", adapter=ADAPTER.format(name="x").replace("return []", "return 1 / 0")),
     plugin("sites_exit", r"sys.exit\(\)", adapter=ADAPTER.format(name="x").replace("return []", "raise SystemExit")),
-    plugin("sites_junk", "gives int, not Site", adapter=ADAPTER.format(name="x").replace("return []", "return [7]")),
+    plugin(
+        "sites_junk",
+        "adapter.HostAdapter cannot look for sites in a model: TypeError: it gives 7, not Site",
+        adapter=ADAPTER.format(name="x").replace("return []", "return [7]"),
+    ),
     Case(
         "adapter_alone", {"adapter": ADAPTER.format(name="x")}, {"quest.adapters": "adapter:HostAdapter"}, "never used"
     ),
@@ -196,10 +206,24 @@ CASES = [
     ),
     mechanism("missing", "del PARTS", "AttributeError"),
     mechanism("asks", "import quest_core; quest_core.available(); quest_core.AttentionConfig.parse('quest')", None),
+    mechanism("subclass", "class P(Part): pass\nPARTS = [object.__new__(P)]", "item 0 of .* is a P, not a Part"),
+    mechanism("forged", "class F: __class__ = Part\nPARTS = [F()]", "item 0 of .* is a F, not a Part"),
+    mechanism("reads", "Part('r', 'score', '', '', Cosine10, reads='tokens')", "reads is 'tokens'; it is a tuple of"),
+    mechanism("option", OPTION.format("Option('p', float, 'x', '')"), "option 'p' is 'x', but takes a number"),
+    mechanism("kind", OPTION.format("Option('p', list, [], '')"), "the kind of option 'p' is <class 'list'>"),
+    mechanism("key", OPTION.format("Option('name', int, 1, '')"), "the name of an option is 'name'"),
+    mechanism("alike", "PARTS = [part('Quest')]", "'Quest' is too much like 'quest': 'quest' is a mechanism of quest"),
+    mechanism("mute", "class E(BaseException):\n    def __str__(self): raise SystemExit\nraise E", "^E "),
+    mechanism("escapes", r"raise RuntimeError('\x1b[31mred \udcff')", r"RuntimeError: \\x1b\[31mred \\udcff"),
+    mechanism("recursion", "def f(): f()\nf()", "RecursionError"),
+    Case("latin", {"parts": "PARTS = []"}, {"quest.attention": "parts:PARTS"}, "metadata cannot be read", latin=True),
+    Case("value", {}, {"quest.attention": "a b"}, "the entry point is .* must be 'module:attribute'"),
+    Case("stale", {}, {"quest.attention": "gone:PARTS", "quest.commands": "gone:main"}, "ModuleNotFoundError"),
     mechanism("list", "class L(list):\n    def __iter__(self): raise SystemExit\nPARTS = L(PARTS)", "sys.exit"),
     *(command(f, MAIN + code, says, lethal=f in LETHAL) for f, (code, says) in FAULTS.items() if f != "crashes"),
     command("number", "main = 7", "it is int, not a function"),
     command("missing", "", "AttributeError"),
+    command("percent", MAIN, None, called="per%cent"),
     command("list", MAIN, "'list' is a command of quest-core", called="list"),
     command("duplicate", MAIN, "'healthy' is a command of quest-healthy 1.2", called="healthy"),
 ]
@@ -345,6 +369,39 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
         ):
             wrong.append((case.name, case.says, record))
     assert wrong == [], json.dumps(wrong, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        ("lambda: None", "TypeError: .* takes 0 positional arguments but 1 was given"),
+        ("lambda dims: 7", "it returns int"),
+        ("lambda dims: exit(3)", r"it calls sys.exit\(3\)"),
+    ],
+)
+def test_a_mechanism_that_cannot_be_built_is_named(build: str, said: str, site: Path) -> None:
+    mechanism("built", f"PARTS = [Part('built', 'score', '', '', {build})]", None).write(site)
+    said = f"'built' of broken-mechanism_built 1.2 cannot be built: {said}.* must return a quest_core.mechanisms.Score"
+    with pytest.raises(PluginError, match=said):
+        quest_core.attention(*torch.randn(3, 1, 2, 4, 8), "built")
+    with pytest.raises(PluginError, match=said):
+        quest_core.inject(torch.nn.MultiheadAttention(8, 2), "built")
+    (outcome, *others) = check_mechanism("built", raises=False)
+    assert re.search(said, outcome.message)
+    assert [message for message in brief([outcome, *others]) if message not in ("", "as declarations")] == [
+        outcome.message
+    ]
+    (answer,) = ask([Job("mechanisms", "mechanism_built", "broken-mechanism_built")])
+    assert re.search(said, answer.problem)
+
+
+def test_the_list_names_a_slow_import_while_it_waits(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mechanism("naps", NAP, None).write(site)
+    monkeypatch.setattr(packages, "SLOW_S", 0.1)
+    assert cli.main(["list"]) == 0
+    assert "quest: waiting for the import of mechanism_naps of broken-mechanism_naps\n" in capfd.readouterr().err
 
 
 HANG = """

@@ -28,9 +28,39 @@ def test_the_tests_of_a_new_mechanism_pass_at_once(tmp_path: Path, axis: str) ->
     assert WRITTEN[axis] in call(sys.executable, "-c", listed, cwd=tmp_path, env=env)
 
 
-def test_a_new_score_takes_at_most_twenty_lines(tmp_path: Path) -> None:
+SUITE = """
+import torch
+from quest_core.hosts.torch import TorchAdapter
+from quest_core.testing import AdapterConformance
+
+class TestEncoder(AdapterConformance):
+    adapter = TorchAdapter()
+    sites = 1
+    def make_model(self): return torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    def make_inputs(self): return (torch.randn(2, 3, 8),)
+
+for name in dir(TestEncoder):
+    if name.startswith("test_") and "from_elsewhere" not in name:
+        setattr(TestEncoder, name, None)
+"""
+
+
+def test_a_new_score_of_at_most_twenty_lines_appears_in_the_list_and_in_both_suites(tmp_path: Path) -> None:
+    """Without an edit elsewhere. The benchmark has this test too, and ./dev installs the example beside every host."""
     folder = template.new_mechanism("power", out=tmp_path)
     assert len((folder / "src/quest_power/__init__.py").read_text().splitlines()) <= 20
+    env = installed(folder, tmp_path / "site")
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite/test_encoder.py").write_text(SUITE)
+    code = "import sys; from quest_core.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def quest(*arguments: object) -> str:
+        return call(sys.executable, "-c", code, *arguments, cwd=tmp_path, env=env)
+
+    assert "From quest-power 0.1.0\n  power " in quest("list")
+    assert "26 checks, all passed" in quest("check", "--mechanism", "power")
+    (row,) = re.findall(r"ok +2/2 +a mechanism from elsewhere.*", quest("check", "--plugin", "suite"))
+    assert "refused by name" in row
 
 
 def test_the_example_is_what_is_written(tmp_path: Path) -> None:

@@ -273,6 +273,16 @@ def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> Non
     assert "quest-mmseg-onedl" in names
 
 
+def test_the_example_of_a_mechanism_is_installed_beside_every_host() -> None:
+    """Its suite of adapters then runs the example; the core writes the example itself and needs its name free."""
+    dev = runpy.run_path(str(ROOT / "dev"))
+    example = ROOT / "examples" / "third_party_mechanism"
+    for name in ("core", *dev["hosts"](), *dev["further"]()):
+        made = dev["environment"](name)
+        hosted = dev["base"](name) != "core"
+        assert (str(example) in made.requirements) == (example / "pyproject.toml" in made.sources) == hosted, name
+
+
 def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
     (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))

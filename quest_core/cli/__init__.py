@@ -91,8 +91,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
     for entry in entries("quest.commands"):
         if entry.name not in (*COMMANDS, *plugins):
             plugins[entry.name] = entry
-            summary = entry.summary.replace("%", "%%")
-            choose.add_parser(entry.name, help=f"{summary} (quest {entry.name} --help)", add_help=False)
+            words = f"{entry.summary} (quest {entry.name} --help)".replace("%", "%%")
+            choose.add_parser(entry.name, help=words, add_help=False)
     return parser, plugins
 
 

@@ -17,10 +17,12 @@ from typing import IO, Any, NoReturn, TextIO
 
 from torch import nn
 
-from ..catalogue import load_parts, parts
+from ..catalogue import parts
 from ..errors import PluginError
 from ..hosts.discovery import discover, load_adapter, try_sites
-from ..packages import contained, entries
+from ..mechanism import Mechanism
+from ..mechanisms.part import Part
+from ..packages import contained, entries, named_if_slow
 from .rendering import rows
 
 LIMIT_S = 60.0
@@ -73,8 +75,10 @@ def ask(jobs: Sequence[Job], limit: float = LIMIT_S) -> Iterator[Answer]:
         with child.stdin:
             json.dump([limit, [vars(job) for job in jobs]], child.stdin)
         with child.stdout:
-            for _ in jobs:
-                line = child.stdout.readline()
+            ready = child.stdout.readline()
+            for job in jobs:
+                with named_if_slow(f"{job.name} of {job.distribution}"):
+                    line = ready and child.stdout.readline()
                 if not line:
                     raise PluginError(f"{sys.executable} cannot import quest_core in a child process")
                 yield Answer(**json.loads(line))
@@ -89,13 +93,15 @@ def ask(jobs: Sequence[Job], limit: float = LIMIT_S) -> Iterator[Answer]:
 def serve() -> None:
     """Do the jobs that standard input names, and write the answers to standard output."""
     limit, jobs = json.load(sys.stdin)
+    print("ready", flush=True)
     for job in jobs:
         print(json.dumps(vars(_fork(Job(**job), limit))), flush=True)
 
 
 def _fork(job: Job, limit: float) -> Answer:
     reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as errors, os.fdopen(reading) as lines:
+    # Unbuffered, because `select` does not see what a buffer holds.
+    with tempfile.TemporaryFile() as errors, os.fdopen(reading, "rb", buffering=0) as lines:
         pid = os.fork()
         if pid == 0:
             os.setsid()  # a group, which is killed with all that the job has started
@@ -143,13 +149,22 @@ def _mechanisms(job: Job, doing: Callable[[str], None]) -> Answer:
     for entry in entries("quest.attention"):
         if (entry.name, entry.distribution) == (job.name, job.distribution):
             doing(entry.value)
-            parts().close()  # a fault of another package would be taken for one of this
-            try:
-                found = load_parts(entry, {})
-            except PluginError as error:
-                return Answer(str(error), entry.value)
-            return Answer("", entry.value, {part.name: rows(part) for part in found})
+            package = parts().only(entry)  # a fault of another package would be taken for one of this
+            problems = (package.problem, *map(_unbuildable, package.parts))
+            return Answer(next(filter(None, problems), ""), entry.value, {p.name: rows(p) for p in package.parts})
     return Answer("its entry point has gone")
+
+
+def _unbuildable(part: Part) -> str:
+    """Why a mechanism cannot be built, or an empty text. It may refuse the heads that are tried here."""
+    grouped = any(option.name == "kv_heads" for option in part.options)
+    try:
+        Mechanism(f"{part.name}(kv_heads=2)" if grouped else part.name, num_heads=4, head_dim=16)
+    except PluginError as error:
+        return str(error)
+    except Exception:
+        return ""
+    return ""
 
 
 def _command(job: Job, doing: Callable[[str], None]) -> Answer:
@@ -186,7 +201,7 @@ def _plugin(job: Job, doing: Callable[[str], None]) -> Answer:
     try:
         try_sites(made, nn.Identity())
     except PluginError as error:
-        return Answer(f"it cannot look for sites in a model: {error}", "adapter")
+        return Answer(str(error), "adapter")
     return Answer()
 
 

@@ -98,6 +98,8 @@ def duplicate(entry: Entry, owner: str, kind: str) -> Record:
 
 def _examine(entry: Entry) -> Record:
     record = functools.partial(Record, entry.name, entry.distribution, entry.version)
+    if entry.problem:
+        return record("broken", entry.problem, entry.fix)
     try:
         info = check_info(entry.name, read_info(entry.value))
         host = str(info["host"])
@@ -283,13 +285,18 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
 
 def try_sites(made: Adapter, model: nn.Module) -> None:
     """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
-    with contained(f"{type(made).__name__}.sites"):
-        try:
-            junk = [site for site in made.sites(model) if not isinstance(site, Site)]
-        except QuestError:
-            return  # the adapter refuses the model on purpose: `inject` raises it again
-        if junk:
-            raise TypeError(f"{type(made).__name__}.sites gives {type(junk[0]).__name__}, not Site")
+
+    where = f"{type(made).__module__}.{type(made).__name__}"
+    try:
+        with contained(f"{where}.sites"):
+            try:
+                junk = [s for s in made.sites(model) if not isinstance(s, Site) or not isinstance(s.path, str)]
+            except QuestError:
+                return  # the adapter refuses the model on purpose: `inject` raises it again
+            if junk:
+                raise TypeError(f"it gives {junk[0]!r:.100}, not Site with a path")
+    except PluginError as error:
+        raise PluginError(f"{where} cannot look for sites in a model: {error}") from error
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

@@ -161,6 +161,12 @@ class Part:
                 self._refuse(key, value, "a function")
         if not isinstance(self.options, tuple) or not all(isinstance(option, Option) for option in self.options):
             self._refuse("options", self.options, "a tuple of Option, such as (SCALE,)")
+        for option in self.options:
+            if not str(option.name).isidentifier() or option.name == "name":
+                self._refuse("the name of an option", option.name, "letters, digits and '_', but not 'name'")
+            if option.kind not in (int, float, bool, str):
+                self._refuse(f"the kind of option '{option.name}'", option.kind, "int, float, bool or str")
+            option.check(option.default, self.name)
         names = [option.name for option in self.options]
         if len(set(names)) < len(names):
             self._refuse("options", names, "options of different names")

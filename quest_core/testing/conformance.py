@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -42,6 +43,11 @@ class _Cubed(Score):
 ELSEWHERE = Part(
     "conformance-cubed", "score", "q · k³", "a test", _Cubed, reference=lambda q, k: q @ (k * k * k).mT, **POINTWISE
 )
+
+
+def from_elsewhere() -> list[str]:
+    """Return the name of a score that no adapter knows, and those of all mechanisms of other distributions."""
+    return [ELSEWHERE.name, *(name for name in parts() if parts().owner(name) != "quest-core")]
 
 
 class AdapterConformance(ABC):
@@ -130,11 +136,11 @@ class AdapterConformance(ABC):
         torch.manual_seed(seed)
         return self.run(model, inputs)
 
-    def grouped(self) -> str | None:
+    def grouped(self, name: str = "gqa") -> str | None:
         """A grouping that fits every site, or None when the host's projections cannot change."""
         found = list(self.adapter.sites(self.stock()))
         if all(site.num_heads % 2 == 0 for site in found):
-            spec = quest_core.AttentionConfig.parse(f"quest+gqa(kv_heads={min(s.num_heads // 2 for s in found)})")
+            spec = quest_core.AttentionConfig.parse(f"quest+{name}(kv_heads={min(s.num_heads // 2 for s in found)})")
             if all(self.adapter.refusal(site, spec) is None for site in found):
                 return str(spec)
         return None
@@ -223,12 +229,20 @@ class AdapterConformance(ABC):
         for attention in self.mechanisms:
             self._compare_with_reference(attention, inputs, standard)
 
-    def test_a_mechanism_from_elsewhere_runs(self) -> None:
-        """A score that no adapter has heard of, by name."""
-        inputs = _map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
-        standard = self.run(self.injected("standard").double().eval(), inputs)
+    @pytest.mark.parametrize("name", from_elsewhere())
+    def test_a_mechanism_from_elsewhere_runs_or_is_refused_by_name(self, name: str) -> None:
+        """By its Part only: a score that no adapter knows, and what other distributions have installed."""
         with known(ELSEWHERE):
-            self._compare_with_reference(ELSEWHERE.name, inputs, standard)
+            grouping = any(option.name == "kv_heads" for option in parts()[name].options)
+            attention = (self.grouped(name) if grouping else None) or name
+            config = quest_core.AttentionConfig.parse(attention)
+            if any(self.adapter.refusal(site, config) for site in self.adapter.sites(self.stock())):
+                with pytest.raises(quest_core.UnsupportedError, match=f"'.*{re.escape(name)}.*' cannot be used in"):
+                    self.injected(attention)
+                return
+            inputs = _map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
+            standard = self.run(self.injected("standard").double().eval(), inputs)
+            self._compare_with_reference(attention, inputs, standard)
 
     def _compare_with_reference(self, attention: str, inputs: Any, standard: Tensor) -> None:
         model = self.injected(attention).double().eval()
@@ -236,9 +250,9 @@ class AdapterConformance(ABC):
         torch.manual_seed(4)
         got = self.run(model, inputs)
         assert not torch.allclose(_plain(got), _plain(standard), atol=1e-9), attention
+        gradients = _gradients(model, got)
         if any(missing(mechanism) for mechanism in found):
             return
-        gradients = _gradients(model, got)
         with computed_by_truth(found):
             torch.manual_seed(4)
             want = self.run(model, inputs)

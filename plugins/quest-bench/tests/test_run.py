@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import quest_core
 from quest_bench.cli import app_main
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
@@ -83,6 +84,41 @@ def test_run_resume_and_extend(fake: Path, capfd: pytest.CaptureFixture[str]) ->
     assert runs[0]["command"] == "quest bench run fake/suite/one --attention standard,quest --out out --seeds 0"
     assert runs[0]["machine"]["cores"] >= 1
     assert not runs[1]["interrupted"]
+
+
+SCORE = """
+from quest_core.mechanisms import POINTWISE, Part, Score
+
+class Cubed(Score):
+    def key(self, k):
+        return k**3
+
+PARTS = (Part("cubed", "score", "q · k³", "a test", Cubed, **POINTWISE),)
+"""
+
+
+def test_a_mechanism_of_another_distribution_is_measured_like_ours(
+    fake: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    about = tmp_path / "site" / "quest_cubed-3.4.dist-info"
+    about.mkdir()
+    (tmp_path / "site" / "quest_cubed.py").write_text(SCORE)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-cubed\nVersion: 3.4\n")
+    (about / "entry_points.txt").write_text("[quest.attention]\ncubed = quest_cubed:PARTS\n")
+    quest_core.catalogue.parts.cache_clear()
+    try:
+        toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
+        assert app_main(toy) == 0
+        assert app_main(["speed", "--attention", "cubed", "--smoke", "--rounds", "2", "--out", "speed"]) == 0
+    finally:
+        quest_core.catalogue.parts.cache_clear()
+    standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
+    assert standard.result is not None
+    assert cubed.result is not None
+    assert standard.result["series"] != cubed.result["series"]
+    assert "quest-cubed" not in standard.result["versions"]
+    assert cubed.result["versions"]["quest-cubed"] == "3.4"
+    assert "cubed" in Path("speed/report.md").read_text()
 
 
 def test_a_terminal_sees_bars(fake: Path) -> None:

@@ -196,7 +196,7 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-            "versions": _versions(cell.suite),
+            "versions": _versions(cell.suite) | _owners(cell.attention),
             "commits": _commits(cell.suite),
             "machine": machine(),
             "finished": utc(),
@@ -238,6 +238,15 @@ def _versions(suite: str) -> dict[str, str]:
         if record.distribution == plugin and record.host_version:
             found[record.host_name or str(record.info.get("host", record.name))] = record.host_version
     return found
+
+
+def _owners(attention: str) -> dict[str, str]:
+    """Versions of the distributions, other than quest-core, that an attention comes from."""
+    from quest_core.catalogue import parts
+    from quest_core.config import AttentionConfig
+
+    owners = {parts().owner(name) for _, name in AttentionConfig.parse(attention).parts} - {"quest-core"}
+    return dict(owner.split(" ", 1) for owner in sorted(owners))
 
 
 @functools.cache
