@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 import quest_core
 from quest_core import PluginError, catalogue, cli
-from quest_core.hosts import discovery
+from quest_core.hosts import discovery, loading
 from quest_core.hosts.discovery import discover
 from quest_core.mechanisms.part import Part
 
@@ -60,7 +60,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     yield write
     catalogue.parts.cache_clear()
-    discovery._loaded.cache_clear()
+    loading._loaded.cache_clear()
     for module in set(sys.modules) - before:
         if module.startswith("plugin_"):
             del sys.modules[module]
@@ -75,14 +75,14 @@ def test_listing_reads_info_alone(install: Install) -> None:
     assert record("mini").status == "ok"
     assert record("mini").version == "1.2"
     with pytest.raises(PluginError, match="'mini' .* fails to import: RuntimeError"):
-        discovery.adapter("mini")
+        loading.adapter("mini")
 
 
 def test_an_ok_plugin_gives_its_adapter(install: Install) -> None:
     install("mini", init="")
-    made = discovery.adapter("mini")
+    made = loading.adapter("mini")
     assert made.name == "mini"
-    assert discovery.adapter("mini") is made
+    assert loading.adapter("mini") is made
 
 
 def test_a_broken_info_is_a_record(install: Install) -> None:
@@ -90,7 +90,7 @@ def test_a_broken_info_is_a_record(install: Install) -> None:
     assert record("torn").status == "broken"
     assert "INFO is not a literal" in record("torn").detail
     with pytest.raises(PluginError, match="'torn' is broken: .*fix: pip install --upgrade quest-torn"):
-        discovery.adapter("torn")
+        loading.adapter("torn")
 
 
 def test_a_missing_host_is_a_record(install: Install) -> None:
@@ -99,7 +99,7 @@ def test_a_missing_host_is_a_record(install: Install) -> None:
     assert found.status == "unsupported"
     assert found.detail.endswith("supported: no-such-host>=2.0,<3")
     with pytest.raises(PluginError, match=r"lost is not installed; supported: no-such-host>=2.0,<3; fix: pip install"):
-        discovery.adapter("lost")
+        loading.adapter("lost")
 
 
 def test_an_unsupported_host_version_is_a_record(install: Install) -> None:
@@ -153,13 +153,13 @@ def test_the_second_plugin_of_a_name_is_a_record(install: Install) -> None:
     assert record("twin").status == "ok"
     assert record("twin (other-twin)").status == "duplicate"
     with pytest.raises(PluginError, match="'twin' is a plugin of quest-twin 1.2; fix: pip uninstall other-twin"):
-        discovery.adapter("twin (other-twin)")
+        loading.adapter("twin (other-twin)")
 
 
 def test_a_plugin_without_an_adapter_says_so(install: Install) -> None:
     install("bare", init="", adapter="")
     with pytest.raises(PluginError, match="fails to import: AttributeError"):
-        discovery.adapter("bare")
+        loading.adapter("bare")
 
 
 def test_the_entrypoints_package_lists_the_same_plugins(install: Install) -> None:

@@ -24,7 +24,7 @@ from distributions import ADAPTER, COSINE, write_distribution
 import quest_core
 from quest_core import PluginError, catalogue, cli, packages
 from quest_core.cli.child import Job, ask
-from quest_core.hosts import discovery
+from quest_core.hosts import discovery, loading
 from quest_core.testing.mechanisms import Outcome, brief, check_mechanism
 
 ROOT = Path(__file__).parents[1]
@@ -267,8 +267,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     catalogue.parts.cache_clear()
-    discovery._loaded.cache_clear()
-    discovery._SAID.clear()
+    loading._loaded.cache_clear()
+    loading._SAID.clear()
     importlib.invalidate_caches()
 
 
@@ -301,7 +301,7 @@ def test_a_broken_package_disables_only_itself(
     if not (case.lethal and is_plugin):  # json, its host, is imported: `inject` imports the adapter, as users want
         inject_works()
         assert is_plugin or loaded() == set()
-    assert discovery.adapter("healthy").name == "healthy"
+    assert loading.adapter("healthy").name == "healthy"
     assert cli.main(["healthy"]) == 7
     if not (case.lethal and "quest.attention" in case.points):
         want = (10 * torch.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)).softmax(-1) @ v
@@ -327,7 +327,7 @@ def test_a_broken_adapter_is_named_once_when_its_host_is_imported(
     assert "plugin 'plugin_late' (broken-plugin_late 1.2) fails to import: RuntimeError: out of luck" in line
     assert "fix: pip install --upgrade broken-plugin_late, or pip uninstall broken-plugin_late" in line
     with pytest.raises(PluginError, match="out of luck"):
-        discovery.adapter("plugin_late")
+        loading.adapter("plugin_late")
 
 
 @pytest.mark.timeout(500)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import quest_core
-from quest_core.hosts.discovery import adapter
+from quest_core.hosts.loading import adapter
 from quest_core.hosts.torch import TorchAdapter
 
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from ..catalogue import parts
 from ..errors import PluginError
-from ..hosts.discovery import discover, load_adapter, try_sites
+from ..hosts.discovery import discover
+from ..hosts.loading import load_adapter, try_sites
 from ..mechanism import Mechanism
 from ..mechanisms.part import Part
 from ..packages import contained, entries, named_if_slow

@@ -1,4 +1,4 @@
-"""Installed plugins as records, and their adapters.
+"""Installed plugins as records.
 
 Discovery reads entry points, the metadata of distributions and the text of each plugin's ``info.py``. It runs no code
 of a plugin and imports no framework. A plugin that cannot be used yields a record that says why; asking for it by name
@@ -25,13 +25,9 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
-from torch import nn
 
-from ..errors import PluginError, QuestError, one_of
-from ..notices import say
+from ..errors import PluginError, one_of
 from ..packages import Entry, cause, contained, entries
-from .adapter import Adapter, Site
-from .torch import TorchAdapter
 
 API_VERSION = (1, 0)
 """The adapter contract's version. A plugin fits when its major is the same and its minor is not larger."""
@@ -203,16 +199,7 @@ def _is_importable(module: str) -> bool:
     return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
-# --- adapters -----------------------------------------------------------------------------------------------------
-
-
-def adapter(name: str) -> Adapter:
-    """Return the adapter of an installed plugin, or that of plain PyTorch, "torch".
-
-    Raises:
-        PluginError: the plugin is missing or not ok; the message says what was found and the command that fixes it.
-    """
-    return TorchAdapter() if name == TorchAdapter.name else load_adapter(find(name))
+# --- records ------------------------------------------------------------------------------------------------------
 
 
 def find(name: str) -> Record:
@@ -223,32 +210,6 @@ def find(name: str) -> Record:
     return records[name]
 
 
-@functools.cache
-def _loaded(entry: Entry) -> Adapter:
-    kind = entry.load()
-    with contained(entry.value):
-        made = kind()
-        if not isinstance(made, Adapter):
-            raise TypeError(f"{entry.value} makes {type(made).__name__}, not an Adapter")
-    return made
-
-
-def load_adapter(record: Record) -> Adapter:
-    """Return the adapter of a record; raise PluginError unless the record is ok and its adapter imports."""
-    record.require()
-    plugin = f"plugin '{record.name}' ({record.distribution} {record.version})"
-    for entry in entries("quest.adapters"):
-        if (entry.name, entry.distribution) == (record.name, record.distribution):
-            try:
-                return _loaded(entry)
-            except PluginError as error:
-                raise PluginError(f"{plugin} fails to import: {error}; fix: {entry.fix}") from error
-    raise PluginError(
-        f"{plugin} has info but no adapter under the entry-point group quest.adapters; "
-        f"fix: pip install --upgrade {record.distribution}"
-    )
-
-
 def require_host(name: str) -> None:
     """Raise PluginError if the host of plugin `name` is missing or of a version that the plugin does not support.
 
@@ -257,46 +218,6 @@ def require_host(name: str) -> None:
     for record in discover():
         if record.name == name and record.status == "unsupported":
             record.require()
-
-
-_SAID: set[str] = set()
-
-
-def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
-    """Return the adapters whose host is imported in this process: those that a model at hand can belong to.
-
-    A plugin whose adapter does not import, or cannot look for its sites in `model`, is left out with a notice.
-    """
-    found = []
-    for record in discover():
-        if any(str(record.info.get(key, "")) in sys.modules for key in ("module", "checkout")):
-            try:
-                made = load_adapter(record)
-                if model is not None:
-                    try_sites(made, model)
-            except PluginError as error:
-                if str(error) not in _SAID:
-                    _SAID.add(str(error))
-                    say(str(error))
-            else:
-                found.append(made)
-    return found
-
-
-def try_sites(made: Adapter, model: nn.Module) -> None:
-    """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
-
-    where = f"{type(made).__module__}.{type(made).__name__}"
-    try:
-        with contained(f"{where}.sites"):
-            try:
-                junk = [s for s in made.sites(model) if not isinstance(s, Site) or not isinstance(s.path, str)]
-            except QuestError:
-                return  # the adapter refuses the model on purpose: `inject` raises it again
-            if junk:
-                raise TypeError(f"it gives {junk[0]!r:.100}, not Site with a path")
-    except PluginError as error:
-        raise PluginError(f"{where} cannot look for sites in a model: {error}") from error
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

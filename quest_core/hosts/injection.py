@@ -18,8 +18,9 @@ from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
 from ..projections import Projected
 from .adapter import Adapter, Site, require
-from .discovery import adapter as find_adapter
-from .discovery import discover, running_adapters
+from .discovery import discover
+from .loading import adapter as find_adapter
+from .loading import running_adapters
 from .torch import TorchAdapter
 from .universal import UniversalAdapter, looks_like_attention
 

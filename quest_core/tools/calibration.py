@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
-from ..hosts.discovery import adapter as find_adapter
 from ..hosts.injection import inject
+from ..hosts.loading import adapter as find_adapter
 from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
 

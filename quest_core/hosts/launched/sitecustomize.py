@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 def install(name: str) -> None:
     """Install the adapter of one plugin, in a process that has just imported its host."""
     try:
-        from quest_core.hosts.discovery import adapter
+        from quest_core.hosts.loading import adapter
     except ImportError as error:
         raise RuntimeError(  # no ImportError: scripts take that for a framework that is not there
             f"quest run: {sys.executable} has no quest-core, so the plugin '{name}' cannot be installed in it; "
