@@ -131,7 +131,7 @@ def test_a_checkout_is_a_host_beside_a_package(install: Install, tmp_path: Path)
     (tmp_path / "lying_here.py").touch()
     importlib.invalidate_caches()
     assert record("p").status == "ok"
-    assert "p" not in [adapter.name for adapter in discovery.running_adapters()]
+    assert "p" not in [adapter.name for adapter in loading.running_adapters()]
     importlib.import_module("lying_here")
     try:
         assert "p" in [adapter.name for adapter in discovery.running_adapters()]
