@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -208,6 +209,12 @@ def _check_when_merged(adapter: Adapter, stock: Wrapper) -> Wrapper:
     def assert_cfg(cfg: Any) -> None:
         stock(cfg)
         asked = requested(cfg)
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if asked and cfg.train.mode == "custom" and processes > 1:
+            raise ConfigError(
+                f"train.mode is 'custom', whose loop trains in one process, and WORLD_SIZE is {processes}: each would "
+                "train the whole model into one folder; start main.py without torchrun"
+            )
         if asked and cfg.model.type == "GPSModel":
             gt = cfg.gt
             attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
