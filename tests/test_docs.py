@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import json
 import os
 import re
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import quest_core
 from quest_core import AttentionConfig
@@ -47,6 +47,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
 
 
+def install() -> dict[str, Any]:
+    """What is defined in release/install_test.py."""
+    return runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+
+
 def exists(url: str) -> bool:
     """Whether an address of this project leads to a file of this clone; other addresses are not looked up."""
     path = url.removeprefix(SITE).strip("/")
@@ -69,23 +74,66 @@ def test_attentions_in_examples_are_valid(page: Path) -> None:
         AttentionConfig.parse(line.strip())
 
 
-def test_the_code_of_the_quick_start_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quick-start.md").read_text(), re.DOTALL)
+# What stands before the first block of a page: the reader's own model and batch.
+ENCODER = "from torch import nn\nmodel = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 1)\n"
+CALLING = """
+import quest_core, torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(16, 48)
+
+    def forward(self, x):  # [B, N, 16]
+        q, k, v = self.proj(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+model, batch = Own(), torch.randn(2, 5, 16)
+"""
+FROM_TOP_TO_BOTTOM = {
+    "quick-start.md": "",
+    "start.md": "",
+    "concepts.md": "import torch, quest_core\n",
+    "checkpoints.md": "import quest_core\n" + ENCODER,
+    "universal.md": CALLING,
+    "writing-a-mechanism.md": "",  # only its dialogue; the Python blocks are excerpts of a package
+}
+EXCERPTS = {
+    "writing-a-mechanism.md": "tests/test_new_mechanism.py",
+    "writing-an-adapter.md": "tests/test_new_plugin.py",
+    "distributed.md": "integration_tests/distributed/test_docs.py",
+}
+
+
+@pytest.mark.parametrize("page", FROM_TOP_TO_BOTTOM)
+def test_the_code_of_a_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    language = "pycon" if page in EXCERPTS else "python"
+    found = [block for block in install()["blocks"]((ROOT / "docs" / page).read_text()) if block.language == language]
+    assert found
     names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["stats"]["layers.0.self_attn/max_logit/head0"]
-    assert names["out"].shape == (24, 8, 32)
+    exec(FROM_TOP_TO_BOTTOM[page], names)
+    for block in found:
+        if language == "python":
+            exec(compile(block.code, page, "exec"), names)
+        else:
+            example = doctest.DocTestParser().get_doctest(block.code, names, page, page, block.line)
+            assert doctest.DocTestRunner().run(example).failed == 0
+    printed = capsys.readouterr().out
+    if not FROM_TOP_TO_BOTTOM[page]:
+        said = [match[1] for block in found for match in re.finditer(r"^print\(.*\)  # (.*)$", block.code, re.MULTILINE)]
+        assert [text for text in said if text not in printed] == []
 
 
-def test_the_example_of_a_cache_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "concepts.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "Cache(" in block]
-    names: dict[str, Any] = {"torch": torch, "quest_core": quest_core}
-    exec(example, names)
-    assert len(names["cache"]) == 0
-    assert len(names["draft"]) == 21
-    assert names["y"].shape == (4, 1, 256)
+def test_every_block_of_the_pages_is_run_or_says_why_not() -> None:
+    """In docs/, Python runs here or is compared by another test; commands are those of READMEs, or the page says why."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for block in install()["blocks"](page.read_text()):
+            run = page.name in (FROM_TOP_TO_BOTTOM if block.language == "python" else EXCERPTS)
+            shown = block.language not in ("bash", "sh", "python", "pycon")
+            assert run or shown or block.not_run or page.name in EXCERPTS, f"{page.name}, line {block.line}"
+    for name, path in EXCERPTS.items():
+        assert f'"{name}"' in (ROOT / path).read_text(), path
 
 
 def test_what_code_says_about_addresses_is_true() -> None:
@@ -105,42 +153,47 @@ def test_what_code_says_about_addresses_is_true() -> None:
 
 @pytest.mark.parametrize("page", SHOWN_ELSEWHERE, ids=lambda p: p.parent.name)
 def test_code_blocks_say_what_they_are(page: Path) -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
-    found = install["blocks"](page.read_text())
+    found = install()["blocks"](page.read_text())
     assert page.read_text().count("\n```") == 2 * len(found)
     assert {block.language for block in found} <= {"bash", "python", "yaml", "text", "json"}
-    first = found[0]
+    first = found[page == ROOT / "README.md"]  # after the block that builds the packages
     assert first.language == "bash", "a README starts with what its reader types"
     assert first.not_run is None
     for said in ("python3 -m venv", "pip install", "quest doctor"):
         assert said in first.code
 
 
+def test_every_readme_says_how_to_build_what_is_not_on_pypi() -> None:
+    main, *plugins = (page.read_text() for page in SHOWN_ELSEWHERE)
+    (build,) = (block for block in install()["blocks"](main) if block.not_run == "builds the packages")
+    said = {re.search(r"^Not on PyPI yet\..*: `(.*)` and\n`(.*)`\.$", text, re.MULTILINE) for text in plugins}
+    assert {"\n".join(match.groups()) if match else None for match in said} == {build.code.strip()}
+
+
 def test_every_python_block_of_a_readme_parses() -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
     for page in SHOWN_ELSEWHERE:
-        for block in install["blocks"](page.read_text()):
+        for block in install()["blocks"](page.read_text()):
             if block.language == "python":
                 ast.parse(block.code)
 
 
 def test_blocks_are_read_as_the_rules_say() -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+    test = install()
     text = (
         "```bash\none\n```\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```bash\ntwo\n```\n"
         '```yaml title="a.yaml"\nb: 1\n```\n```yaml\nshown: only\n```\n```python\nprint(x)\n```\n'
         "```bash\ngit clone https://example.org/x\n```\n```bash\nlast\n```\n"
     )
-    wanted = install["plan"](install["blocks"](text), may_clone=False)
+    wanted = test["plan"](test["blocks"](text), may_clone=False)
     assert [block.not_run and block.not_run[:13] for block in wanted] == [
         None, None, "needs a GPU", None, None, "needs a check", "needs a check",
     ]  # fmt: skip
-    made = install["script"](wanted, Path("folder"))
+    made = test["script"](wanted, Path("folder"))
     assert "x = 1\nprint(x)\n" in made
     assert "cat > a.yaml" in made
     assert "two" not in made
     assert "last" not in made
-    assert "last" in install["script"](install["plan"](install["blocks"](text), may_clone=True), Path("folder"))
+    assert "last" in test["script"](test["plan"](test["blocks"](text), may_clone=True), Path("folder"))
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------
