@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import json
 import os
 import re
@@ -12,12 +13,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import quest_core
-from quest_core import AttentionConfig
+import quest_core.mechanisms
+import quest_core.testing
+from quest_core import AttentionConfig, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "https://quest-attention.github.io/quest/"
@@ -121,12 +125,12 @@ def test_the_code_of_a_page_runs(page: str, capsys: pytest.CaptureFixture[str]) 
             assert doctest.DocTestRunner().run(example).failed == 0
     printed = capsys.readouterr().out
     if not FROM_TOP_TO_BOTTOM[page]:
-        said = [match[1] for block in found for match in re.finditer(r"^print\(.*\)  # (.*)$", block.code, re.MULTILINE)]
+        said = re.findall(r"^print\(.*\)  # (.*)$", "".join(block.code for block in found), re.MULTILINE)
         assert [text for text in said if text not in printed] == []
 
 
 def test_every_block_of_the_pages_is_run_or_says_why_not() -> None:
-    """In docs/, Python runs here or is compared by another test; commands are those of READMEs, or the page says why."""
+    """In docs/, Python runs here or is compared by another test, and a command has its reason on the page."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         for block in install()["blocks"](page.read_text()):
             run = page.name in (FROM_TOP_TO_BOTTOM if block.language == "python" else EXCERPTS)
@@ -210,13 +214,49 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def public_names() -> set[str]:
+    """What users import: names of packages, read at run time, and what pages and templates import."""
+    found = {
+        f"{module.__name__}.{name}"
+        for module in (quest_core, quest_core.mechanisms, quest_core.testing)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("quest_core")
+    }
+    for path in ROOT.glob("plugins/quest-*/src/*/__init__.py"):
+        for name in re.findall(r"^from \.\S+ import \w+ as (\w+)", path.read_text(), re.MULTILINE):
+            found.add(f"{path.parent.name}.{name}")
+    for path in (*PAGES, *ROOT.glob("plugins/_template/**/*.tmpl"), *ROOT.glob("quest_core/cli/**/*.tmpl")):
+        if path.is_file():
+            imports = re.findall(r"^ *from (quest_[\w.]+) import ([\w, ]+)$", path.read_text(), re.MULTILINE)
+            found |= {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+    return found
+
+
 @pytest.mark.slow
 def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
-    for name in (name for name, value in vars(quest_core).items() if hasattr(value, "__module__")):
-        page = site / "reference" / "quest_core" / f"{name}.html"
-        assert name.startswith("_") or f'id="quest_core.{name}"' in page.read_text(), name
+    anchors = {
+        anchor
+        for page in (site / "reference").rglob("*.html")
+        for anchor in re.findall(r'id="(quest_[\w.]+)"', page.read_text())
+    }
+    last = {anchor.rpartition(".")[2] for anchor in anchors}  # quest_core.errors.ConfigError is quest_core.ConfigError
+    names = {name for name in public_names() if is_ours(name)}
+    assert len(names) > 50
+    assert [name for name in sorted(names) if name not in anchors and name.rpartition(".")[2] not in last] == []
     for readme in SHOWN_ELSEWHERE[1:]:
         assert (site / "hosts" / f"{readme.parent.name.removeprefix('quest-')}.html").exists()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a dotted name is neither a module nor torch's. Imports no plugin, because its host is absent."""
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute) if module.startswith("quest_core") else None
+    return not isinstance(found, ModuleType) and getattr(found, "__module__", "quest_").startswith("quest_")
+
+
+def test_every_command_is_explained_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    assert [name for name in cli.COMMANDS if f"`quest {name}" not in pages and f"\nquest {name}" not in pages] == []
 
 
 @pytest.mark.slow
