@@ -267,9 +267,9 @@ def table() -> str:
         "# Installation",
         "",
         "Every code block of every README, typed in an empty folder with an empty HOME and an empty pip cache, by",
-        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step; *besides",
-        "pip* is what it takes without `pip install`. pip chose the versions; where PyTorch is a CPU build, `--torch` chose",
-        "it. A package under *compiles* was built in this run; otherwise pip found a wheel.",
+        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step;",
+        "*besides pip* is what it takes without `pip install`. pip chose the versions; where PyTorch is a CPU build,",
+        "`--torch` chose it. A package under *compiles* was built in this run; otherwise pip found a wheel.",
         "",
         "| README | result | installs | compiles | first block | besides pip | all blocks | environment | Python "
         "| commit | date |",
