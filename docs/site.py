@@ -48,9 +48,6 @@ def public(path: Path) -> list[str]:
 def reference() -> dict[str, str]:
     """Pages of the reference: path -> dotted name."""
     packages = {module: ROOT / module.replace(".", "/") / "__init__.py" for module in PACKAGES}
-    for name, folder in plugins().items():
-        package = name.replace("-", "_")
-        packages[package] = folder / "src" / package / "__init__.py"
     found = [(module, name) for module, path in packages.items() for name in public(path)]
     known = {name for _, name in found}
     texts = [path.read_text() for pattern in AUTHORS for path in sorted(ROOT.glob(pattern))]
@@ -62,6 +59,9 @@ def reference() -> dict[str, str]:
         if not (ROOT / match[1].replace(".", "/") / f"{name}.py").exists()  # a name, not a module
     }
     found += sorted((module, name) for module, name in further if name not in known and name != "Tensor")
+    for name, folder in plugins().items():
+        package = name.replace("-", "_")
+        found += [(package, own) for own in public(folder / "src" / package / "__init__.py")]
     return {f"reference/{module}/{name}.md": f"{module}.{name}" for module, name in found}
 
 
@@ -75,7 +75,7 @@ def on_config(config: Any) -> Any:
     """Fill the sections of the navigation that list what there is."""
     pages: dict[str, list[Any]] = {}
     for path, name in reference().items():
-        pages.setdefault(path.split("/")[1], []).append({name.rpartition(".")[2]: path})
+        pages.setdefault(path.split("/")[1].removeprefix("quest_core."), []).append({name.rpartition(".")[2]: path})
     for section in config["nav"]:
         if "Frameworks" in section:
             hosts = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
@@ -87,7 +87,10 @@ def on_config(config: Any) -> Any:
             section["Extending"] = [*guides, *section["Extending"]]
         if "Results" in section:
             others = sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs" / "results").rglob("*.md"))
-            section["Results"] = ["results/README.md", *(p for p in others if p != "results/README.md")]
+            section["Results"] = ["results/README.md"]
+            for page in (p for p in others if p != "results/README.md"):
+                report = page.endswith("/report.md")  # all of them have the same heading
+                section["Results"].append({page.split("/")[1]: page} if report else page)
     return config
 
 

@@ -379,9 +379,7 @@ def test_two_processes_train_validate_resume_and_test(attention: str, sides: Pat
 
 @pytest.mark.timeout(500)
 @pytest.mark.distributed
-def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(
-    sides: Path, tool: Callable[..., None]
-) -> None:
+def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: Path, tool: Callable[..., None]) -> None:
     tool("train.py", "shipped.py", "--work-dir", "shipped-1")
     works = {processes: sides / f"shipped-{processes}" for processes in (1, 2)}
     for processes, work in works.items():
