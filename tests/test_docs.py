@@ -204,14 +204,41 @@ def test_blocks_are_read_as_the_rules_say() -> None:
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def build_site(folder: Path, **variables: str) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.slow
+def test_addresses_of_the_site_exist_where_it_is_deployed(tmp_path: Path) -> None:
+    """Package pages on PyPI, project URLs and messages name whole addresses, some with an anchor."""
+    assert 'OFFLINE: "false"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    deployed = build_site(tmp_path, OFFLINE="false")
+    sources = [
+        *PAGES,
+        ROOT / "pyproject.toml",
+        *ROOT.glob("plugins/*/pyproject.toml"),
+        *(ROOT / "quest_core").rglob("*.py"),
+    ]
+    sources += ROOT.glob("plugins/*/src/**/*.py")
+    addresses = re.compile(rf"{SITE}([\w./-]*(?:#[\w-]+)?)")
+    found = [(path, address) for path in sources for address in addresses.findall(path.read_text())]
+    assert len(found) > 100
+    dead = set()
+    for path, address in found:
+        page, _, anchor = address.rstrip(".").partition("#")
+        file = deployed / page / "index.html" if page.endswith("/") or not page else deployed / page
+        if not file.is_file() or (anchor and f'id="{anchor}"' not in file.read_text()):
+            dead.add(f"{path.relative_to(ROOT)}: {address}")
+    assert dead == set()
 
 
 def public_names() -> set[str]:
