@@ -72,6 +72,7 @@ def translated(tools: Tools, data: Path, folder: Path, arch: str) -> Path:
     return save / "checkpoint_best.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [said for said in MESSAGES if said not in NOT_MESSAGES])
 def test_the_message_is_the_one_in_the_readme(
     message: str, tools: Tools, lm_data: Path, mt_data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
