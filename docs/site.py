@@ -21,10 +21,10 @@ RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
 SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
-MODULES = {  # what authors of plugins import, besides the names of quest_core itself
-    "quest_core": "quest_core",
-    "quest_core.testing": "quest_core.testing",
-}
+# Public is what these packages import as itself, and what the pages and templates of these patterns import.
+PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing")
+AUTHORS = ("docs/*.md", "plugins/_template/**/*.tmpl", "quest_core/**/*.tmpl")
+IMPORT = re.compile(r"^\s*from (quest_core[\w.]*) import (?:\(([^)]+)\)|([\w, ]+))", re.MULTILINE)
 
 
 def plugins() -> dict[str, Path]:
@@ -32,28 +32,37 @@ def plugins() -> dict[str, Path]:
     return {p.parent.name: p.parent for p in sorted(ROOT.glob("plugins/quest-*/pyproject.toml"))}
 
 
-def public(module: str, path: Path) -> list[str]:
-    """The public names of a package: in its `__init__`, what is imported as itself or defined without underscore."""
+def public(path: Path) -> list[str]:
+    """The public names of a package: in its `__init__`, what is imported from below as itself or defined."""
     names: list[str] = []
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and node.level:
             names += [alias.name for alias in node.names if alias.asname == alias.name]
+        elif isinstance(node, ast.If):  # under TYPE_CHECKING
+            names += [alias.name for below in node.body if isinstance(below, ast.ImportFrom) for alias in below.names]
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
             names.append(node.name)
-    return [f"{module}.{name}" for name in sorted(names)]
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def reference() -> dict[str, str]:
     """Pages of the reference: path -> dotted name."""
-    packages = {module: ROOT / module.replace(".", "/") / "__init__.py" for module in MODULES}
+    packages = {module: ROOT / module.replace(".", "/") / "__init__.py" for module in PACKAGES}
+    found = [(module, name) for module, path in packages.items() for name in public(path)]
+    known = {name for _, name in found}
+    texts = [path.read_text() for pattern in AUTHORS for path in sorted(ROOT.glob(pattern))]
+    further = {
+        (match[1], name)
+        for text in texts
+        for match in IMPORT.finditer(text)
+        for name in re.findall(r"\w+", match[2] or match[3])
+        if not (ROOT / match[1].replace(".", "/") / f"{name}.py").exists()  # a name, not a module
+    }
+    found += sorted((module, name) for module, name in further if name not in known and name != "Tensor")
     for name, folder in plugins().items():
         package = name.replace("-", "_")
-        packages[package] = folder / "src" / package / "__init__.py"
-    return {
-        f"reference/{module}/{name.rpartition('.')[2]}.md": name
-        for module, path in packages.items()
-        for name in public(module, path)
-    }
+        found += [(package, own) for own in public(folder / "src" / package / "__init__.py")]
+    return {f"reference/{module}/{name}.md": f"{module}.{name}" for module, name in found}
 
 
 def sources() -> dict[str, Path]:
@@ -66,7 +75,7 @@ def on_config(config: Any) -> Any:
     """Fill the sections of the navigation that list what there is."""
     pages: dict[str, list[Any]] = {}
     for path, name in reference().items():
-        pages.setdefault(path.split("/")[1], []).append({name.rpartition(".")[2]: path})
+        pages.setdefault(path.split("/")[1].removeprefix("quest_core."), []).append({name.rpartition(".")[2]: path})
     for section in config["nav"]:
         if "Frameworks" in section:
             hosts = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
@@ -78,7 +87,10 @@ def on_config(config: Any) -> Any:
             section["Extending"] = [*guides, *section["Extending"]]
         if "Results" in section:
             others = sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs" / "results").rglob("*.md"))
-            section["Results"] = ["results/README.md", *(p for p in others if p != "results/README.md")]
+            section["Results"] = ["results/README.md"]
+            for page in (p for p in others if p != "results/README.md"):
+                report = page.endswith("/report.md")  # all of them have the same heading
+                section["Results"].append({page.split("/")[1]: page} if report else page)
     return config
 
 

@@ -17,11 +17,13 @@ import mmseg
 import numpy as np
 import pytest
 import torch
+from mmengine import Config
 from mmengine.dataset import InfiniteSampler
 from mmengine.logging import MessageHub, MMLogger
 from mmengine.optim import OptimWrapper
 from mmseg.visualization import SegLocalVisualizer
 
+import quest_mmseg
 from quest_core import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
 from quest_mmseg.bench import scenes
@@ -29,6 +31,7 @@ from quest_mmseg.bench import scenes
 environment = "quest-mmseg"
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
+SHIPPED = Path(quest_mmseg.__file__).parent / "configs/segmenter_vit-t_mask_quest_1xb8-160k_ade20k-512x512.py"
 BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
 ITERATIONS = 4
 ATTENTIONS = ("standard", "quest", "quest+gqa(kv_heads=1)")
@@ -87,6 +90,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scenes.write(made / "scenes", train=6, validation=2, size=48)
     for name, kind in (("stock", ""), ("ours", 'type="quest_mmseg.EncoderDecoder", attention="standard",')):
         (made / f"{name}.py").write_text(CONFIG.format(base=str(BASE), kind=kind, iterations=ITERATIONS))
+    shipped = CONFIG.format(base=str(SHIPPED), kind="", iterations=ITERATIONS)
+    (made / "shipped.py").write_text(shipped.replace("batch_size=2, ", ""))
     return made
 
 
@@ -339,6 +344,7 @@ def sides(folder: Path) -> Path:
         if stock:
             continue
         add("test.py", f"{work}-test", ["ours.py", f"{work}/iter_{ITERATIONS}.pth"], *options)
+    add("train.py", "shipped-2", ["shipped.py"], *DDP)
     for name in STRATEGIES:
         add("train.py", f"flexible-{name}", [f"flexible-{name}.py"], "model.attention=quest")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
@@ -369,6 +375,18 @@ def test_two_processes_train_validate_resume_and_test(attention: str, sides: Pat
     (found,) = Path(f"{work}-test").glob("*/*.json")
     validated = [line["mIoU"] for line in scalars(work) if "mIoU" in line][-1]
     assert json.loads(found.read_text())["mIoU"] == pytest.approx(validated, abs=0.02)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.distributed
+def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: Path, tool: Callable[..., None]) -> None:
+    tool("train.py", "shipped.py", "--work-dir", "shipped-1")
+    works = {processes: sides / f"shipped-{processes}" for processes in (1, 2)}
+    for processes, work in works.items():
+        assert Config.fromfile(work / "shipped.py").train_dataloader.batch_size * processes == 8
+        assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 4]
+    rates = [[line["lr"] for line in scalars(work) if "loss" in line] for work in works.values()]
+    assert rates[1] == rates[0]
 
 
 @pytest.mark.distributed

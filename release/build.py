@@ -32,6 +32,8 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "quest_core" / "__init__.py"
 
+UNRELEASED = "Not on PyPI yet"
+
 
 class Failure(Exception):
     """Something that must not be released; the message explains it."""
@@ -114,6 +116,9 @@ def release(dry: bool) -> None:
     """Do all of it; raises Failure."""
     check_versions()
     if not dry:
+        for page in (project / "README.md" for project in projects()):
+            if UNRELEASED in page.read_text():
+                raise Failure(f"{page.relative_to(ROOT)} says '{UNRELEASED}': write 'From a clone', or leave it out")
         _run(["git", "diff", "--quiet", "HEAD"], ROOT)
         _run(["git", "describe", "--exact-match", "--match", f"v{version()}"], ROOT)
     dist = ROOT / "dist"

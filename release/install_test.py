@@ -1,12 +1,14 @@
 """Run the code blocks of a README in an empty environment: ./dev install-test [NAME ...].
 
-The packages are built from this clone. Everything else comes from where pip is configured to look. The commands run in
-an empty folder with an empty HOME and an empty pip cache, in the order of the README, in one shell:
+The packages are built by the block of the main README that says how, in a copy of this clone. Everything else comes
+from where pip is configured to look. The commands run in an empty folder with an empty HOME and an empty pip cache, in
+the order of the README, in one shell:
 
 - A bash block is typed as it stands.
 - A Python block runs after the Python blocks before it, as in a notebook.
 - A block with title="FILE" becomes that file.
 - A block after the line `<!-- not run: REASON -->` is skipped, and the reason is printed.
+- The block after the line `<!-- builds the packages -->` is run in a copy of this clone, before the others.
 - A README with the line `<!-- slow: REASON -->` is left out by --quick.
 - From the first `git clone` on, blocks need a checkout: --repo PATH is cloned in place of the URL, and --online clones
   the URL.
@@ -38,6 +40,7 @@ LIMIT_S = 90 * 60
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
+BUILD = "builds the packages"
 RUN = ("bash", "python")
 CLONE = re.compile(r"git clone (?:-\S+ )*(https://\S+)")
 
@@ -82,6 +85,8 @@ def blocks(text: str) -> list[Block]:
                 block.code += line + "\n"
         elif match := NOT_RUN.match(line):
             reason = match[1]
+        elif line == f"<!-- {BUILD} -->":
+            reason = BUILD
         elif match := FENCE.match(line):
             block = Block(number + 1, match["language"], match["title"], "", reason)
             reason = None
@@ -105,11 +110,19 @@ def plan(found: Sequence[Block], may_clone: bool) -> list[Block]:
 def script(wanted: Sequence[Block], folder: Path) -> str:
     """A bash script that runs the blocks and notes when each starts."""
     lines = ["set -eo pipefail", f"cd {folder / 'work'}"]
+    # Notes how long pip takes: what remains of a block is what its reader waits for besides.
+    lines.append(
+        f"""pip() {{
+    local start=$EPOCHREALTIME
+    command pip "$@"
+    echo "$BLOCK $start $EPOCHREALTIME" >> {folder / "pip"}
+}}"""
+    )
     python = ""
     for block in wanted:
         if block.not_run:
             continue
-        lines.append(f'echo "== line {block.line}"; echo "{block.line} $EPOCHREALTIME" >> {folder / "times"}')
+        lines.append(f'BLOCK={block.line}; echo "== line $BLOCK"; echo "$BLOCK $EPOCHREALTIME" >> {folder / "times"}')
         if block.title:
             lines.append(f"cat > {block.title} <<'QUEST_END'\n{block.code}QUEST_END")
         elif block.language == "python":
@@ -118,18 +131,20 @@ def script(wanted: Sequence[Block], folder: Path) -> str:
         else:
             lines.append(block.code)
     lines.append(f'echo "end $EPOCHREALTIME" >> {folder / "times"}')
-    lines.append(f"(pip freeze > {folder / 'freeze'}; du -sm $VIRTUAL_ENV > {folder / 'size'}) 2>/dev/null")
+    lines.append(f"(command pip freeze > {folder / 'freeze'}; du -sm $VIRTUAL_ENV > {folder / 'size'}) 2>/dev/null")
     lines.append(f"quest doctor 2>&1 | tee {folder / 'doctor'}")
     return "\n".join(lines) + "\n"
 
 
 def build(folder: Path) -> None:
-    """Build the wheel of every package of this clone."""
-    projects = [ROOT, *(readme(name).parent for name in names() if name != "core")]
-    maker = folder / "maker"
-    subprocess.run([sys.executable, "-m", "venv", maker], check=True)
-    pip = [maker / "bin" / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "wheels"]
-    done = subprocess.run([*pip, *projects], capture_output=True, text=True, check=False)
+    """Build the wheel of every package as the main README says, into folder/clone/wheels."""
+    clone = folder / "clone"
+    for name in git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0"):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    (block,) = (block for block in blocks(readme("core").read_text()) if block.not_run == BUILD)
+    done = subprocess.run(["bash", "-ec", block.code], cwd=clone, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failure(f"the packages cannot be built\n{done.stdout}{done.stderr}")
 
@@ -147,7 +162,7 @@ def environment(
         "HOME": str(home),
         "PATH": f"{base.parent}:{variables['PATH']}",
         "PIP_CONSTRAINT": str(constraints),
-        "PIP_FIND_LINKS": f"{variables.get('PIP_FIND_LINKS', '')} {folder / 'wheels'}".strip(),
+        "PIP_FIND_LINKS": f"{variables.get('PIP_FIND_LINKS', '')} {folder / 'clone' / 'wheels'}".strip(),
         "PIP_CACHE_DIR": str(folder / "cache"),
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1"),
@@ -197,6 +212,7 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
     )
     times = [line.split() for line in (home / "times").read_text().splitlines()] if (home / "times").exists() else []
     ended = [float(at) for _, at in times]
+    pips = [line.split() for line in (home / "pip").read_text().splitlines()] if (home / "pip").exists() else []
     freeze = (home / "freeze").read_text().splitlines() if (home / "freeze").exists() else []
     return {
         "name": name,
@@ -204,7 +220,8 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
         "why": f"exit status {status}, log: {log}" if status else "" if works else f"quest doctor says:\n{doctor}",
         "seconds": seconds,
         "blocks": [[int(line), b - a] for (line, _), a, b in zip(times, ended, ended[1:], strict=False)],
-        "not_run": [[block.line, block.not_run] for block in wanted if block.not_run],
+        "pip": [[int(line), float(b) - float(a)] for line, a, b in pips],
+        "not_run": [[block.line, block.not_run] for block in wanted if block.not_run not in (None, BUILD)],
         "size_mib": int((home / "size").read_text().split()[0]) if (home / "size").exists() else None,
         "compiled": re.findall(r"^\s*Created wheel for (\S+): .*linux_", log.read_text(), re.MULTILINE),
         "packages": [line for line in freeze if "==" in line],
@@ -250,21 +267,26 @@ def table() -> str:
         "# Installation",
         "",
         "Every code block of every README, typed in an empty folder with an empty HOME and an empty pip cache, by",
-        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step. pip",
-        "chose the versions; where PyTorch is a CPU build, `--torch` chose it. A package under *compiles* was built in",
-        "this run; otherwise pip found a wheel.",
+        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step;",
+        "*besides pip* is what it takes without `pip install`. pip chose the versions; where PyTorch is a CPU build,",
+        "`--torch` chose it. A package under *compiles* was built in this run; otherwise pip found a wheel.",
         "",
-        "| README | result | installs | compiles | first block | all blocks | environment | Python | commit | date |",
-        "|---|---|---|---|---:|---:|---:|---|---|---|",
+        "| README | result | installs | compiles | first block | besides pip | all blocks | environment | Python "
+        "| commit | date |",
+        "|---|---|---|---|---:|---:|---:|---:|---|---|---|",
     ]
     for one in every:
         packages = ", ".join(line.replace("==", " ") for line in one["packages"] if shown.match(line))
-        first = f"{one['blocks'][0][1]:.0f} s" if one["blocks"] else "–"
+        first, besides = "–", "–"
+        if one["blocks"]:
+            line, seconds = one["blocks"][0]
+            first = f"{seconds:.0f} s"
+            besides = f"{seconds - sum(spent for where, spent in one['pip'] if where == line):.0f} s"
         compiled = ", ".join(one["compiled"]) or "–"
         size = f"{one['size_mib'] / 1024:.1f} GiB" if one["size_mib"] else "–"
         lines.append(
             f"| {one['name']} | {'works' if one['ok'] else 'fails'} | {packages} | {compiled} "
-            f"| {first} | {one['seconds']:.0f} s "
+            f"| {first} | {besides} | {one['seconds']:.0f} s "
             f"| {size} | {one['python']} | {one['commit']} | {one['date']} |"
         )
     loads = [one["load"] for one in every if "load" in one]
@@ -304,6 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         if slow := SLOW.search(readme(name).read_text()):
             print(f"left out {name}: {slow[1]}")
             chosen = [other for other in chosen if other != name]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs ends too, on the way out
     RESULTS.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import json
 import os
 import re
@@ -11,13 +13,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import quest_core
-from quest_core import AttentionConfig
+import quest_core.mechanisms
+import quest_core.testing
+from quest_core import AttentionConfig, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "https://quest-attention.github.io/quest/"
@@ -47,6 +51,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
 
 
+def install() -> dict[str, Any]:
+    """What is defined in release/install_test.py."""
+    return runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+
+
 def exists(url: str) -> bool:
     """Whether an address of this project leads to a file of this clone; other addresses are not looked up."""
     path = url.removeprefix(SITE).strip("/")
@@ -69,23 +78,66 @@ def test_attentions_in_examples_are_valid(page: Path) -> None:
         AttentionConfig.parse(line.strip())
 
 
-def test_the_code_of_the_quick_start_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quick-start.md").read_text(), re.DOTALL)
+# What stands before the first block of a page: the reader's own model and batch.
+ENCODER = "from torch import nn\nmodel = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 1)\n"
+CALLING = """
+import quest_core, torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(16, 48)
+
+    def forward(self, x):  # [B, N, 16]
+        q, k, v = self.proj(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+model, batch = Own(), torch.randn(2, 5, 16)
+"""
+FROM_TOP_TO_BOTTOM = {
+    "quick-start.md": "",
+    "start.md": "",
+    "concepts.md": "import torch, quest_core\n",
+    "checkpoints.md": "import quest_core\n" + ENCODER,
+    "universal.md": CALLING,
+    "writing-a-mechanism.md": "",  # only its dialogue; the Python blocks are excerpts of a package
+}
+EXCERPTS = {
+    "writing-a-mechanism.md": "tests/test_new_mechanism.py",
+    "writing-an-adapter.md": "tests/test_new_plugin.py",
+    "distributed.md": "integration_tests/distributed/test_docs.py",
+}
+
+
+@pytest.mark.parametrize("page", FROM_TOP_TO_BOTTOM)
+def test_the_code_of_a_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    language = "pycon" if page in EXCERPTS else "python"
+    found = [block for block in install()["blocks"]((ROOT / "docs" / page).read_text()) if block.language == language]
+    assert found
     names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["stats"]["layers.0.self_attn/max_logit/head0"]
-    assert names["out"].shape == (24, 8, 32)
+    exec(FROM_TOP_TO_BOTTOM[page], names)
+    for block in found:
+        if language == "python":
+            exec(compile(block.code, page, "exec"), names)
+        else:
+            example = doctest.DocTestParser().get_doctest(block.code, names, page, page, block.line)
+            assert doctest.DocTestRunner().run(example).failed == 0
+    printed = capsys.readouterr().out
+    if not FROM_TOP_TO_BOTTOM[page]:
+        said = re.findall(r"^print\(.*\)  # (.*)$", "".join(block.code for block in found), re.MULTILINE)
+        assert [text for text in said if text not in printed] == []
 
 
-def test_the_example_of_a_cache_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "concepts.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "Cache(" in block]
-    names: dict[str, Any] = {"torch": torch, "quest_core": quest_core}
-    exec(example, names)
-    assert len(names["cache"]) == 0
-    assert len(names["draft"]) == 21
-    assert names["y"].shape == (4, 1, 256)
+def test_every_block_of_the_pages_is_run_or_says_why_not() -> None:
+    """In docs/, Python runs here or is compared by another test, and a command has its reason on the page."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for block in install()["blocks"](page.read_text()):
+            run = page.name in (FROM_TOP_TO_BOTTOM if block.language == "python" else EXCERPTS)
+            shown = block.language not in ("bash", "sh", "python", "pycon")
+            assert run or shown or block.not_run or page.name in EXCERPTS, f"{page.name}, line {block.line}"
+    for name, path in EXCERPTS.items():
+        assert f'"{name}"' in (ROOT / path).read_text(), path
 
 
 def test_what_code_says_about_addresses_is_true() -> None:
@@ -105,64 +157,133 @@ def test_what_code_says_about_addresses_is_true() -> None:
 
 @pytest.mark.parametrize("page", SHOWN_ELSEWHERE, ids=lambda p: p.parent.name)
 def test_code_blocks_say_what_they_are(page: Path) -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
-    found = install["blocks"](page.read_text())
+    found = install()["blocks"](page.read_text())
     assert page.read_text().count("\n```") == 2 * len(found)
     assert {block.language for block in found} <= {"bash", "python", "yaml", "text", "json"}
-    first = found[0]
+    first = found[page == ROOT / "README.md"]  # after the block that builds the packages
     assert first.language == "bash", "a README starts with what its reader types"
     assert first.not_run is None
     for said in ("python3 -m venv", "pip install", "quest doctor"):
         assert said in first.code
 
 
+def test_every_readme_says_how_to_build_what_is_not_on_pypi() -> None:
+    main, *plugins = (page.read_text() for page in SHOWN_ELSEWHERE)
+    (build,) = (block for block in install()["blocks"](main) if block.not_run == "builds the packages")
+    said = [re.findall(r"^Not on PyPI yet\..*: `(.*)` and\n`(.*)`\.$", text, re.MULTILINE) for text in plugins]
+    assert {"\n".join(commands) for found in said for commands in found} <= {build.code.strip()}
+    assert {len(found) for found in said} == {"Not on PyPI yet" in main}  # the release takes it out of all of them
+
+
 def test_every_python_block_of_a_readme_parses() -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
     for page in SHOWN_ELSEWHERE:
-        for block in install["blocks"](page.read_text()):
+        for block in install()["blocks"](page.read_text()):
             if block.language == "python":
                 ast.parse(block.code)
 
 
 def test_blocks_are_read_as_the_rules_say() -> None:
-    install = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
+    test = install()
     text = (
         "```bash\none\n```\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```bash\ntwo\n```\n"
         '```yaml title="a.yaml"\nb: 1\n```\n```yaml\nshown: only\n```\n```python\nprint(x)\n```\n'
         "```bash\ngit clone https://example.org/x\n```\n```bash\nlast\n```\n"
     )
-    wanted = install["plan"](install["blocks"](text), may_clone=False)
+    wanted = test["plan"](test["blocks"](text), may_clone=False)
     assert [block.not_run and block.not_run[:13] for block in wanted] == [
         None, None, "needs a GPU", None, None, "needs a check", "needs a check",
     ]  # fmt: skip
-    made = install["script"](wanted, Path("folder"))
+    made = test["script"](wanted, Path("folder"))
     assert "x = 1\nprint(x)\n" in made
     assert "cat > a.yaml" in made
     assert "two" not in made
     assert "last" not in made
-    assert "last" in install["script"](install["plan"](install["blocks"](text), may_clone=True), Path("folder"))
+    assert "last" in test["script"](test["plan"](test["blocks"](text), may_clone=True), Path("folder"))
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def build_site(folder: Path, **variables: str) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.slow
+def test_addresses_of_the_site_exist_where_it_is_deployed(tmp_path: Path) -> None:
+    """Package pages on PyPI, project URLs and messages name whole addresses, some with an anchor."""
+    assert 'OFFLINE: "false"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    deployed = build_site(tmp_path, OFFLINE="false")
+    sources = [
+        *PAGES,
+        ROOT / "pyproject.toml",
+        *ROOT.glob("plugins/*/pyproject.toml"),
+        *(ROOT / "quest_core").rglob("*.py"),
+    ]
+    sources += ROOT.glob("plugins/*/src/**/*.py")
+    addresses = re.compile(rf"{SITE}([\w./-]*(?:#[\w-]+)?)")
+    found = [(path, address) for path in sources for address in addresses.findall(path.read_text())]
+    assert len(found) > 50
+    dead = set()
+    for path, address in found:
+        page, _, anchor = address.rstrip(".").partition("#")
+        file = deployed / page / "index.html" if page.endswith("/") or not page else deployed / page
+        if not file.is_file() or (anchor and f'id="{anchor}"' not in file.read_text()):
+            dead.add(f"{path.relative_to(ROOT)}: {address}")
+    assert dead == set()
+
+
+def public_names() -> set[str]:
+    """What users import: names of packages, read at run time, and what pages and templates import."""
+    found = {
+        f"{module.__name__}.{name}"
+        for module in (quest_core, quest_core.mechanisms, quest_core.testing)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("quest_core")
+    }
+    for path in ROOT.glob("plugins/quest-*/src/*/__init__.py"):
+        for name in re.findall(r"^from \.\S+ import \w+ as (\w+)", path.read_text(), re.MULTILINE):
+            found.add(f"{path.parent.name}.{name}")
+    for path in (*PAGES, *ROOT.glob("plugins/_template/**/*.tmpl"), *ROOT.glob("quest_core/cli/**/*.tmpl")):
+        if path.is_file():
+            imports = re.findall(r"^ *from (quest_[\w.]+) import ([\w, ]+)$", path.read_text(), re.MULTILINE)
+            found |= {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+    return found
+
+
 @pytest.mark.slow
 def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
-    for name in (name for name, value in vars(quest_core).items() if hasattr(value, "__module__")):
-        page = site / "reference" / "quest_core" / f"{name}.html"
-        assert name.startswith("_") or f'id="quest_core.{name}"' in page.read_text(), name
+    anchors = {
+        anchor
+        for page in (site / "reference").rglob("*.html")
+        for anchor in re.findall(r'id="(quest_[\w.]+)"', page.read_text())
+    }
+    last = {anchor.rpartition(".")[2] for anchor in anchors}  # quest_core.errors.ConfigError is quest_core.ConfigError
+    names = {name for name in public_names() if is_ours(name)}
+    assert len(names) > 50
+    assert [name for name in sorted(names) if name not in anchors and name.rpartition(".")[2] not in last] == []
     for readme in SHOWN_ELSEWHERE[1:]:
         assert (site / "hosts" / f"{readme.parent.name.removeprefix('quest-')}.html").exists()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a dotted name is neither a module nor torch's. Imports no plugin, because its host is absent."""
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute) if module.startswith("quest_core") else None
+    return not isinstance(found, ModuleType) and getattr(found, "__module__", "quest_").startswith("quest_")
+
+
+def test_every_command_is_explained_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    assert [name for name in cli.COMMANDS if f"`quest {name}" not in pages and f"\nquest {name}" not in pages] == []
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +51,17 @@ def heads(*dims: int) -> list[torch.Tensor]:
     return [torch.zeros(1, 2, 3, dim) for dim in dims]  # [B, H, N, D]
 
 
+def not_on_pypi() -> None:
+    """pip looks nowhere, so no answer of a server decides."""
+    command = [sys.executable, "-m", "pip", "download", "--no-index", "--no-deps", "quest-core"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    variables["PIP_CONFIG_FILE"] = os.devnull
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    raise RuntimeError(done.stderr)
+
+
 PRODUCERS: dict[str, Callable[[], object]] = {
+    "No matching distribution": not_on_pypi,
     "is not a mechanism": lambda: AttentionConfig.parse("qest"),
     "has no option": lambda: AttentionConfig.parse("quest(colour=1)"),
     "which does not divide": lambda: quest_core.inject(encoder(), "quest+gqa(kv_heads=3)"),

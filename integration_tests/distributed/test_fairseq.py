@@ -91,12 +91,15 @@ def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path:
         train("qnorm", 6)
 
 
-def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # fp16 of fairseq needs a GPU
+def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(
+    precision: str, data: Path, tmp_path: Path
+) -> None:
     """Started as the README says, with `quest run`; what fairseq prints counts sequences over all processes."""
 
     def command(folder: str, *more: str) -> list[object]:
         given = [f"task.data={data}", f"checkpoint.save_dir={tmp_path / folder}", "common.cpu=true"]
-        given += [f"hydra.run.dir={tmp_path}"]
+        given += [f"hydra.run.dir={tmp_path}"] + ([f"common.{precision}=true"] if precision != "fp32" else [])
         given += ["optimization.max_update=4", "lr_scheduler.warmup_updates=2", "common.log_interval=1", *more]
         given += ["task.tokens_per_sample=8", "common.seed=3", "model.decoder_layers=1"]
         train = [TOOLS / "quest", "run", TOOLS / "fairseq-hydra-train", "--config-dir", f"{USER_DIR}/configs"]

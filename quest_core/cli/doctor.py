@@ -58,7 +58,7 @@ def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
             if record.fix:
                 print(f"    fix: {record.fix}")
     if not any(record.kind == "plugin" for record in records):
-        print("no plugins installed; for time series: pip install 'quest-tsai[host]'")
+        print("no plugins installed; plain PyTorch needs none, a framework its own: pip install 'quest-tsai[host]'")
     return 0 if well else 1
 
 

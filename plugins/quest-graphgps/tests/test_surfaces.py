@@ -260,6 +260,16 @@ def test_a_network_of_ones_own_takes_gnn_attention() -> None:
     assert [r.path for r in model.attention_report.replacements] == ["convs.0.attn", "convs.1.attn"]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configs_refuse_several_processes(name, monkeypatch) -> None:
+    """Their loop has no launcher: a start by torchrun would train as many whole models into one folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    configure()
+    path = str(files("quest_graphgps") / "configs" / name)
+    with pytest.raises(ConfigError, match="trains in one process, and WORLD_SIZE is 2: .*start main.py without torch"):
+        load_cfg(cfg, SimpleNamespace(cfg_file=path, opts=[]))
+
+
 CHIRALITY = 80
 """ogb 1.3.6 has one more kind of chirality than the paper's version: one more row of 96 - 16 numbers."""
 

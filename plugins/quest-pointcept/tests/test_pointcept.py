@@ -622,6 +622,10 @@ def test_the_nuscenes_task(dataset, tmp_path, monkeypatch):
 def test_every_configuration_is_read_by_pointcept(tmp_path):
     shutil.copytree(Path(ROOT) / "configs", tmp_path / "configs")
     for path in install_configs(tmp_path):
-        backbone = Config.fromfile(str(path)).model.backbone
+        config = Config.fromfile(str(path))
+        backbone = config.model.backbone
         assert backbone.attention
         assert backbone.type in ("PT-v3m1", "PT-v3m2")
+        # Pointcept divides batch_size by the processes, and asserts that it can.
+        assert [n for n in (1, 2, 4, 8) if config.batch_size % n == 0] == [1, 2, 4]
+        assert (config.enable_amp, config.amp_dtype) == (True, "float16")

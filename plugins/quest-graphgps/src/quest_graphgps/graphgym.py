@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,6 +166,12 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
     asked = requested(cfg)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if asked and cfg.train.mode == "custom" and processes > 1:
+        raise ConfigError(
+            f"train.mode is 'custom', whose loop trains in one process, and WORLD_SIZE is {processes}: each would "
+            "train the whole model into one folder; start main.py without torchrun"
+        )
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
         attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")

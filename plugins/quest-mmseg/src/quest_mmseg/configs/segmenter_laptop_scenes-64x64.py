@@ -73,8 +73,13 @@ tta_pipeline = [
     ),
 ]
 tta_model = dict(type="SegTTAModel")
+# 16 images an iteration over all processes. torchrun sets WORLD_SIZE; under Slurm mmengine sets it later.
+slurm = "--launcher slurm" in " ".join(__import__("sys").argv).replace("=", " ")
+processes = int(__import__("os").environ.get("SLURM_NTASKS" if slurm else "WORLD_SIZE", 1))
+if 16 % processes:
+    raise ValueError(f"16 images an iteration cannot be divided among {processes} processes; start 1, 2, 4, 8 or 16")
 train_dataloader = dict(
-    batch_size=16,
+    batch_size=16 // processes,
     num_workers=0,
     sampler=dict(type="InfiniteSampler", shuffle=True),
     dataset=dict(
