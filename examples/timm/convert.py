@@ -1,9 +1,9 @@
 """Convert a trained ViT of timm from standard attention to QUEST, and measure its accuracy before and after.
 
-    OMP_NUM_THREADS=1 python examples/timm/convert.py [--attention quest] [--epochs 4] [--tune 1] [--seeds 3] [--data DIR]
+    OMP_NUM_THREADS=1 python examples/timm/convert.py [--attention quest] [--epochs 4] [--tune 1] [--seeds 3]
 
 timm's VisionTransformer (4 layers, width 64, patches of 4) is trained here from random weights on Fashion-MNIST, from
-Debian's package dataset-fashion-mnist or from the folder DIR. Every model is fine-tuned on the same batches; the stock
+Debian's package dataset-fashion-mnist or from the folder --data. Every model is fine-tuned on the same batches; the stock
 model is too, as the control.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import copy
 import gzip
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import timm
@@ -26,7 +27,8 @@ BATCH = 64
 
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return images [n, 1, 28, 28], about -1 to 2, and labels [n] of a split, "train" or "t10k"."""
-    raw = [gzip.decompress((folder / f"{split}-{kind}-ubyte.gz").read_bytes()) for kind in ("images-idx3", "labels-idx1")]
+    files = [folder / f"{split}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    raw = [gzip.decompress(file.read_bytes()) for file in files]
     images, labels = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in raw)
     return (images[16:].view(-1, 1, 28, 28) / 255 - 0.286) / 0.353, labels[8:].long()
 
@@ -92,7 +94,12 @@ def main() -> None:
     print("test accuracy in %, mean (standard deviation over seeds), before and after fine-tuning")
     for name in found[0]:
         before, after = zip(*(each[name] for each in found), strict=True)
-        print(f"{name:<26}" + "  ".join(f"{statistics.mean(x):6.2f} ({statistics.pstdev(x):.2f})" for x in (before, after)))
+        print(f"{name:<26}{spread(before)}  {spread(after)}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of `values` and their standard deviation."""
+    return f"{statistics.mean(values):6.2f} ({statistics.stdev(values) if len(values) > 1 else 0:.2f})"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ BATCH = 64
 
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return images [n, 1, 28, 28] in -1..1, and labels [n] of a split, "train" or "t10k"."""
-    raw = [gzip.decompress((folder / f"{split}-{kind}-ubyte.gz").read_bytes()) for kind in ("images-idx3", "labels-idx1")]
+    files = [folder / f"{split}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    raw = [gzip.decompress(file.read_bytes()) for file in files]
     images, labels = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in raw)
     return images[16:].view(-1, 1, 28, 28) / 127.5 - 1, labels[8:].long()
 
