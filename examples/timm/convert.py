@@ -64,6 +64,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return the test accuracy of each model before and after fine-tuning."""
     (images, labels), test = read(options.data, "train"), read(options.data, "t10k")
+    images, labels = images[: options.images], labels[: options.images]
     torch.manual_seed(seed)
     sizes = {"img_size": 28, "patch_size": 4, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4}
     stock = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--attention", default="quest")
     parser.add_argument("--epochs", type=int, default=4, help="of the stock model")
     parser.add_argument("--tune", type=int, default=1, help="epochs after the conversion")
+    parser.add_argument("--images", type=int, default=12000, help="how many of the 60,000 to train on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Train a diffusion transformer of diffusers, which no adapter knows, with any attention through the universal site.
 
-    OMP_NUM_THREADS=1 python examples/universal/diffusion.py [--attentions standard quest] [--steps 1000] [--seeds 3]
+    OMP_NUM_THREADS=1 python examples/universal/diffusion.py [--attentions standard quest] [--steps 400] [--seeds 3]
 
 DiTTransformer2DModel (4 layers, width 64, patches of 4, class labels) learns to predict the noise in images of
 Fashion-MNIST, from Debian's package dataset-fashion-mnist or from the folder --data. For each seed all attentions start
@@ -76,7 +76,7 @@ def run(attention: str, seed: int, options: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attentions", nargs="+", default=["standard", "quest"], help="the first is the baseline")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
     options = parser.parse_args()

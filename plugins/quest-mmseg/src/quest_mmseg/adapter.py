@@ -28,6 +28,7 @@ from .layers import (
     MAEAttention,
     MultiheadAttention,
     PackedAttention,
+    PretrainAttention,
     WindowMSA,
     Wrapping,
     grids,
@@ -40,6 +41,7 @@ HOSTS: dict[tuple[str, str], Any] = {
     ("mmseg.models.backbones.beit", "BEiTAttention"): BEiTAttention,
     ("mmseg.models.backbones.mae", "MAEAttention"): MAEAttention,
     ("mmseg.models.backbones.swin", "WindowMSA"): WindowMSA,
+    ("mmpretrain.models.utils.attention", "MultiheadAttention"): PretrainAttention,
 }
 """Host class (module, name) -> what replaces it."""
 
@@ -181,15 +183,15 @@ def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def _replacement(module: nn.Module) -> Any:
-    if isinstance(module, Wrapping | PackedAttention):
+    if isinstance(module, Wrapping | PackedAttention | PretrainAttention):
         return type(module)
     return HOSTS.get((type(module).__module__, type(module).__name__))
 
 
 def _site(path: str, module: Any, index: int, owners: dict[str, nn.Module]) -> Site:
     parents = [owners[path[:i]] for i, letter in enumerate(path) if letter == "."]
-    if isinstance(module, PackedAttention) or hasattr(module, "qkv"):
-        asked = Capabilities(dropout=module.attn_drop.p > 0)
+    if hasattr(module, "qkv"):
+        asked = Capabilities(dropout=getattr(module.attn_drop, "p", module.attn_drop) > 0)
     elif hasattr(module, "sr_ratio"):
         asked = Capabilities(cross=module.sr_ratio > 1, dropout=module.attn.dropout > 0, narrows_keys=True)
     else:
