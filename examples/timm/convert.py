@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python examples/timm/convert.py [--attention quest] [--epochs 4] [--tune 1] [--seeds 3]
 
 timm's VisionTransformer (4 layers, width 64, patches of 4) is trained here from random weights on Fashion-MNIST, from
-Debian's package dataset-fashion-mnist or from the folder --data. Every model is fine-tuned on the same batches; the stock
-model is too, as the control.
+Debian's package dataset-fashion-mnist or from the folder --data. Every model is fine-tuned on the same batches; the
+stock model is too, as the control.
 """
 
 from __future__ import annotations

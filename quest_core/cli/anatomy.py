@@ -53,8 +53,8 @@ class Anatomy:
     Attributes:
         module, name: where it is, and what it is called.
         projections: one name of `PROJECTIONS`.
-        heads, head_dim, kv_heads, dropout, output, output_dropout: attributes, or None without one. One of the first two
-            is known.
+        heads, head_dim, kv_heads, dropout, output, output_dropout: attributes, or None without one. One of the first
+            two is known.
         shared: whether several query heads may share a key head.
         listed: whether the output is a ModuleList.
         causal: whether its source says is_causal=True or makes a triangle.
@@ -163,7 +163,7 @@ class Anatomy:
         ]
 
     def _forward(self) -> list[str]:
-        kinds = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
+        kinds: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
         given, keyword_only = ["self"], False
         for p in self.parameters:
             if p.kind is Parameter.KEYWORD_ONLY and not keyword_only and "*" not in "".join(x[:1] for x in given):
@@ -305,11 +305,9 @@ def _guess(kind: Any, dropout: str | None) -> dict[str, Any] | None:
 
     given: dict[str, Any] = {}
     for p in tuple(inspect.signature(kind.__init__).parameters.values())[1:]:
-        if p.name in WIDTHS and p.name not in given and not any(isinstance(x, int) and x == 16 for x in given.values()):
+        if p.name in WIDTHS and 16 not in given.values():
             given[p.name] = 16
-        elif p.name in HEADS:
-            given[p.name] = 4
-        elif p.name in HEAD_DIMS:
+        elif p.name in HEADS or p.name in HEAD_DIMS:
             given[p.name] = 4
         elif p.name in DROPOUTS and dropout is not None:
             given[p.name] = 0.1
