@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,93 @@ def call(*command: object, cwd: Path, env: Mapping[str, str] | None = None) -> s
     return done.stdout
 
 
+THEIRS = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Fused(nn.Module):
+    def __init__(self, dim, num_heads=8, attn_drop=0.0):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm = nn.Identity()
+        self.attn_drop: nn.Module = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        q, k, v = (split(y, self.num_heads) for y in self.qkv(x).chunk(3, -1))
+        out = sdpa(q, k, v, attn_mask, self.attn_drop.p if self.training else 0.0, is_causal)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Grouped(nn.Module):
+    def __init__(self, dim, heads, dim_head=8, n_rep=2, dropout=0.1):
+        super().__init__()
+        self.dim_head, self.n_rep, self.causal, self.attend = dim_head, n_rep, True, print
+        self.dim_head = dim_head
+        self.n_rep = n_rep
+        self.dropout = dropout  # the name of a class attribute of ours
+        self.wq = nn.Linear(dim, heads * dim_head, bias=False)
+        self.wk = nn.Linear(dim, heads * dim_head // n_rep, bias=False)
+        self.wv = nn.Linear(dim, heads * dim_head // n_rep, bias=False)
+        self.wo = nn.ModuleList([nn.Linear(heads * dim_head, dim), nn.Dropout(0.1)])
+
+    def forward(self, x, *, layers=1, **kwargs):
+        q, k, v = (split(y, y.shape[-1] // self.dim_head) for y in (self.wq(x), self.wk(x), self.wv(x)))
+        k, v = (y.repeat_interleave(self.n_rep, 1) for y in (k, v))
+        out = sdpa(q, k, v, None, self.dropout if self.training else 0.0, is_causal=True)
+        for layer in self.wo:
+            x = layer(out.transpose(1, 2).flatten(2)) if layer is self.wo[0] else layer(x)
+        return x
+
+
+class Cross(nn.Module):
+    def __init__(self, query_dim, context_dim=None, heads=8, dim_head=64, dropout=0.0):
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(query_dim, heads * dim_head, bias=False)
+        self.to_kv = nn.Linear(context_dim or query_dim, 2 * heads * dim_head, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(heads * dim_head, query_dim), nn.Dropout(dropout))
+
+    def forward(self, x, context=None, mask=None):
+        q, (k, v) = self.to_q(x), self.to_kv(x if context is None else context).chunk(2, -1)
+        q, k, v = (split(y, self.heads) for y in (q, k, v))
+        return self.to_out(sdpa(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class Configured(Fused):
+    def __init__(self, config):
+        super().__init__(config.dim)
+
+
+class Unlike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.layer = 4, nn.Linear(4, 12)
+        self.layer = nn.Linear(4, 12)
+        self.heads = 4
+
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A framework `their_model` with attention classes, which can be imported."""
+    (tmp_path / "their_model.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("their_model", None)
+
+
 # "abc-1" sorts before quest_core and has a hyphen; "tiny" sorts after.
 @pytest.mark.parametrize("name", ["abc-1", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_the_tests_of_a_new_plugin_pass_at_once(tmp_path: Path, name: str) -> None:
@@ -86,17 +173,17 @@ def test_entry_points_name_what_is_there(tmp_path: Path) -> None:
             assert attribute in defined
 
 
-def test_info_says_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = template.new_plugin("mini", attention_class="pytest.layers.attention:Attention", out=tmp_path)
+def test_info_says_what_was_asked_for(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = template.new_plugin("mini", host_distribution="pytest", attention_class="their_model:Fused", out=theirs)
     monkeypatch.syspath_prepend(folder / "src")
     info = discovery.load_info("quest_mini.info:INFO")
     assert info["api"] == discovery.API_VERSION
-    assert (info["name"], info["host"], info["module"]) == ("mini", "pytest", "pytest")
+    assert (info["name"], info["host"], info["module"]) == ("mini", "pytest", "their_model")
     # Without versions of its own, the host's installed one is the oldest that is supported, and the one tested with.
     assert project(folder)["optional-dependencies"]["host"] == [f"pytest>={pytest.__version__}"]
     assert f"pytest=={pytest.__version__}\n" in (folder / "constraints.txt").read_text()
     assert re.search(r"^torch==[\d.]+$", (folder / "constraints.txt").read_text(), re.MULTILINE)
-    assert '    ("pytest.layers.attention", "Attention"),\n' in (folder / "src/quest_mini/adapter.py").read_text()
+    assert '    ("their_model", "Fused"): InjectedFused,\n' in (folder / "src/quest_mini/adapter.py").read_text()
 
 
 def test_a_host_keeps_the_versions_it_was_given(tmp_path: Path) -> None:
@@ -106,44 +193,83 @@ def test_a_host_keeps_the_versions_it_was_given(tmp_path: Path) -> None:
     assert "==" not in (folder / "constraints.txt").read_text().replace("torch==", "")
 
 
-def test_a_real_attention_class_is_a_site(tmp_path: Path) -> None:
-    """A host whose attention has the common layout needs its name alone."""
-    (tmp_path / "their_model.py").write_text(
-        "from torch import nn\n"
-        "class Attention(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.num_heads, self.qkv, self.proj = 2, nn.Linear(8, 24), nn.Linear(8, 8)\n"
-        "        self.attn_drop = nn.Dropout(0.0)\n"
-    )
-    folder = template.new_plugin("their", attention_class="their_model:Attention", out=tmp_path)
-    env = installed(folder, tmp_path / "site")
-    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+@pytest.mark.parametrize(
+    "kind", ["Fused", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Grouped", "Cross"))]
+)
+def test_an_adapter_for_a_class_passes_its_tests_at_once(theirs: Path, kind: str) -> None:
+    """Fused, separate and shared projections, another sequence of keys, attributes with our names."""
+    folder = template.new_plugin("their", attention_class=f"their_model:{kind}", out=theirs)
+    env = installed(folder, theirs / "site")
+    (theirs / "site" / "their_model-3.dist-info").mkdir()
+    (theirs / "site" / "their_model-3.dist-info" / "METADATA").write_text("Name: their_model\nVersion: 3\n")
+    env["PYTHONPATH"] += os.pathsep + str(theirs)
+    if kind == "Cross":  # `dropout` is that of the output
+        layers = folder / "src/quest_their/layers.py"
+        assert (
+            "dropout_name = " not in layers.read_text().partition("class InjectedCross")[2].partition("def attend")[0]
+        )
+    report = theirs / "report.xml"
+    call(sys.executable, "-m", "pytest", "-q", "-k", f"Test{kind}", f"--junitxml={report}", cwd=folder, env=env)
+    assert int(ElementTree.parse(report).getroot()[0].attrib["tests"]) > 25
+
+
+def test_what_a_written_adapter_does_not_use_is_refused(theirs: Path) -> None:
+    folder = template.new_plugin("their", attention_class="their_model:Fused", out=theirs)
+    env = installed(folder, theirs / "site")
+    env["PYTHONPATH"] += os.pathsep + str(theirs)
     code = (
         "import torch, quest_core, their_model\n"
         "from quest_their.adapter import TheirAdapter\n"
-        "model = torch.nn.Sequential(their_model.Attention())\n"
+        "model = torch.nn.Sequential(their_model.Fused(16, 2))\n"
         "model, report = quest_core.inject(model, 'quest+gqa(kv_heads=1)', adapter=TheirAdapter())\n"
-        "print(report, model(torch.randn(1, 3, 8)).shape)\n"
-        "other = torch.nn.Sequential(their_model.Attention())\n"
-        "other[0].q_norm = torch.nn.LayerNorm(4)\n"
+        "print(report, model(torch.randn(1, 3, 16)).shape)\n"
+        "try: model[0](torch.randn(1, 3, 16), is_causal=True)\n"
+        "except quest_core.UnsupportedError as error: print(error)\n"
+        "other = torch.nn.Sequential(their_model.Fused(16, 2))\n"
+        "other[0].q_norm = torch.nn.LayerNorm(8)\n"
         "try: quest_core.inject(other, 'quest', adapter=TheirAdapter())\n"
         "except quest_core.InjectionError as error: print(error)"
     )
     # their_model is no distribution, so importing the package, which installs the adapter, is refused by name.
     refused = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert "PluginError: plugin 'their' is unsupported: their_model is not installed" in refused.stderr
-    (tmp_path / "site" / "their_model-3.dist-info").mkdir()
-    (tmp_path / "site" / "their_model-3.dist-info" / "METADATA").write_text("Name: their_model\nVersion: 3\n")
-    out = call(sys.executable, "-c", code, cwd=tmp_path, env=env)
-    assert out.startswith("attention=quest+gqa(kv_heads=1) in 1 module (Attention; 288 -> 216 parameters)")
-    assert "[1, 3, 8]" in out
-    assert "Attention also has q_norm, which InjectedAttention would leave out" in out
+    (theirs / "site" / "their_model-3.dist-info").mkdir()
+    (theirs / "site" / "their_model-3.dist-info" / "METADATA").write_text("Name: their_model\nVersion: 3\n")
+    out = call(sys.executable, "-c", code, cwd=theirs, env=env)
+    assert out.startswith("attention=quest+gqa(kv_heads=1) in 1 module (Fused; 1,088 -> 816 parameters)")
+    assert "[1, 3, 16]" in out
+    assert "InjectedFused was given is_causal, which it does not use yet" in out
+    assert "Fused also has q_norm, which InjectedFused would leave out" in out
+
+
+def test_a_class_that_cannot_be_built_by_guessing_has_no_test(theirs: Path) -> None:
+    folder = template.new_plugin("their", attention_class="their_model:Configured", out=theirs)
+    assert "class InjectedConfigured(Injected)" in (folder / "src/quest_their/layers.py").read_text()
+    assert "Configured" not in (folder / "tests/test_conformance.py").read_text()
+    assert "projections in qkv; heads in num_heads; dropout in attn_drop; output in proj; refuses attn_mask" in (
+        (folder / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ("their_model:Nothing", "has no attribute 'Nothing'"),
+        ("no_such_module:Attention", "No module named 'no_such_module'.*pip install no_such_module"),
+        ("their_model:split", "cannot be read"),
+        ("their_model:Unlike", "has no projections of a known name .Linear layers: layer;"),
+    ],
+)
+def test_classes_that_are_not_understood_are_refused(theirs: Path, attention: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        template.new_plugin("mini", attention_class=attention, out=theirs)
+    assert not (theirs / "quest-mini").exists()
 
 
 @pytest.mark.parametrize("name", ["abc-1", "tiny"])
-def test_what_is_written_is_clean(tmp_path: Path, name: str) -> None:
-    folder = template.new_plugin(name, attention_class="abc.layers:Attention", out=tmp_path)
+@pytest.mark.parametrize("kind", ["Fused", "Grouped", "Cross"])
+def test_what_is_written_is_clean(theirs: Path, name: str, kind: str) -> None:
+    folder = template.new_plugin(name, attention_class=f"their_model:{kind}", out=theirs)
     text = "\n".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert not re.search(r"TODO|FIXME|XXX|NotImplementedError|\$|\.tmpl|PACKAGE\b", text)
     if importlib.util.find_spec("ruff") is None:
@@ -151,8 +277,8 @@ def test_what_is_written_is_clean(tmp_path: Path, name: str) -> None:
     package = f"quest_{name.replace('-', '_')}"
     settings = ["--config", ROOT / "pyproject.toml"]
     ours = ["--config", f"lint.isort.known-first-party = ['quest_core', '{package}']"]
-    call(sys.executable, "-m", "ruff", "check", "--no-cache", *settings, *ours, folder, cwd=tmp_path)
-    call(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *settings, folder, cwd=tmp_path)
+    call(sys.executable, "-m", "ruff", "check", "--no-cache", *settings, *ours, folder, cwd=folder)
+    call(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *settings, folder, cwd=folder)
 
 
 def test_every_template_file_is_written(tmp_path: Path) -> None:

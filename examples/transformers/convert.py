@@ -1,6 +1,6 @@
 """Convert a trained GPT-2 from standard attention to QUEST, and measure its perplexity before and after.
 
-    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 800] [--tune 150] [--seed 0]
+    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 800] [--tune 150] [--seeds 3]
 
 The model is a small GPT-2 on bytes, trained here from random weights on Python's own documentation (pydoc_data.topics,
 in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import statistics
 import tempfile
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import torch
@@ -67,30 +69,46 @@ def main() -> None:
     parser.add_argument("--attention", default="quest")
     parser.add_argument("--steps", type=int, default=800, help="updates of the stock model")
     parser.add_argument("--tune", type=int, default=150, help="updates after the conversion")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     data, held_out = text()
-    torch.manual_seed(options.seed)
+    found = [run(seed, options, data, held_out) for seed in range(options.seeds)]
+    print("perplexity per byte on held-out text, mean (spread over seeds), before and after fine-tuning")
+    for name in found[0]:
+        before, after = zip(*(each[name] for each in found), strict=True)
+        print(f"{name:<26}{spread(before)}  {spread(after)}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of `values` and their standard deviation."""
+    return f"{statistics.mean(values):7.3f} ({statistics.stdev(values) if len(values) > 1 else 0:.3f})"
+
+
+def run(seed: int, options: argparse.Namespace, data: Tensor, held_out: Tensor) -> dict[str, tuple[float, float]]:
+    """Return the perplexity of each model before and after fine-tuning."""
+    torch.manual_seed(seed)
     stock = GPT2LMHeadModel(
         GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     )
-    train(stock, data, options.steps, 3e-3, options.seed)
-    generator = torch.Generator().manual_seed(options.seed + 1)
+    train(stock, data, options.steps, 3e-3, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     calibration = [batch(data, generator) for _ in range(8)]
 
     plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
     converted, report = quest_transformers.convert(copy.deepcopy(stock), options.attention, calibration)
-    print(report)
-    print("perplexity per byte on held-out text: before and after fine-tuning")
+    print(f"seed {seed}: {report}", flush=True)
+    found = {}
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("converted", converted)):
         before = perplexity(model, held_out)
-        train(model, data, options.tune, 1e-3, options.seed + 2)
-        print(f"{name:<26}{before:8.3f}{perplexity(model, held_out):8.3f}")
+        train(model, data, options.tune, 1e-3, seed + 2)
+        found[name] = before, perplexity(model, held_out)
 
     with tempfile.TemporaryDirectory() as folder:
         converted.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
-        print(f"saved and loaded: {perplexity(again, held_out):.3f}, attention {again.config.attention}")
+        assert again.config.attention == options.attention
+        assert math.isclose(perplexity(again, held_out), found["converted"][1], rel_tol=1e-5)
+    return found
 
 
 if __name__ == "__main__":

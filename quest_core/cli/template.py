@@ -21,6 +21,7 @@ from ..catalogue import parts
 from ..errors import ConfigError, PluginError, one_of
 from ..hosts.discovery import API_VERSION, discover
 from ..mechanisms.part import AXES
+from .anatomy import Anatomy, examine
 
 TAKEN = ("bench", "core", "torch")
 """Names that quest-core and its own distributions use."""
@@ -41,13 +42,13 @@ class Host:
         distribution: its name for pip, "timm".
         requirement: the same with the versions that the plugin supports, "timm>=1.0,<2".
         module: the module whose import says that the host is in use.
-        attention: its attention class as "module:Class", or None.
+        attention: its attention class, or None.
     """
 
     distribution: str
     requirement: str
     module: str
-    attention: str | None = None
+    attention: Anatomy | None = None
 
 
 def new_plugin(
@@ -185,7 +186,7 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
         requirement.name,
         f"{requirement.name}>={version}" if version else text,
         module or re.sub(r"\W", "_", requirement.name).lower(),
-        attention,
+        None if attention is None else examine(attention, requirement.name),
     )
 
 
@@ -195,19 +196,29 @@ def _values(name: str, host: Host) -> dict[str, str]:
     version = _version(host.distribution)
     if version and host.distribution != "torch":
         pins[host.distribution] = version
-    entry = ""
-    if host.attention:
-        module, _, kind = host.attention.partition(":")
-        entry = f'\n    ("{module}", "{kind}"),'
+    package, adapter = _package(name), "".join(word.capitalize() for word in name.split("-")) + "Adapter"
+    seen = host.attention
+    projections, layers, replacement = {"Packed"}, ["Injected", "InjectedStandIn"], ["HostAttention"]
+    if seen is not None:
+        projections |= {word for word in ("Packed", "Separate") if word in seen.code()}
+        layers += [seen.replacement]
+        replacement += ["refuse_arguments"] if seen.unread else []
     return {
         "name": name,
         "distribution": f"quest-{name}",
-        "package": _package(name),
-        "adapter": "".join(word.capitalize() for word in name.split("-")) + "Adapter",
+        "package": package,
+        "adapter": adapter,
         "host": host.distribution,
         "host_requirement": host.requirement,
         "host_module": host.module,
-        "attention_entry": entry,
+        "attention_entry": "" if seen is None else f'\n    ("{seen.module}", "{seen.name}"): {seen.replacement},',
+        "host_layer": "" if seen is None else seen.code(),
+        "host_test": "" if seen is None else seen.test(package, adapter),
+        "host_import": f"from {seen.module} import {seen.name}\n" if seen is not None and seen.built else "",
+        "seen": "" if seen is None else f"`quest new-plugin` read {seen.module}.{seen}.\n\n",
+        "layer_names": ", ".join([*sorted(layers), "dropout_of", "unused"]),
+        "projection_names": ", ".join(sorted(projections)),
+        "replacement_names": ", ".join(replacement),
         "pins": "\n".join(f"{distribution}=={version}" for distribution, version in pins.items()),
         "api": str(API_VERSION),
     }

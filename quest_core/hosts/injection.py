@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,16 +130,20 @@ class Request:
             raise ConfigError(f"{where} has no option {misplaced[0]!r}; write attention={inner!r}")
         return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
 
-    def apply(self, model: nn.Module, adapter: str | Adapter) -> None:
-        """Inject into a model that its constructor has just built, and write the report to the host's log."""
-        inject(model, adapter=adapter, fresh=True, **vars(self))[1].announce()
+    def apply(self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter], *, fresh: bool = True) -> None:
+        """Inject into a model that its constructor has just built, and write the report to the host's log.
+
+        Args:
+            model, adapter, fresh: as in `inject`.
+        """
+        inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
 
 def inject(
     model: nn.Module,
     attention: AttentionSpec,
     *,
-    adapter: str | Adapter | None = None,
+    adapter: str | Adapter | Sequence[str | Adapter] | None = None,
     fresh: bool = False,
     attention_from: AttentionSpec | None = None,
     allow_partial: bool = False,
@@ -156,7 +160,8 @@ def inject(
         model: any model whose attention an adapter knows; torch.nn.MultiheadAttention always is known, and the hosts
             of installed plugins are while their framework is imported.
         attention: a name, mapping or AttentionConfig.
-        adapter: the name of one plugin, or an Adapter, to use instead of all that apply.
+        adapter: the name of a plugin, an Adapter, or several of these, to use instead of all that apply. Where two find
+            the same module, the first one replaces it.
         fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
             averaged; fresh ones keep one head of each group, and with it the spread of the initialisation. Options
             that set the start of queries and keys (``quest(init=5)``) need a fresh model.
@@ -186,12 +191,11 @@ def inject(
             "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits the queries of trained "
             "weights)"
         )
-    if isinstance(adapter, Adapter):
-        adapters: list[Adapter] = [adapter]
-    elif adapter is not None:
-        adapters = [find_adapter(adapter)]
+    if adapter is None:
+        adapters: list[Adapter] = [*running_adapters(model), TorchAdapter()]
     else:
-        adapters = [*running_adapters(model), TorchAdapter()]
+        named = [adapter] if isinstance(adapter, str | Adapter) else adapter
+        adapters = [one if isinstance(one, Adapter) else find_adapter(one) for one in named]
 
     found = _choose_sites(model, adapters)
     universal = UniversalAdapter(example, [site.path for _, site in found])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..config import AttentionConfig
+from ..errors import UnsupportedError
 from ..mechanism import Mechanism, head_sizes
-from ..projections import Projected, shallow_copy
+from ..projections import HeadSizes, Projected, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
 
@@ -33,6 +35,7 @@ class HostAttention(Projected):
         *,
         num_heads: int,
         head_dim: int,
+        num_kv_heads: int | None = None,
         value_dim: int | None = None,
         standard_scale: float | None = None,
         fresh: bool = False,
@@ -44,6 +47,7 @@ class HostAttention(Projected):
             config: the mechanism.
             num_heads: query heads H.
             head_dim: features D of a query head.
+            num_kv_heads: key/value heads of the host's own model; `num_heads` by default.
             value_dim: features of a value head; D by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
             fresh: the weights have only been initialised; see `quest_core.projections`.
@@ -53,12 +57,59 @@ class HostAttention(Projected):
         """
         made: Any = shallow_copy(host, cls)
         made.config, made.loaded = config, False
-        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim)
-        mechanism = Mechanism(config, num_heads=num_heads, head_dim=head_dim, standard_scale=standard_scale)
+        made.head_sizes = sizes_of(config, num_heads, head_dim, num_kv_heads, value_dim)
+        mechanism = Mechanism(
+            config,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=made.head_sizes.kv_heads,
+            standard_scale=standard_scale,
+        )
         weight = next(host.parameters())
         made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made  # type: ignore[no-any-return]
+
+
+def sizes_of(
+    config: AttentionConfig,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
+) -> HeadSizes:
+    """Return the sizes of the heads of a replacement; without a grouping the host's key/value heads stay.
+
+    Args:
+        config: the mechanism.
+        num_heads: query heads H.
+        head_dim: features D of a query head.
+        num_kv_heads: key/value heads of the host's own model; H by default.
+        value_dim: features of a value head; D by default.
+
+    Raises:
+        ConfigError: kv_heads does not divide the query heads.
+    """
+    sizes = head_sizes(config, num_heads, head_dim, value_dim)
+    if num_kv_heads in (None, num_heads):
+        return sizes
+    kept = sizes.kv_heads if any(part.reshapes for part in config.specs()) else num_kv_heads
+    return replace(sizes, kv_heads=kept, host_kv_heads=num_kv_heads)
+
+
+def refuse_arguments(module: nn.Module, **given: Any) -> None:
+    """Raise UnsupportedError if a call gives a replacement an argument that it does not use.
+
+    Args:
+        module: the replacement.
+        given: the arguments by name; None and False count as not given.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(
+                f"{type(module).__name__} was given {name}, which it does not use yet; use it in its forward, or call "
+                "the model without it"
+            )
 
 
 def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:

@@ -364,7 +364,7 @@ def looks_like_attention(module: nn.Module) -> bool:
     if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE):
         return True
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
-    return linear > 1 and any(isinstance(getattr(module, name, None), int) for name in HEADS)
+    return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 
 def _search(model: nn.Module, example: Any) -> tuple[dict[str, Call], set[str]]:

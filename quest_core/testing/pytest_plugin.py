@@ -86,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEED] = int(text) if text else secrets.randbelow(2**32)
     if getattr(config.option, "hypothesis_seed", "") is None:  # hypothesis is installed, and no option names a seed
         config.option.hypothesis_seed = str(config.stash[SEED])
+    config.addinivalue_line("markers", "slow: takes seconds, such as a compilation")
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # for the processes that tests start
     config.addinivalue_line("markers", "needs_torch(version, what): skipped if PyTorch is older than `version`")
 

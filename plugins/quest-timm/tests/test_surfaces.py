@@ -13,6 +13,7 @@ from timm.utils import ParseKwargs
 
 import quest_core
 import quest_timm
+from quest_core.hosts import discovery
 from quest_core.projections import Projected
 from quest_core.testing import references as reference
 
@@ -161,6 +162,20 @@ def test_misplaced_and_misspelt_options_are_named():
         vit(attention="qest")
     with pytest.raises(quest_core.ConfigError, match="is given without attention"):
         vit(attention_from="standard")
+
+
+def test_an_unsupported_version_is_named(monkeypatch):
+    installed = discovery._installed
+    monkeypatch.setattr(discovery, "_installed", lambda name: "0.9.16" if name == "timm" else installed(name))
+    with pytest.raises(quest_core.PluginError, match=r"found timm 0.9.16; supported: timm.*fix: pip install"):
+        quest_timm.TimmAdapter().install()
+
+
+def test_without_the_plugin_timm_refuses_the_option():
+    code = "import quest_timm_environment, timm\ntimm.create_model('vit_tiny_patch16_224', attention='quest')"
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert "unexpected keyword argument 'attention'" in done.stderr
 
 
 def test_moving_windows_refuse_chains():

@@ -27,6 +27,7 @@ from .layers import (
     MAEAttention,
     MultiheadAttention,
     PackedAttention,
+    PretrainAttention,
     WindowMSA,
     Wrapping,
     grids,
@@ -39,6 +40,7 @@ HOSTS: dict[str, Any] = {
     "mmseg.models.backbones.beit.BEiTAttention": BEiTAttention,
     "mmseg.models.backbones.mae.MAEAttention": MAEAttention,
     "mmseg.models.backbones.swin.WindowMSA": WindowMSA,
+    "mmpretrain.models.utils.attention.MultiheadAttention": PretrainAttention,
 }
 """Host class -> what replaces it."""
 
@@ -158,14 +160,14 @@ def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def _replacement(module: nn.Module) -> Any:
-    if isinstance(module, Wrapping | PackedAttention):
+    if isinstance(module, Wrapping | PackedAttention | PretrainAttention):
         return type(module)
     return HOSTS.get(f"{type(module).__module__}.{type(module).__name__}")
 
 
 def _site(path: str, module: Any, model: nn.Module) -> Site:
     if hasattr(module, "qkv"):
-        asked = Capabilities(dropout=module.attn_drop.p > 0)
+        asked = Capabilities(dropout=getattr(module.attn_drop, "p", module.attn_drop) > 0)
     elif hasattr(module, "sr_ratio"):
         asked = Capabilities(cross=module.sr_ratio > 1, dropout=module.attn.dropout > 0, narrows_keys=True)
     else:

@@ -180,3 +180,22 @@ class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
             mask = mask.masked_fill(mask <= HIDES, -torch.inf)
             added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
         return self._attend(x, self.qkv.bias, added)
+
+
+class PretrainAttention(HostAttention):
+    """For the attention of mmpretrain's VisionTransformer and others, used as backbones."""
+
+    projections = Packed("qkv")
+
+    @classmethod
+    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PretrainAttention:
+        """As `Wrapping.from_host`."""
+        return cls.adopt(host, config, num_heads=host.num_heads, head_dim=host.head_dims, fresh=fresh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, E] -> [B, N, E]."""
+        parts = self.qkv(x).split(self.head_sizes.widths, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dims)).transpose(1, 2) for part in parts)  # [B, H or G, N, D]
+        out = self.mechanism(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        made: Tensor = self.out_drop(self.gamma1(self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))))
+        return v.squeeze(1) + made if self.v_shortcut else made

@@ -13,7 +13,8 @@ from typing import Any
 from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError
+from quest_core.errors import ConfigError, InjectionError
+from quest_core.hosts.discovery import running_adapters
 from quest_core.hosts.injection import KEYS, Request
 from quest_core.projections import Projected
 
@@ -55,8 +56,7 @@ class Accepts:
             )
         super().__init__(*arguments, **options)
         if request is not None:
-            model: Any = self
-            request.apply(model, MmsegAdapter())
+            _apply(request, self)
 
     def init_weights(self) -> None:
         """Initialise as mmseg does, and then start the projections as the attention's options ask."""
@@ -75,6 +75,21 @@ class Accepts:
         model: Any = self
         refuse_unread(config, model)
         self._cfg = config
+
+
+def _apply(request: Request, model: Any) -> None:
+    """Inject into a model; a backbone of timm is replaced by quest-timm, if that is installed."""
+    timm = [adapter for adapter in running_adapters(model) if adapter.name == "timm"]
+    kinds = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    trained = any(type(part).__name__ == "TIMMBackbone" and part._is_init for part in model.modules())
+    try:
+        request.apply(model, [MmsegAdapter(), *timm], fresh=not trained)
+    except InjectionError as error:
+        if timm or "timm" not in kinds:
+            raise
+        raise InjectionError(
+            f"{error}. The backbone is one of timm, whose attention quest-timm replaces: pip install 'quest-timm[host]'"
+        ) from None
 
 
 def _accepting(name: str, home: Any) -> type[Any] | None:

@@ -148,8 +148,8 @@ class WindowAttention(Replacement, swin_transformer.WindowAttention):
         """
         added = self._get_rel_pos_bias()  # [1, H, N, N]
         if mask is not None:
-            apart = mask.repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None] < 0  # [B·W, 1, N, N]
-            added = added.masked_fill(apart, -torch.inf)
+            hides = mask.masked_fill(mask < 0, -torch.inf)[:, None]  # [W, 1, N, N]
+            added = (added + hides).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)  # [B·W, H, N, N]
         return self.proj_drop(self.proj(self.attend(*self.project(x), added)))
 
 

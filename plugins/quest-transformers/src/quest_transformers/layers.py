@@ -19,8 +19,9 @@ from transformers.utils.output_capturing import _active_collector
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
-from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.projections import HeadSizes, Projected, Projections, Separate, shallow_copy
+from quest_core.hosts.replacement import sizes_of
+from quest_core.mechanism import Mechanism
+from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
 INTERFACE = "quest_transformers"
 """The name under which `attend` and `mask` are registered with transformers."""
@@ -134,7 +135,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made: Any = shallow_copy(host)
     made.config = copy.copy(host.config)
     made.config._attn_implementation_internal = INTERFACE
-    made.head_sizes = sizes_of(anatomy, config)
+    made.head_sizes = sizes_of(config, anatomy.num_heads, anatomy.head_dim, anatomy.kv_heads)
     made.mechanism = Mechanism(
         config,
         num_heads=anatomy.num_heads,
@@ -157,18 +158,6 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     if hasattr(host, "num_key_value_heads"):
         made.num_key_value_heads = made.head_sizes.kv_heads
     return made  # type: ignore[no-any-return]
-
-
-def sizes_of(anatomy: Anatomy, config: AttentionConfig) -> HeadSizes:
-    """Return the sizes of the heads; without a grouping the host's key/value heads stay.
-
-    Raises:
-        ConfigError: kv_heads does not divide the query heads.
-    """
-    sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim)
-    kept = sizes.kv_heads if any(part.reshapes for part in config.specs()) else anatomy.kv_heads
-    own = None if anatomy.kv_heads == anatomy.num_heads else anatomy.kv_heads
-    return HeadSizes(sizes.num_heads, kept, sizes.head_dim, sizes.key_dim, sizes.value_dim, own)
 
 
 class View(Projected):

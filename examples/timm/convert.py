@@ -1,0 +1,108 @@
+"""Convert a trained ViT of timm from standard attention to QUEST, and measure its accuracy before and after.
+
+    OMP_NUM_THREADS=1 python examples/timm/convert.py [--attention quest] [--epochs 4] [--tune 1] [--seeds 3]
+
+timm's VisionTransformer (4 layers, width 64, patches of 4) is trained here from random weights on Fashion-MNIST, from
+Debian's package dataset-fashion-mnist or from the folder --data. Every model is fine-tuned on the same batches; the
+stock model is too, as the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gzip
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import quest_core
+
+BATCH = 64
+
+
+def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Return images [n, 1, 28, 28], about -1 to 2, and labels [n] of a split, "train" or "t10k"."""
+    files = [folder / f"{split}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    raw = [gzip.decompress(file.read_bytes()) for file in files]
+    images, labels = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in raw)
+    return (images[16:].view(-1, 1, 28, 28) / 255 - 0.286) / 0.353, labels[8:].long()
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, rate: float, seed: int) -> None:
+    """Train with AdamW and a linear decay to zero; images move by up to 2 pixels and are mirrored."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
+    steps = epochs * (len(images) // BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1) * (1 - step / steps))
+    model.train()
+    for _ in range(epochs):
+        order = torch.randperm(len(images), generator=generator)
+        for rows in order[: len(images) // BATCH * BATCH].split(BATCH):
+            moved = torch.randint(-2, 3, (2,), generator=generator).tolist()
+            x = images[rows].roll(moved, (2, 3))
+            x = x.flip(3) if torch.rand((), generator=generator) < 0.5 else x
+            nn.functional.cross_entropy(model(x), labels[rows]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the share of right labels in %."""
+    model.eval()
+    right = [(model(x).argmax(1) == y).sum().item() for x, y in zip(images.split(500), labels.split(500), strict=True)]
+    return 100 * sum(right) / len(images)
+
+
+def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Return the test accuracy of each model before and after fine-tuning."""
+    (images, labels), test = read(options.data, "train"), read(options.data, "t10k")
+    images, labels = images[: options.images], labels[: options.images]
+    torch.manual_seed(seed)
+    sizes = {"img_size": 28, "patch_size": 4, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4}
+    stock = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
+    train(stock, images, labels, options.epochs, 2e-3, seed)
+    batches = images[torch.randperm(len(images))[:512]].split(64)
+
+    plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
+    converted, report = quest_core.calibrate(copy.deepcopy(stock), batches, options.attention)
+    print(f"seed {seed}: {report}", flush=True)
+    found = {}
+    for name, model in (("standard", stock), ("injected, not calibrated", plain), ("calibrated", converted)):
+        before = accuracy(model, *test)
+        train(model, images, labels, options.tune, 5e-4, seed + 100)
+        found[name] = before, accuracy(model, *test)
+        print(f"  {name}: {found[name][0]:.2f} -> {found[name][1]:.2f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", default="quest")
+    parser.add_argument("--epochs", type=int, default=4, help="of the stock model")
+    parser.add_argument("--tune", type=int, default=1, help="epochs after the conversion")
+    parser.add_argument("--images", type=int, default=12000, help="how many of the 60,000 to train on")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
+    options = parser.parse_args()
+    found = [run(seed, options) for seed in range(options.seeds)]
+    print("test accuracy in %, mean (standard deviation over seeds), before and after fine-tuning")
+    for name in found[0]:
+        before, after = zip(*(each[name] for each in found), strict=True)
+        print(f"{name:<26}{spread(before)}  {spread(after)}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of `values` and their standard deviation."""
+    return f"{statistics.mean(values):6.2f} ({statistics.stdev(values) if len(values) > 1 else 0:.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Segmenters on backbones of timm, by quest-timm, and of mmpretrain are replaced whole."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import segmenter
+from mmseg.registry import MODELS
+
+import quest_core
+import quest_mmseg
+from quest_core.hosts import discovery
+
+try:
+    import quest_timm_environment  # there already where ./dev made the environment
+except ModuleNotFoundError:
+    sys.path.append(str(Path(__file__).parents[2] / "quest-timm" / "environment"))
+    import quest_timm_environment  # noqa: F401
+
+import mmpretrain.models  # noqa: F401  # registers its backbones
+
+BACKBONES: dict[str, dict[str, Any]] = {
+    "timm": {
+        "type": "TIMMBackbone", "model_name": "vit_tiny_patch16_224", "features_only": True, "pretrained": False,
+        "img_size": (32, 48), "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "out_indices": (1,),
+        "attn_drop_rate": 0.1,
+    },
+    "mmpretrain": {
+        "type": "mmpretrain.VisionTransformer", "img_size": (32, 48), "patch_size": 8, "out_type": "featmap",
+        "arch": {"embed_dims": 16, "num_layers": 2, "num_heads": 4, "feedforward_channels": 32}, "out_indices": (1,),
+        "drop_path_rate": 0.1, "layer_cfgs": {"layer_scale_init_value": 0.5},
+    },
+}  # fmt: skip
+
+
+def config(kind: str, attention: Any = None, **options: Any) -> Any:
+    made = segmenter(backbone={**BACKBONES[kind], **options})
+    made.decode_head.in_index = 0
+    if attention is not None:
+        made.update(type="quest_mmseg.EncoderDecoder", attention=attention)
+    return made
+
+
+def build(kind: str, attention: Any = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return MODELS.build(config(kind, attention, **options))
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_backbone_and_head_are_replaced(kind: str) -> None:
+    report = build(kind, "quest").attention_report
+    assert sorted(row.path.partition(".")[0] for row in report.replacements) == ["backbone"] * 2 + ["decode_head"] * 2
+    assert {row.adapter for row in report.replacements} == ({"mmseg", "timm"} if kind == "timm" else {"mmseg"})
+    assert report.left_alone == ()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_standard_equals_the_host(kind: str, training: bool) -> None:
+    images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
+    found = []
+    for attention in (None, "standard"):
+        model = build(kind, attention).double()
+        model.train(training)  # returns None
+        torch.manual_seed(1)
+        out = model(images)
+        out.square().sum().backward()
+        found.append((out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_fewer_key_heads_and_copies(kind: str) -> None:
+    model = build(kind, "quest+gqa(kv_heads=2)").eval()
+    images = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(copy.deepcopy(model)(images), model(images))
+    stock = build(kind)
+    with pytest.warns(quest_core.AttentionMismatchWarning) as warned:
+        model.load_state_dict(stock.state_dict())
+    assert len(warned) == 1
+    quest_core.inject(stock, "quest+gqa(kv_heads=2)", adapter=[quest_mmseg.MmsegAdapter(), "timm"])
+    torch.testing.assert_close(model(images), stock.eval()(images))
+
+
+def test_trained_weights_of_timm_are_pooled_and_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmseg.models.backbones import TIMMBackbone
+
+    stock = TIMMBackbone.__init__
+
+    def trained(self: Any, *arguments: Any, **options: Any) -> None:  # as `pretrained=True`, which would download
+        stock(self, *arguments, **options)
+        self._is_init = True
+
+    monkeypatch.setattr(TIMMBackbone, "__init__", trained)
+    path = "backbone.timm_model.model.blocks.0.attn.qkv.weight"
+    rows = build("timm").state_dict()[path][16:32]
+    found = build("timm", "quest+gqa(kv_heads=2)").state_dict()[path][16:24]
+    torch.testing.assert_close(found, rows.view(2, 2, 4, 16).mean(1).flatten(0, 1))
+    with pytest.raises(quest_core.ConfigError, match="this model may be trained"):
+        build("timm", "quest(init=5)")
+
+
+def test_without_quest_timm_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [record for record in discovery.discover() if record.name != "timm"]
+    monkeypatch.setattr(discovery, "discover", lambda: found)
+    with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are.*pip install 'quest-timm\[host\]'"):
+        build("timm", "quest")
+    model = MODELS.build(config("timm", "quest") | {"allow_partial": True})
+    assert len(model.attention_report.left_alone) == 2
