@@ -232,9 +232,9 @@ def page(results: list[dict[str, Any]], command: str, rounds: int, versions: lis
     }
     return f"""# The time of a training step, and of decoding, against stock
 
-Stock is the framework's model with scaled_dot_product_attention (timm's Swin with
-`set_fused_attn(experimental=True)`; CrossViT has no such path). Each cell is the least time over stock's least, and in
-brackets the median and the quartiles of the ratios within a round.
+Stock is the framework's model with scaled_dot_product_attention: timm's Swin with `set_fused_attn(experimental=True)`;
+CrossViT has no such path. Each cell is the least time over stock's least, and in brackets the median and the quartiles
+of the ratios within a round.
 
 ```
 {command}
@@ -250,8 +250,8 @@ Forward and backward, float32, without dropout on the weights. Widths are 192 to
 
 ## Decoding
 
-One step (8 tokens, one at a time) after 2048 tokens, batch 1, width 512, 4 layers. transformers' caches hold the keys
-as the model made them, so quest normalises all of them in each step.
+8 tokens, one at a time, after 2048 tokens, batch 1, width 512, 4 layers. transformers' caches hold the keys as the
+model made them, so quest normalises all of them in each step.
 
 {tables["decode"]}
 """
