@@ -63,4 +63,25 @@ SUITES: dict[str, dict[str, Any]] = {
             {"name": "workers", "kind": "int", "default": 16, "doc": "loader processes", "minimum": 1},
         ],
     },
+    "pointcept": {
+        "summary": "Pointcept's own tools/train.py in a checkout of Pointcept, with any of its configs that has a Point "
+        "Transformer V3",
+        "tasks": [],
+        "metric": "mIoU",  # or the one that a config's evaluator names
+        "selection": "last",
+        "unit": "%",
+        "higher_is_better": True,
+        "data": "a checkout of Pointcept (--repo PATH) and configs in it (--cfg FILE)",
+        "data_required": True,
+        "tasks_from_data": "quest_pointcept.bench.own:tasks",
+        "options": [
+            {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
+            {
+                "name": "set",
+                "kind": "str",
+                "default": "",
+                "doc": "further key=value for tools/train.py --options, such as 'epoch=2 eval_epoch=2'",
+            },
+        ],
+    },
 }
