@@ -27,8 +27,13 @@ SUITES = {
         "metric": "score",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {"one": {"standard": 10.5, "quest": 20.25}},
-        "paper_source": "Table 1",
+        "paper": {
+            "source": "A paper", "table": "table 1", "protocol": "one run", "difference": "none", "spread": "range",
+            "values": {
+                "score": {"one": {"standard": {"value": 10.5, "spread": 0.25}, "quest": {"value": 20, "spread": None}}},
+                "cost": {"one": {"quest": {"value": 7.5, "spread": None}}},
+            },
+        },
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
              "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},

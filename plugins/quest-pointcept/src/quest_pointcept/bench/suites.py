@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-# Validation mIoU in % on nuScenes (arXiv 2604.00199, table A9).
-_PAPER = {"standard": 80.40, "quest": 80.83, "qknorm-ds": 80.37}
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 SUITES: dict[str, dict[str, Any]] = {
     "points/scenes": {
@@ -40,8 +41,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "paper",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {"val": _PAPER},
-        "paper_source": "QUEST (arXiv 2604.00199), table A9",
+        "paper": _PAPER["points/nuscenes"],
         "data": "nuScenes as Pointcept's preprocess_nuscenes_info.py leaves it: a folder with info/ and raw/",
         "data_required": True,
         "options": [
