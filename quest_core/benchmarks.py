@@ -101,16 +101,28 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
         generators["cuda"] = torch.cuda.get_rng_state_all()
     path = cell.workdir / STATE
     neighbour = path.with_suffix(".new")
-    torch.save({"state": dict(state), "generators": generators}, neighbour)
+    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbour)
     os.replace(neighbour, path)
 
 
+def _identity(cell: Cell) -> list[Any]:
+    """Everything that determines the numbers of a cell."""
+    facts = (cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint)
+    return list(facts)
+
+
 def load_state(cell: Cell) -> dict[str, Any] | None:
-    """Return the mapping of the last `save_state` and set the random generators as they were; None at a first start."""
+    """Return the mapping of the last `save_state` and set the random generators as they were.
+
+    Returns:
+        None at a first start, and if the file is of another cell.
+    """
     path = cell.workdir / STATE
     if not path.is_file():
         return None
     found = torch.load(path, map_location="cpu", weights_only=False)  # a file of this cell's own
+    if found["cell"] != _identity(cell):
+        return None
     generators = found["generators"]
     random.setstate(generators["python"])
     torch.set_rng_state(generators["torch"])
@@ -165,7 +177,7 @@ def own_trainer(
         raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
 
 
-# --- time and memory beside the host's own attention ----------------------------------------------------------------
+# --- time and memory against the host's own attention ---------------------------------------------------------------
 
 
 def beside_stock(

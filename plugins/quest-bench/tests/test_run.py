@@ -208,7 +208,7 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, 
     running = [start(), start()]
     try:
         for _ in range(kills):
-            time.sleep(random.uniform(0.1, 1.5))
+            time.sleep(random.uniform(0.1, 0.8))
             pids = _tree(random.choice(running).pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(random.choice(pids), signal.SIGKILL)

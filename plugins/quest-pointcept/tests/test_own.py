@@ -40,7 +40,7 @@ print(*lines, sep="\\n")
 """
 CONFIGS = {
     "semseg.py": 'model = dict(backbone=dict(type="PT-v3m1"))',
-    "cls.py": 'model = dict(backbone=dict(type="PT-v3m2"))\nhooks = [dict(type="ClsEvaluator"), dict(type="PreciseEvaluator")]',
+    "cls.py": '"PT-v3m2"\nhooks = [dict(type="ClsEvaluator"), dict(type="PreciseEvaluator")]',
     "part.py": 'model = dict(backbone=dict(type="PT-v3m2"))\nhooks = [dict(type="ShapeNetPartSegEvaluator")]',
     "pretrain.py": 'model = dict(backbone=dict(type="PT-v3m2"))\nevaluate = False',
     "other.py": 'model = dict(backbone=dict(type="SpUNet"))',
@@ -50,7 +50,11 @@ CONFIGS = {
 @pytest.fixture
 def repo(tmp_path):
     folder = tmp_path / "Pointcept"
-    for name, text in {"tools/train.py": TRAIN, "configs/_base_/default_runtime.py": "", "pointcept/__init__.py": ""}.items():
+    for name, text in {
+        "tools/train.py": TRAIN,
+        "configs/_base_/default_runtime.py": "",
+        "pointcept/__init__.py": "",
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     for name, text in CONFIGS.items():

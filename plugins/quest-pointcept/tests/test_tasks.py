@@ -7,6 +7,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
+from quest_core.testing.cells import check_resume
 from quest_pointcept.bench import scenes, tasks
 from quest_pointcept.bench.suites import SUITES
 
@@ -23,7 +26,9 @@ DEFAULTS = {name: {o["name"]: o["default"] for o in suite["options"]} for name, 
 
 
 def cell(tmp_path, attention="quest", suite="points/scenes", task="street", data=None, seed=0, **options):
-    return Cell(suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, tmp_path)
+    return Cell(
+        suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, Path(tempfile.mkdtemp(dir=tmp_path))
+    )
 
 
 # --- scenes -----------------------------------------------------------------------------------------------------------
@@ -159,3 +164,7 @@ def test_a_users_import_loads_no_benchmark_code():
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
+    check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)

@@ -25,6 +25,7 @@ from .worker import encode
 SELECTIONS = {
     "validation": "The reported epoch is the best one on a validation split.",
     "last": "The reported epoch is the last one; nothing is selected.",
+    "none": "Each cell is one measurement; nothing is selected.",
     "paper": "The reported epoch is the best one on the test split, as in the paper's protocol. That is optimistic, "
     "and more so the noisier a curve is, so it can favour one attention.",
 }
@@ -423,7 +424,7 @@ def paper_words(group: Group) -> str:
     spread = f"; ± is the {paper['spread']}" if paper["spread"] else "; it gives no spread"
     ran = f" This group ran with {group.settings}." if group.settings else ""
     return (
-        f"{paper['source']}, {paper['table']}{spread}. Its protocol: {paper['protocol']}. The difference of this suite: "
+        f"{paper['source']}, {paper['table']}{spread}. Its protocol: {paper['protocol']}. This suite's difference: "
         f"{paper['difference']}.{ran}"
     )
 

@@ -95,4 +95,19 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": IMAGE_OPTIONS,
         "needs": None,
     },
+    "calibration/pydocs": {
+        "summary": "what calibration gains when a pretrained character model is fine-tuned with QUEST",
+        "tasks": ["finetune"],
+        "metric": "gain",
+        "unit": "nats",
+        "higher_is_better": True,
+        "selection": "last",
+        "also": [{"metric": "first gain"}, {"metric": "loss", "higher_is_better": False}],
+        "options": [
+            _whole("pretrain", 1500, "steps of pretraining with standard attention"),
+            _whole("finetune", 300, "steps of fine-tuning"),
+            {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
+        ],
+        "needs": None,
+    },
 }

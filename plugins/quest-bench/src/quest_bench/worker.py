@@ -35,6 +35,7 @@ import os
 import platform
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,10 +147,16 @@ def list_tasks(function: str, data: str) -> dict[str, Any]:
 
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json beside it."""
-    from quest_core.benchmarks import Cell
+    from quest_core.benchmarks import STATE, Cell
 
     given = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"
+    origin = {"versions": _versions(given["suite"]), "commits": _commits(given["suite"])}
+    begun = path.with_name("origin.json")
+    if begun.is_file() and decode(begun.read_text(encoding="utf-8")) != encode(origin):
+        print("another commit or version began this cell, so it starts again", flush=True)
+        shutil.rmtree(workdir, ignore_errors=True)
+    write_json(begun, origin)
     workdir.mkdir(exist_ok=True)
     cell = Cell(
         suite=given["suite"],
@@ -196,12 +203,12 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-            "versions": _versions(cell.suite),
-            "commits": _commits(cell.suite),
+            **origin,
             "machine": machine(),
             "finished": utc(),
         },
     )
+    (workdir / STATE).unlink(missing_ok=True)
 
 
 def utc() -> str:

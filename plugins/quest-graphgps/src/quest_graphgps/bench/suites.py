@@ -153,4 +153,26 @@ SUITES: dict[str, dict[str, Any]] = {
             {"name": "set", "kind": "str", "default": "", "doc": "further words for main.py, such as 'gt.dropout 0.1'"}
         ],
     },
+    "time/graphgps": {
+        "summary": "one attention layer on 32 graphs against the host's own on padded batches, in turns; use --jobs 1",
+        "tasks": [
+            *("2000-among-50", "1000-among-50", "zinc", "pattern", "molecules-and-a-peptide", "peptides"),
+            *(f"{nodes}-among-30" for nodes in (30, 40, 45, 50, 60, 80, 120, 200)),
+        ],
+        "metric": "time of stock",
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {
+                "name": "packing",
+                "kind": "str",
+                "default": "auto",
+                "doc": "whether ragged batches are packed",
+                "choices": ["auto", "always", "never"],
+            },
+            {"name": "dropout", "kind": "float", "default": 0.0, "doc": "dropout of attention weights", "minimum": 0},
+            {"name": "rounds", "kind": "int", "default": 15, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

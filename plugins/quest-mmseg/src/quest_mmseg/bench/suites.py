@@ -59,4 +59,17 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "paper": _PAPER["seg/ade20k-c"],
     },
+    "time/mmseg": {
+        "summary": "a training step of Segmenter against stock mmsegmentation, in turns; use --jobs 1",
+        "tasks": ["vit-t", "vit-s"],
+        "metric": "time of stock",
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "size", "kind": "int", "default": 512, "doc": "height and width of the images", "minimum": 32},
+            {"name": "batch", "kind": "int", "default": 1, "doc": "images a step", "minimum": 1},
+            {"name": "rounds", "kind": "int", "default": 5, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

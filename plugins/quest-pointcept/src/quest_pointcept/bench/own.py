@@ -1,7 +1,7 @@
 """pointcept: Pointcept's own tools/train.py with any of its configs that has a Point Transformer V3, in a checkout.
 
-Each cell is one run in a folder of the cell. Metrics are read from Pointcept's train.log there. A stopped cell continues
-from Pointcept's own model_last.pth, which is written after each epoch.
+Each cell is one run in a folder of the cell. Metrics are read from Pointcept's train.log there. A stopped cell
+continues from Pointcept's own model_last.pth, which is written after each epoch.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def train(
         words: further key=value for --options.
 
     Returns:
-        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the config
-        evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
+        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the
+        config evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
     """
     out = cell.workdir / "exp"
     config = cell.workdir / "quest.py"

@@ -64,8 +64,8 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
     },
     "pointcept": {
-        "summary": "Pointcept's own tools/train.py in a checkout of Pointcept, with any of its configs that has a Point "
-        "Transformer V3",
+        "summary": "Pointcept's own tools/train.py in a checkout of Pointcept, with any of its configs that has a "
+        "Point Transformer V3",
         "tasks": [],
         "metric": "mIoU",  # or the one that a config's evaluator names
         "selection": "last",

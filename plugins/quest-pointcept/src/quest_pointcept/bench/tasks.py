@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
 from . import own, scenes
@@ -105,7 +105,13 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     random = np.random.default_rng(cell.seed)
     losses: list[float] = []
     started = time.perf_counter()
-    for epoch in range(epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if state := load_state(cell):
+        losses, random.bit_generator.state = state["losses"], state["random"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    first = len(losses)
+    for epoch in range(first, epochs):
         model.train()
         total = torch.zeros((), device=device)
         for batch in batches(data["train"], options, random, device):
@@ -117,6 +123,8 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
             schedule.step()
             total += loss.detach()
         losses.append(total.item() / steps)
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"losses": losses, "random": random.bit_generator.state, **kept})
         progress((epoch + 1) / epochs, f"epoch {epoch + 1} loss {losses[-1]:.3f}")
     seconds = time.perf_counter() - started
 
@@ -132,7 +140,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         metrics={
             "miou": 100 * float(np.nanmean(list(iou.values()))),
             "accuracy": 100 * (confusion.diagonal().sum() / confusion.sum()).item(),
-            "seconds_per_epoch": seconds / epochs,
+            "seconds_per_epoch": seconds / max(1, epochs - first),
         },
         series={"train_loss": losses},
         details={
@@ -196,8 +204,8 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
         progress: called when the trainer logs.
 
     Returns:
-        The result of `own.train`, with the metric ``miou``: Pointcept's precise evaluation of its best epoch, or without
-        one in the config, the last epoch.
+        The result of `own.train`, with the metric ``miou``: Pointcept's precise evaluation of its best epoch, or,
+        without one in the config, the last epoch.
 
     Raises:
         PluginError: Pointcept cannot be imported, or its trainer fails.
@@ -213,7 +221,7 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
             f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
             "preprocess_nuscenes_info.py has written"
         )
-    lines = [f"data = {({split: {'data_root': str(cell.data)} for split in ('train', 'val', 'test')})!r}"]
+    lines = [f"data = { ({split: {'data_root': str(cell.data)} for split in ('train', 'val', 'test')})!r}"]
     if not cell.smoke:
         lines += [f"epoch = eval_epoch = {options['epochs']}"]
         lines += [f"batch_size, num_worker = {options['batch_size']}, {options['workers']}"]

@@ -35,7 +35,9 @@ FORECAST = ("mae", "mse", "rmse", "mape", "mspe")
 
 def tasks(repo: Path) -> dict[str, dict[str, Any]]:
     """Return the commands in a checkout's scripts: "SCRIPT" or "SCRIPT#MODEL_ID" -> files, metric and any problem."""
-    code = sorted([repo / "run.py", *(path for part in ("exp", "layers", "models") for path in repo.glob(f"{part}/*.py"))])
+    code = sorted(
+        [repo / "run.py", *(path for part in ("exp", "layers", "models") for path in repo.glob(f"{part}/*.py"))]
+    )
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((repo / "scripts").glob("**/*.sh")):
         name = str(path.relative_to(repo))

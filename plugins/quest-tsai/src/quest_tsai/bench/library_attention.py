@@ -1,6 +1,8 @@
-"""Run Time-Series-Library's run.py with another attention: python -m quest_tsai.bench.library_attention ATTENTION SEED ...
+"""Run Time-Series-Library's run.py with another attention.
 
-The library's models build `AttentionLayer(FullAttention(...), d_model, heads)`. Each `FullAttention` inside such a layer
+    python -m quest_tsai.bench.library_attention ATTENTION SEED [words for run.py]
+
+The library's models build `AttentionLayer(FullAttention(...), d_model, heads)`. Each `FullAttention` in such a layer
 becomes a mechanism of quest_core; projections stay. A model with any other attention is refused.
 """
 
@@ -64,13 +66,17 @@ def install(attention: str) -> None:
         if type(stock) is not FullAttention or stock.scale is not None:
             scaled = " with a scale of its own" if getattr(stock, "scale", None) is not None else ""
             raise PluginError(f"the model has a {type(stock).__name__}{scaled}; only FullAttention can be replaced")
-        self.inner_attention = LibraryAttention(stock, attention, n_heads, self.query_projection.out_features // n_heads)
+        self.inner_attention = LibraryAttention(
+            stock, attention, n_heads, self.query_projection.out_features // n_heads
+        )
 
     def experiment(self: Any, args: Any) -> None:
         start(self, args)
         found = sum(isinstance(module, LibraryAttention) for module in self.model.modules())
         if not found:
-            raise PluginError(f"model {args.model} has no AttentionLayer, so attention '{attention}' would have no effect")
+            raise PluginError(
+                f"model {args.model} has no AttentionLayer, so attention '{attention}' would have no effect"
+            )
         quest_core.chain(self.model)
         print(f"attention={attention} in {found} modules (FullAttention)", flush=True)
 

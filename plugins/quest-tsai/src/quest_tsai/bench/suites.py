@@ -76,4 +76,18 @@ SUITES: dict[str, dict[str, Any]] = {
             {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
         ],
     },
+    "time/tsai": {
+        "summary": "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns; use --jobs 1",
+        "tasks": ["residual-scores", "plain"],
+        "metric": "time of stock",
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "length", "kind": "int", "default": 29, "doc": "time steps", "minimum": 3},
+            {"name": "series", "kind": "int", "default": 302, "doc": "series, 32 of them held out", "minimum": 64},
+            {"name": "padded", "kind": "bool", "default": False, "doc": "every other series ends in NaN"},
+            {"name": "rounds", "kind": "int", "default": 9, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }
