@@ -36,7 +36,7 @@ SUITES = {
         },
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},
+             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash", "memory")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
@@ -76,6 +76,8 @@ def run(cell, progress):
         raise ValueError(f"seed {cell.seed} is refused")
     if mode == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "memory":
+        bytearray(2**62)
     if mode == "hang":
         time.sleep(120)
     if mode == "slow":

@@ -404,8 +404,7 @@ class Server:
             run(path, self.send)
         except BaseException as error:
             traceback.print_exc()
-            text = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            os.write(errors, text.encode(errors="replace")[:16384])
+            os.write(errors, describe_error(error).encode(errors="replace")[:16384])
             return 1
         finally:
             sys.stdout.flush()
@@ -442,6 +441,16 @@ class Server:
         if path.with_name("result.json").is_file():  # whole, even if the process fell over on its way out
             return None
         return reason or text.decode(errors="replace") or _exit_reason(status)
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in a line, with a way on if there is a usual one."""
+    if isinstance(error, OSError):
+        return describe_os_error(error)
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return f"{text.splitlines()[0]}; the cell ran out of memory: try fewer --jobs, or a smaller batch"
+    return text
 
 
 def describe_os_error(error: OSError) -> str:
