@@ -148,7 +148,8 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the suite; KEY=A,B sweeps it. Repeatable."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cells at a time; without it, cores / threads, or one a GPU.")
+        int | None,
+        typer.Option(min=1, help="Cells at a time; without it, cores / threads, or one a GPU, or 1 for times."),
     ] = None,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each cell. One is fastest for small models: they run side by side.")
@@ -236,7 +237,7 @@ def run(
         chosen,
         available.python(chosen),
         console,
-        jobs=jobs or (len(devices) if devices else max(1, cores() // threads)),
+        jobs=jobs or chosen.info.get("jobs") or (len(devices) if devices else max(1, cores() // threads)),
         threads=threads,
         gpus=devices,
         timeout=timeout,

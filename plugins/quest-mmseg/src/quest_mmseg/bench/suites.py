@@ -60,9 +60,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "paper": _PAPER["seg/ade20k-c"],
     },
     "time/mmseg": {
-        "summary": "a training step of Segmenter against stock mmsegmentation, in turns; use --jobs 1",
+        "summary": "a training step of Segmenter against stock mmsegmentation, in turns",
         "tasks": ["vit-t", "vit-s"],
         "metric": "time of stock",
+        "jobs": 1,
         "higher_is_better": False,
         "selection": "none",
         "also": [{"metric": "memory of stock"}],

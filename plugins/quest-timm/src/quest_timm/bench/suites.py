@@ -18,9 +18,10 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
     },
     "time/timm": {
-        "summary": "forward and backward of a small ViT-Tiny against stock timm, in turns; use --jobs 1",
+        "summary": "forward and backward of a small ViT-Tiny against stock timm, in turns",
         "tasks": ["replaced", "universal"],
         "metric": "time of stock",
+        "jobs": 1,
         "higher_is_better": False,
         "selection": "none",
         "also": [{"metric": "memory of stock"}],

@@ -18,9 +18,10 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
     },
     "time/transformers": {
-        "summary": "forward and backward of small models against transformers' own sdpa, in turns; use --jobs 1",
+        "summary": "forward and backward of small models against transformers' own sdpa, in turns",
         "tasks": ["bert", "gpt2", "llama", "vit"],
         "metric": "time of stock",
+        "jobs": 1,
         "higher_is_better": False,
         "selection": "none",
         "also": [{"metric": "memory of stock"}],

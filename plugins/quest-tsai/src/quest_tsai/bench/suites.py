@@ -77,9 +77,10 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
     },
     "time/tsai": {
-        "summary": "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns; use --jobs 1",
+        "summary": "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns",
         "tasks": ["residual-scores", "plain"],
         "metric": "time of stock",
+        "jobs": 1,
         "higher_is_better": False,
         "selection": "none",
         "also": [{"metric": "memory of stock"}],
