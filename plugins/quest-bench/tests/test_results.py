@@ -19,6 +19,7 @@ SUITES = ["calibration/pydocs", "images/fashion-mnist", "toy/spurious"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_committed_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "train", 600)
     write(tmp_path, "t10k", 200)
@@ -28,6 +29,7 @@ def test_every_committed_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["speed", "scaling"])
 def test_every_committed_measurement_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

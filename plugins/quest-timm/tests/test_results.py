@@ -13,6 +13,7 @@ SUITES = ["time/timm"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_committed_command_runs(tmp_path: Path) -> None:
     ran = run_committed(RESULTS, SUITES, tmp_path)
     assert {cell.split()[0] for cell in ran} == set(SUITES)

@@ -22,6 +22,7 @@ from quest_core.benchmarks import Cell, Progress, Result, own_trainer
 from quest_core.errors import PluginError
 
 SMOKE_EPOCHS = 1
+LAUNCHER = Path(__file__).with_name("library_attention.py")  # started by path, so that it does not import tsai
 METRICS = {
     "classification": ("accuracy", True, "paper"),
     "long_term_forecast": ("mse", False, "validation"),
@@ -125,7 +126,7 @@ def run_library(cell: Cell, progress: Progress) -> Result:
     epochs = int(command.get("--train_epochs", 10))
     series: dict[str, list[float]] = {}
     started, report = time.perf_counter(), ""
-    launch = [sys.executable, "-m", "quest_tsai.bench.library_attention", cell.attention, str(cell.seed)]
+    launch = [sys.executable, str(LAUNCHER), cell.attention, str(cell.seed)]
     for line in own_trainer("Time-Series-Library's run.py", [*launch, *words], folder=folder):
         if line.startswith("attention="):
             report = line.strip()

@@ -1,6 +1,6 @@
 """Run Time-Series-Library's run.py with another attention.
 
-    python -m quest_tsai.bench.library_attention ATTENTION SEED [words for run.py]
+    python library_attention.py ATTENTION SEED [words for run.py]
 
 The library's models build `AttentionLayer(FullAttention(...), d_model, heads)`. Each `FullAttention` in such a layer
 becomes a mechanism of quest_core; projections stay. A model with any other attention is refused.
@@ -88,7 +88,7 @@ def main(attention: str, seed: int, words: list[str]) -> None:
     for owner, name in ((random, "seed"), (np.random, "seed"), (torch, "manual_seed")):
         given: Any = getattr(owner, name)
         setattr(owner, name, lambda value, given=given: given(value + seed if value == SEED else value))
-    sys.path.insert(0, "")  # the folder's links to the checkout
+    sys.path[0] = ""  # the links to the checkout, in place of this file's folder
     install(attention)
     sys.argv = ["run.py", *words]
     runpy.run_path("run.py", run_name="__main__")
