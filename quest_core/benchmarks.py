@@ -12,6 +12,7 @@ a framework's own training script, and `beside_stock` times a step against the h
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import random
@@ -127,9 +128,7 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
     random.setstate(generators["python"])
     torch.set_rng_state(generators["torch"])
     if "numpy" in generators:
-        import numpy
-
-        numpy.random.set_state(generators["numpy"])
+        importlib.import_module("numpy").random.set_state(generators["numpy"])
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(generators["cuda"])
     state: dict[str, Any] = found["state"]

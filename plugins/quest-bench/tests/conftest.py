@@ -22,7 +22,7 @@ SUITES = {
     "fake/suite": {
         "summary": "numbers made from the seed",
         "tasks": ["one", "two"],
-        "tasks_from_data": "fakebench.tasks:tasks",
+        "tasks_from_data": "fakebench.listing:tasks",
         "data": "a folder with NAME.txt",
         "metric": "score",
         "unit": "%",
@@ -45,6 +45,15 @@ SUITES = {
 }
 """
 
+LISTING = """
+def tasks(data):
+    # each NAME.txt is a task; an empty one is invalid
+    return {
+        path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
+        for path in data.glob("*.txt")
+    }
+"""
+
 TASKS = """
 import math
 import os
@@ -52,14 +61,6 @@ import signal
 import time
 
 from quest_core.benchmarks import Result
-
-
-def tasks(data):
-    # each NAME.txt is a task; an empty one is invalid
-    return {
-        path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
-        for path in data.glob("*.txt")
-    }
 
 
 def run(cell, progress):
@@ -108,6 +109,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "fakebench/__init__.py": "",
         "fakebench/info.py": INFO,
         "fakebench/suites.py": SUITES,
+        "fakebench/listing.py": LISTING,
         "fakebench/tasks.py": TASKS,
         "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
         "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(
@@ -126,6 +128,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("quest_bench.cli.cores", lambda: 1)  # each worker imports torch; tests of many say --jobs
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

@@ -62,7 +62,8 @@ if __name__ == "__main__":
     random.seed(2021)
     torch.manual_seed(2021)
     np.random.seed(2021)
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    words = [word for word in sys.argv[1:] if word != "--no_use_gpu"]
+    given = dict(zip(words[::2], words[1::2]))
 
     class Exp(Exp_Basic):
         def _build_model(self):
