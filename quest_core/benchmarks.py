@@ -4,14 +4,34 @@ A plugin declares its suites as data in a module of its sub-package ``bench`` (R
 ``info.py`` names, for example ``"suites": "quest_tsai.bench.suites:SUITES"``. It implements each suite as one function
 ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
 cell: one task, one attention, one seed.
+
+Three helpers for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `own_trainer` runs
+a framework's own training script, and `beside_stock` times a step against the host's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import importlib
+import math
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import torch
+
+from .errors import PluginError
+
+STATE = "state.pt"
+"""The file in a cell's workdir that `save_state` writes. `quest bench` deletes it when the cell has a result."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +81,180 @@ Progress: TypeAlias = Callable[[float, str], None]
 """progress(fraction done in 0..1, a short text such as "epoch 12 accuracy 0.97")."""
 
 Run: TypeAlias = Callable[[Cell, Progress], Result]
+
+
+# --- a cell that continues after a kill -----------------------------------------------------------------------------
+
+
+def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
+    """Write what a suite needs to continue after this epoch, and the state of every random generator.
+
+    The file is whole or absent, however the process ends.
+
+    Args:
+        cell: the file lies in its workdir.
+        state: what `torch.save` can write: state dicts, series, the number of epochs done.
+    """
+    generators: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        generators["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state_all()
+    path = cell.workdir / STATE
+    neighbour = path.with_suffix(".new")
+    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbour)
+    os.replace(neighbour, path)
+
+
+def _identity(cell: Cell) -> list[Any]:
+    """Everything that determines the numbers of a cell."""
+    facts = (cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint)
+    return list(facts)
+
+
+def load_state(cell: Cell) -> dict[str, Any] | None:
+    """Return the mapping of the last `save_state` and set the random generators as they were.
+
+    Returns:
+        None at a first start, and if the file is of another cell.
+    """
+    path = cell.workdir / STATE
+    if not path.is_file():
+        return None
+    found = torch.load(path, map_location="cpu", weights_only=False)  # a file of this cell's own
+    if found["cell"] != _identity(cell):
+        return None
+    generators = found["generators"]
+    random.setstate(generators["python"])
+    torch.set_rng_state(generators["torch"])
+    if "numpy" in generators:
+        importlib.import_module("numpy").random.set_state(generators["numpy"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(generators["cuda"])
+    state: dict[str, Any] = found["state"]
+    return state
+
+
+# --- a framework's own trainer --------------------------------------------------------------------------------------
+
+
+def own_trainer(
+    name: str, command: Sequence[str], *, folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Run a framework's own training script; yield each line that it prints, and print it too.
+
+    Args:
+        name: what an error calls the script.
+        command: the process to start.
+        folder: its working directory.
+        environment: variables to add.
+
+    Raises:
+        PluginError: the script failed, with its last line.
+    """
+    last = "it printed nothing"
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line.strip() or last
+                yield line
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
+
+
+# --- time and memory against the host's own attention ---------------------------------------------------------------
+
+
+def beside_stock(
+    stock: Callable[[], object], own: Callable[[], object], *, rounds: int, progress: Progress, warm_up: int = 2
+) -> Result:
+    """Time two steps in turns, and measure the memory of each.
+
+    In each round both steps run once, in a random order, so a change of the machine's load meets both alike. On a CPU
+    the time is that of the processor, on a GPU that of the clock.
+
+    Args:
+        stock: one step with the host's own attention.
+        own: the same step with the attention of the cell.
+        rounds: how often each step is timed.
+        progress: called after each round.
+        warm_up: rounds before the first timed one.
+
+    Returns:
+        Metrics ``time of stock`` (the median over the rounds of the ratio), ``seconds`` and ``stock seconds`` (the
+        medians), ``memory of stock`` (the ratio of the peaks) and ``MiB``; series ``ratio`` by round.
+    """
+    steps = {"stock": stock, "own": own}
+    memory = {name: peak_mib(step) for name, step in steps.items()}
+    taken: dict[str, list[float]] = {"stock": [], "own": []}
+    order = random.Random(0)  # leaves the suite's generator alone
+    for round_ in range(warm_up + rounds):
+        for name in order.sample(list(steps), len(steps)):
+            seconds = step_seconds(steps[name])
+            if round_ >= warm_up:
+                taken[name].append(seconds)
+        progress((round_ + 1) / (warm_up + rounds), f"round {round_ + 1}")
+    ratios = [mine / theirs for mine, theirs in zip(taken["own"], taken["stock"], strict=True)]
+    return Result(
+        metrics={
+            "time of stock": statistics.median(ratios),
+            "seconds": statistics.median(taken["own"]),
+            "stock seconds": statistics.median(taken["stock"]),
+            "memory of stock": memory["own"] / memory["stock"] if memory["stock"] else math.nan,
+            "MiB": memory["own"],
+        },
+        series={"ratio": ratios},
+    )
+
+
+def step_seconds(step: Callable[[], object]) -> float:
+    """Return the seconds that a call takes: of the processor on a CPU, of the clock on a GPU."""
+    cuda = torch.cuda.is_available()
+    clock = time.perf_counter if cuda else time.process_time
+    if cuda:
+        torch.cuda.synchronize()
+    started = clock()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    return clock() - started
+
+
+def peak_mib(step: Callable[[], object]) -> float:
+    """Return by how many MiB two calls raise the peak of memory: of a forked process on a CPU, allocated on a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):  # the caller's own call of the step shows the error
+            torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in range(2):
+                step()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            os.write(writing, str(peak / (2**20 if sys.platform == "darwin" else 2**10)).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return float(text or math.nan)

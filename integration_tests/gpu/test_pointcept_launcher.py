@@ -17,7 +17,7 @@ import torch
 environment = "quest-pointcept"
 
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
-BENCHMARKS = Path(__file__).parents[2] / "plugins/quest-pointcept/benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "plugins/quest-pointcept/tests"
 
 pytestmark = [
     pytest.mark.gpu,

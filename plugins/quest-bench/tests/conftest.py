@@ -22,22 +22,36 @@ SUITES = {
     "fake/suite": {
         "summary": "numbers made from the seed",
         "tasks": ["one", "two"],
-        "tasks_from_data": "fakebench.tasks:tasks",
+        "tasks_from_data": "fakebench.listing:tasks",
         "data": "a folder with NAME.txt",
         "metric": "score",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {"one": {"standard": 10.5, "quest": 20.25}},
-        "paper_source": "Table 1",
+        "paper": {
+            "source": "A paper", "table": "table 1", "protocol": "one run", "difference": "none", "spread": "range",
+            "values": {
+                "score": {"one": {"standard": {"value": 10.5, "spread": 0.25}, "quest": {"value": 20, "spread": None}}},
+                "cost": {"one": {"quest": {"value": 7.5, "spread": None}}},
+            },
+        },
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash")},
+             "choices": ("ok", "nan", "fail", "nothing", "hang", "die", "flaky", "slow", "data", "crash", "memory")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
         ],
     },
 }
+"""
+
+LISTING = """
+def tasks(data):
+    # each NAME.txt is a task; an empty one is invalid
+    return {
+        path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
+        for path in data.glob("*.txt")
+    }
 """
 
 TASKS = """
@@ -47,14 +61,6 @@ import signal
 import time
 
 from quest_core.benchmarks import Result
-
-
-def tasks(data):
-    # each NAME.txt is a task; an empty one is invalid
-    return {
-        path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
-        for path in data.glob("*.txt")
-    }
 
 
 def run(cell, progress):
@@ -71,6 +77,8 @@ def run(cell, progress):
         raise ValueError(f"seed {cell.seed} is refused")
     if mode == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "memory":
+        bytearray(2**62)
     if mode == "hang":
         time.sleep(120)
     if mode == "slow":
@@ -101,6 +109,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "fakebench/__init__.py": "",
         "fakebench/info.py": INFO,
         "fakebench/suites.py": SUITES,
+        "fakebench/listing.py": LISTING,
         "fakebench/tasks.py": TASKS,
         "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
         "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(
@@ -119,6 +128,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("quest_bench.cli.cores", lambda: 1)  # each worker imports torch; tests of many say --jobs
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from quest_bench import images
 from quest_bench.suites import IMAGE_OPTIONS
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
+from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
 
@@ -36,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(data: Path | None, attention: str = "quest", task: str = "lr=0.003", **options: object) -> Result:
-    cell = Cell("images/fashion-mnist", task, attention, 0, True, data, DEFAULTS | options, Path())
+    cell = Cell("images/fashion-mnist", task, attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp()))
     return images.run(cell, lambda fraction, text: None)
 
 
@@ -72,3 +74,9 @@ def test_missing_and_broken_data_is_named(data: Path, tmp_path: Path) -> None:
         run(tmp_path)
     with pytest.raises(ConfigError, match="patch is 5"):
         run(data, patch=5)
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
+    options = DEFAULTS | {"train": 200, "validation": 100, "epochs": 2, "layers": 1}
+    cell = Cell("images/fashion-mnist", "lr=0.003", "quest", 0, False, data, options, tmp_path)
+    check_resume(images.run, cell, tmp_path, share=0.5)

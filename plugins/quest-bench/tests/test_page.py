@@ -14,8 +14,10 @@ import pytest
 from test_report import write_results
 
 from quest_bench import worker
+from quest_bench.groups import frame
+from quest_bench.plan import Plan, catalogue, describe_cell, parse_settings
 from quest_bench.report import write_report
-from quest_bench.worker import decode, write_json
+from quest_bench.store import Stored
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
@@ -84,13 +86,16 @@ def test_the_page_in_a_browser(fake: Path, browser: Any, width: int, scheme: str
 
 def test_500_cells_with_10000_points_are_below_a_megabyte(fake: Path) -> None:
     random.seed(0)
-    scores = {name: [50.0 + random.random() for _ in range(3)] for name in ("standard", "quest", "qnorm", "qknorm")}
-    write_results(Path("out"), [f"scale={','.join(map(str, range(1, 43)))}"], scores)
-    series = [round(1 / (1 + i / 500) + random.random() / 10, 5) for i in range(10_000)]
-    for path in Path("out").glob("cells/*/result.json"):
-        found = decode(path.read_text())
-        found["series"]["loss"] = series
-        write_json(path, found)
-    worker.machine()
-    assert len(list(Path("out").glob("cells/*"))) == 504
+    suite = catalogue().suites["fake/suite"]
+    settings = parse_settings(suite, ["scale=1,2,3,4,5,6"])
+    plan = Plan(suite, {"one": None}, ["standard", "quest", "qnorm", "qknorm"], range(21), settings)
+    loss = [round(1 / (1 + i / 500) + random.random() / 10, 5) for i in range(10_000)]
+    facts: dict[str, Any] = {"series": {"loss": loss}, "details": {}, "seconds": 2.0, "machine": worker.machine()}
+    cells = [
+        Stored(cell.workdir.parent, describe_cell(cell), {"metrics": {"score": 50 + random.random()}, **facts}, None)
+        for cell in plan.cells(Path("out"))
+    ]
+    assert len(cells) == 504
+    Path("out").mkdir()
+    frame(cells).to_parquet("out/results.parquet")
     assert write_report(Path("out"), "standard").stat().st_size < 1_000_000

@@ -86,7 +86,7 @@ def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) 
         result["metrics"]["cost"] = 100.0 - result["metrics"]["score"]
         write_json(path, result)
     suites = fake.parent / "site" / "fakebench" / "suites.py"
-    also = '"also": [{"metric": "cost", "unit": "s", "higher_is_better": False, "paper": {"one": {"quest": 7.5}}}],'
+    also = '"also": [{"metric": "cost", "unit": "s", "higher_is_better": False}],'
     suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {also}'))
     score, cost = read_groups(Path("out"), "standard")
     assert (score.title, cost.title) == ("fake/suite/one", "fake/suite/one · cost")
@@ -155,7 +155,7 @@ def test_a_suite_that_is_gone_is_reported_from_its_run(fake: Path, monkeypatch: 
     monkeypatch.undo()
     monkeypatch.chdir(fake)
     assert "fake/suite" not in catalogue().suites
-    assert "Table 1" in write_report(Path("out"), "standard").read_text()
+    assert "A paper, table 1; ± is the range" in write_report(Path("out"), "standard").read_text()
 
 
 def test_broken_plots_of_a_suite_are_a_note(fake: Path) -> None:

@@ -244,7 +244,7 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, 
     running = [start(), start()]
     try:
         for _ in range(kills):
-            time.sleep(random.uniform(0.1, 1.5))
+            time.sleep(random.uniform(0.1, 0.8))
             pids = _tree(random.choice(running).pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(random.choice(pids), signal.SIGKILL)
@@ -375,6 +375,56 @@ def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
     assert app_main(command) == 1
     tasks.write_text(good)
     assert app_main(command) == 0
+
+
+def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
+    tasks = fake.parent / "site" / "fakebench" / "tasks.py"
+    command = [
+        "run",
+        "fake/suite/one",
+        "--attention",
+        "standard",
+        "--seeds",
+        "0",
+        "--set",
+        "mode=memory",
+        "--out",
+        "out",
+    ]
+    assert app_main(command) == 1
+    (cell,) = load_all(Path("out"))
+    assert cell.error == "MemoryError; the cell ran out of memory: try fewer --jobs, or a smaller batch\n"
+    tasks.write_text(tasks.read_text().replace("bytearray(2**62)", "pass"))
+    assert app_main(command) == 0
+
+
+@pytest.mark.parametrize("year", [1990, 2090])
+def test_a_clock_that_jumps_changes_nothing(fake: Path, capfd: pytest.CaptureFixture[str], year: int) -> None:
+    """All files are from another time; one cell is unfinished, and its claim is from that time too."""
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-2", "--out", "out"]
+    assert app_main(command) == 0
+    next(Path("out").glob("cells/*seed1*/result.json")).unlink()
+    for path in Path("out").rglob("*"):
+        os.utime(path, ((year - 1970) * 31_556_952,) * 2)
+    capfd.readouterr()
+    assert app_main(["status", "out"]) == 0
+    assert "2 done, 0 running, 0 failed, 1 unfinished" in capfd.readouterr().out
+    assert app_main(command) == 0
+    assert "2 finished earlier and are kept, 1 to run" in capfd.readouterr().out
+
+
+def test_a_cell_that_another_commit_began_starts_again(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=flaky,fail"]
+    assert app_main([*command, "--out", "out"]) == 1
+    cell = next(path.parent for path in Path("out").glob("cells/*/error.txt"))
+    (cell / "work" / "half").touch()
+    begun = decode((cell / "origin.json").read_text())
+    assert app_main([*command, "--out", "out"]) == 1
+    assert (cell / "work" / "half").is_file()
+    write_json(cell / "origin.json", {**begun, "versions": {"fakebench": "1.1"}})
+    assert app_main([*command, "--out", "out"]) == 1
+    assert not (cell / "work" / "half").exists()
+    assert "another commit or version began this cell" in (cell / "log.txt").read_text()
 
 
 def test_data_counts_by_its_content(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:

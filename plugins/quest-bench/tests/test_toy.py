@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from quest_bench import suites, toy
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
+from quest_core.testing.cells import check_resume
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")
@@ -35,7 +37,7 @@ def make_alone(attention: str, seed: int, block: str) -> toy.Transformer:
 
 
 def run_smoke(**changes: object) -> tuple[Result, list[float]]:
-    cell = Cell("toy/spurious", "retrieval", "quest", 0, True, None, dict(DEFAULTS), Path())
+    cell = Cell("toy/spurious", "retrieval", "quest", 0, True, None, dict(DEFAULTS), Path(tempfile.mkdtemp()))
     fractions: list[float] = []
     result = toy.run(dataclasses.replace(cell, **changes), lambda fraction, text: fractions.append(fraction))
     return result, fractions
@@ -270,3 +272,8 @@ def test_options_need_only_the_standard_library() -> None:
     code = f"import runpy, sys; runpy.run_path({suites.__file__!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.OPTIONS)
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path: Path) -> None:
+    cell = Cell("toy/spurious", "retrieval", "qknorm-hs", 0, True, None, dict(DEFAULTS), tmp_path)
+    check_resume(toy.run, cell, tmp_path, share=0.5)

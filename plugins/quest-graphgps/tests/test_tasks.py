@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch_geometric.data import Batch, Data
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.mechanisms.part import Option
+from quest_core.testing.cells import check_resume
 from quest_graphgps.bench import gated, tasks
 from quest_graphgps.bench.data import (
     add_eigenvectors,
@@ -29,15 +32,17 @@ from quest_graphgps.bench.data import (
 )
 from quest_graphgps.bench.suites import SUITES as ALL
 
-SUITES = {name: suite for name, suite in ALL.items() if name != "graphgps"}  # that one: test_own.py
+SUITES = {name: suite for name, suite in ALL.items() if name.startswith("graph/")}  # others: test_own, test_results
 
-OURS = [suite for suite, declared in SUITES.items() if declared["tasks"]]  # the others find their tasks in a checkout
+OURS = list(SUITES)
 
 
 def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options) -> Cell:
     defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
     task = SUITES[suite]["tasks"][0]
-    return Cell(suite, task, attention, seed, smoke, data, {**defaults, **options}, tmp_path)
+    return Cell(
+        suite, task, attention, seed, smoke, data, {**defaults, **options}, Path(tempfile.mkdtemp(dir=tmp_path))
+    )
 
 
 # --- cells ----------------------------------------------------------------------------------------------------------
@@ -129,7 +134,7 @@ def test_suites_declare_options_that_are_valid(suite) -> None:
 
 def test_every_suite_but_graphgps_own_has_a_config() -> None:
     assert {*tasks.CONFIGS} == {*OURS}
-    assert {*ALL} - {*OURS} == {"graphgps"}  # test_own.py tests it
+    assert {*ALL} - {*OURS} == {"graphgps", "time/graphgps"}  # test_own.py and test_results.py test them
 
 
 @pytest.mark.parametrize("suite", OURS)
@@ -299,3 +304,7 @@ def test_a_users_import_loads_no_benchmark_code() -> None:
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path) -> None:
+    check_resume(tasks.run_graph, cell(tmp_path, "graph/pattern"), tmp_path, share=0.5)

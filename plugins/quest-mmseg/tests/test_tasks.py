@@ -134,8 +134,8 @@ def test_declared_options():
                 nullable=option.get("nullable", False),
             )  # fmt: skip
             assert rule.check(option["default"], "suite") == option["default"]
-    assert SUITES["seg/ade20k"]["paper"]["vit-t"]["quest"] == 38.87
-    assert SUITES["seg/ade20k-c"]["paper"]["vit-s"]["standard"] == 38.45
+    assert SUITES["seg/ade20k"]["paper"]["values"]["mIoU"]["vit-t"]["quest"]["value"] == 38.87
+    assert SUITES["seg/ade20k-c"]["paper"]["values"]["mIoU corrupted"]["vit-s"]["standard"]["value"] == 38.45
 
 
 # --- scenes ---------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ NOT_RUN = (
 
 if ROOT:
     sys.path.insert(0, ROOT)
-    sys.path[:0] = [str(HERE.parent / "benchmarks")]
-    CPU = str(HERE.parent / "benchmarks" / "cpu")
+    CPU = str(HERE / "cpu")
     sys.path.append(CPU)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CPU, os.environ.get("PYTHONPATH")]))  # for children
     spec = importlib.util.spec_from_file_location("pointcept_on_a_cpu", f"{CPU}/sitecustomize.py")

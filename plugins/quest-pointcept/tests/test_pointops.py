@@ -1,4 +1,4 @@
-"""The nearest points that benchmarks/cpu finds in place of Pointcept's CUDA extension: against the definition."""
+"""The nearest points that cpu/ finds in place of Pointcept's CUDA extension: against the definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-POINTOPS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/cpu/pointops/__init__.py"))
+POINTOPS = runpy.run_path(str(Path(__file__).parent / "cpu/pointops/__init__.py"))
 
 
 @pytest.mark.parametrize("nsample", [1, 3, 8])

@@ -7,6 +7,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
+from quest_core.testing.cells import check_resume
 from quest_pointcept.bench import scenes, tasks
 from quest_pointcept.bench.suites import SUITES
 
@@ -23,7 +26,9 @@ DEFAULTS = {name: {o["name"]: o["default"] for o in suite["options"]} for name, 
 
 
 def cell(tmp_path, attention="quest", suite="points/scenes", task="street", data=None, seed=0, **options):
-    return Cell(suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, tmp_path)
+    return Cell(
+        suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, Path(tempfile.mkdtemp(dir=tmp_path))
+    )
 
 
 # --- scenes -----------------------------------------------------------------------------------------------------------
@@ -133,52 +138,6 @@ def test_data_and_configuration_must_be_there(tmp_path, monkeypatch):
         tasks.run_nuscenes(nuscenes(tmp_path, data=tmp_path), print)
 
 
-def test_the_configuration_is_pointcepts_own(tmp_path):
-    base = tmp_path / "base.py"
-    whole = Cell(
-        "points/nuscenes", "val", "quest+gqa(kv_heads=2)", 7, False, tmp_path, DEFAULTS["points/nuscenes"], tmp_path
-    )
-    scope: dict = {}
-    exec(tasks.nuscenes_config(whole, base, tmp_path / "exp"), scope)
-    assert scope["_base_"] == [str(base)]
-    assert scope["model"] == {"backbone": {"attention": {"name": "quest+gqa", "kv_heads": 2}}}
-    assert (scope["epoch"], scope["eval_epoch"], scope["seed"], scope["batch_size"]) == (50, 50, 7, 12)
-    assert "hooks" not in scope  # a real run keeps Pointcept's, with its precise evaluation
-    assert {split["data_root"] for split in scope["data"].values()} == {str(tmp_path)}
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_trainers_log_is_read(tmp_path, monkeypatch, status):
-    """A trainer that only prints Pointcept's lines: what is read of them, and what a failure says."""
-    root = checkout(tmp_path / "root")
-    lines = [
-        "[.. INFO notices.py line 19 7] attention=quest in 22 modules (SerializedAttention; 1 parameters as before)",
-        "[..] Train: [1/2][50/100] Data 0.1 (0.1) Batch 0.1 (0.1) Remain 00:00:01 loss: 2.5000 Lr: 0.002",
-        "[..] Train result: loss: 2.4000 ",
-        "[..] Val result: mIoU/mAcc/allAcc 0.5000/0.6/0.7.",
-        "[..] Train result: loss: 1.9000 ",
-        "[..] Val result: mIoU/mAcc/allAcc 0.4000/0.6/0.7.",
-        "[..] Val result: mIoU/mAcc/allAcc 0.7000/0.8/0.9",
-    ]
-    (root / "tools/train.py").write_text(f"import sys\nprint({chr(10).join(lines)!r})\nsys.exit({status})\n")
-    monkeypatch.setattr(tasks, "checkout", lambda: root)
-    for name in ("info", "raw"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-    told = []
-    chosen = nuscenes(tmp_path, data=tmp_path / "data", epochs=2)
-    if status:
-        with pytest.raises(PluginError, match="ended with status 1; its last lines:\n(.*\n)*.*0.7000/0.8/0.9"):
-            tasks.run_nuscenes(chosen, print)
-        return
-    result = tasks.run_nuscenes(chosen, lambda done, text: told.append((done, text)))
-    assert result.metrics["miou"] == pytest.approx(70.0)
-    assert result.metrics["best_val_miou"] == pytest.approx(50.0)
-    assert result.series == {"train_loss": [2.4, 1.9], "val_miou": pytest.approx([50.0, 40.0])}
-    assert result.details["injected"].startswith("attention=quest in 22 modules")
-    assert result.details["precise_evaluation"]
-    assert told[0] == (0.25, "epoch 1 loss 2.5000")
-
-
 # --- info -------------------------------------------------------------------------------------------------------------
 
 
@@ -205,3 +164,7 @@ def test_a_users_import_loads_no_benchmark_code():
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
+    check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from quest_core.benchmarks import Cell
+from quest_core.testing.cells import check_resume
+from quest_timm.bench import tasks
 from quest_timm.bench.suites import SUITES
 from quest_timm.bench.tasks import make_batch, run_strokes
 
@@ -25,3 +27,10 @@ def test_batches_are_those_of_the_seed():
     one, other = (make_batch(8, 7, torch.Generator().manual_seed(3)) for _ in range(2))
     torch.testing.assert_close(one, other)
     assert one[0].shape == (8, 3, 32, 32)
+
+
+def test_a_stopped_cell_continues(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "SAVE_STEPS", 2)
+    check_resume(
+        run_strokes, Cell("vision/strokes", "strokes", "quest", 0, True, None, OPTIONS, tmp_path), tmp_path, 0.5
+    )

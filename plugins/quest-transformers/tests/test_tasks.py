@@ -7,6 +7,8 @@ import math
 import pytest
 
 from quest_core.benchmarks import Cell
+from quest_core.testing.cells import check_resume
+from quest_transformers.bench import tasks
 from quest_transformers.bench.suites import SUITES
 from quest_transformers.bench.tasks import run_bytes_lm
 
@@ -29,3 +31,9 @@ def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
         tmp_path,
     )
     assert printed == "[]\n"
+
+
+def test_a_stopped_cell_continues(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "SAVE_STEPS", 1)
+    cell = Cell("transformers/bytes-lm", "llama", "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
+    check_resume(run_bytes_lm, cell, tmp_path, 0.3)

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,7 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
+from quest_core.testing.cells import check_resume
 from quest_tsai.bench.data import tasks
 from quest_tsai.bench.suites import SUITES
 from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
@@ -27,14 +30,14 @@ TINY = {**DEFAULTS, "d_model": 16, "layers": 1, "heads": 2}
 
 
 def cell(tmp_path, task="BasicMotions", attention="quest", seed=0, data=None, **options):
-    return Cell("ts/uea", task, attention, seed, True, data, {**TINY, **options}, tmp_path)
+    return Cell("ts/uea", task, attention, seed, True, data, {**TINY, **options}, Path(tempfile.mkdtemp(dir=tmp_path)))
 
 
 @pytest.mark.parametrize("architecture", ["paper", "TSTPlus"])
 def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, architecture):
     reported = []
-    chosen = cell(tmp_path, "JapaneseVowels", architecture=architecture)
-    one, two = (run_uea(chosen, lambda done, text: reported.append((done, text))) for _ in range(2))
+    given = (cell(tmp_path, "JapaneseVowels", architecture=architecture) for _ in range(2))
+    one, two = (run_uea(chosen, lambda done, text: reported.append((done, text))) for chosen in given)
     assert one.series == two.series
     assert [done for done, _ in reported] == [0.5, 1.0] * 2
     chosen_epoch = last_best(one.series["validation"])
@@ -205,3 +208,8 @@ def test_a_users_import_loads_no_benchmark_code():
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("select", ["validation", "last"])
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path, select):
+    check_resume(run_uea, cell(tmp_path, select=select), tmp_path, share=0.5)

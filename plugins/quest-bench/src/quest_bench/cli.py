@@ -148,7 +148,8 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the suite; KEY=A,B sweeps it. Repeatable."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cells at a time; without it, cores / threads, or one a GPU.")
+        int | None,
+        typer.Option(min=1, help="Cells at a time; without it, cores / threads, or one a GPU, or 1 for times."),
     ] = None,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each cell. One is fastest for small models: they run side by side.")
@@ -236,7 +237,7 @@ def run(
         chosen,
         available.python(chosen),
         console,
-        jobs=jobs or (len(devices) if devices else max(1, cores() // threads)),
+        jobs=jobs or chosen.info.get("jobs") or (len(devices) if devices else max(1, cores() // threads)),
         threads=threads,
         gpus=devices,
         timeout=timeout,
@@ -480,6 +481,7 @@ def scaling(
     out: Annotated[Path | None, typer.Option(help="Write scaling.md, .json and .png into this folder.")] = None,
     longest: Annotated[int, typer.Option(help="The longest sequence, up to 16384 tokens.")] = 16384,
     causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Up to 512 tokens; the numbers mean nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
 ) -> None:
@@ -495,7 +497,7 @@ def scaling(
         parse_attentions(attention or bench.DEFAULT),
         out,
         threads=threads or cores(),
-        longest=longest,
+        longest=512 if smoke else longest,
         device=device,
         is_causal=causal,
         command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
@@ -510,6 +512,7 @@ def decode(
     out: Annotated[Path | None, typer.Option(help="Write decode.md and decode.json into this folder.")] = None,
     tokens: Annotated[int, typer.Option(min=20, help="Tokens in the cache.")] = 8192,
     rounds: Annotated[int, typer.Option(min=20, help="How many steps are timed.")] = 100,
+    smoke: Annotated[bool, typer.Option("--smoke", help="64 tokens; the numbers mean nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
 ) -> None:
@@ -521,6 +524,8 @@ def decode(
     """
     from . import decode as bench
 
+    if smoke:
+        tokens, rounds = 64, 20
     if rounds >= tokens:
         raise ConfigError(f"--rounds is {rounds}; it is smaller than --tokens, {tokens}")
     text = bench.run(

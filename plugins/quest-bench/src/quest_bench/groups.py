@@ -25,6 +25,7 @@ from .worker import encode
 SELECTIONS = {
     "validation": "The reported epoch is the best one on a validation split.",
     "last": "The reported epoch is the last one; nothing is selected.",
+    "none": "Each cell is one measurement; nothing is selected.",
     "paper": "The reported epoch is the best one on the test split, as in the paper's protocol. That is optimistic, "
     "and more so the noisier a curve is, so it can favour one attention.",
 }
@@ -55,6 +56,7 @@ class Row:
     seconds: float
     peak_rss_mib: float | None
     paper: float | None
+    paper_spread: float | None
     command: str
     values: Mapping[int, float]
 
@@ -73,7 +75,7 @@ class Row:
             gap = signed(self.difference.mean)
             gap += f" [{interval(self.difference, signs=True)}]" if self.difference.has_interval else ""
         score = number(self.score.mean) + (f" [{spread_or_failures(self)}]" if self.finished else "")
-        return self.attention, f"{self.finished}/{self.planned}", score, gap, number(self.paper), self.verdict
+        return self.attention, f"{self.finished}/{self.planned}", score, gap, printed(self), self.verdict
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,8 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
                 "baseline" if attention == baseline else f"no {baseline} to compare with",
                 estimate([r["seconds"] for r in done]).mean,
                 max(peaks, default=None),
-                suite.paper.get(first["task"], {}).get(attention),
+                suite.printed(first["task"], attention).get("value"),
+                suite.printed(first["task"], attention).get("spread"),
                 reproduce({**first, "attention": attention}, seeds, suite),
                 dict(sorted(own.items())),
             )
@@ -408,6 +411,22 @@ def _describe_settings(settings: Mapping[str, Any]) -> str:
 
 
 # --- words --------------------------------------------------------------------------------------------------------
+
+
+def printed(row: Row) -> str:
+    """The paper's figure with its spread: "0.069 ± 0.002"."""
+    return number(row.paper) + ("" if row.paper_spread is None else f" ± {number(row.paper_spread)}")
+
+
+def paper_words(group: Group) -> str:
+    """Where the paper's figures stand, by which protocol, and how this group's differs; a sentence each."""
+    paper = group.suite.paper
+    spread = f"; ± is the {paper['spread']}" if paper["spread"] else "; it gives no spread"
+    ran = f" This group ran with {group.settings}." if group.settings else ""
+    return (
+        f"{paper['source']}, {paper['table']}{spread}. Its protocol: {paper['protocol']}. This suite's difference: "
+        f"{paper['difference']}.{ran}"
+    )
 
 
 def number(value: float | None) -> str:

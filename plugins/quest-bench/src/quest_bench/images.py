@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError
 from quest_core.projections import Projected
 
@@ -136,7 +136,13 @@ def run(cell: Cell, progress: Progress) -> Result:
     probe = images[validation[:PROBE]]
     first = observe(model, probe)
     series: dict[str, list[float]] = {"train_loss": [], "validation": [], "accuracy": []}
-    for epoch in range(epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if state := load_state(cell):
+        series = state["series"]
+        draw.set_state(state["draw"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for epoch in range(len(series["train_loss"]), epochs):
         model.train()
         losses = []
         for picked in chosen[torch.randperm(count, generator=draw)].split(batch):
@@ -154,6 +160,8 @@ def run(cell: Cell, progress: Progress) -> Result:
         series["train_loss"].append(mean_loss)
         series["validation"].append(accuracy(model, images[validation], labels[validation]))
         series["accuracy"].append(accuracy(model, test, test_labels))
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"series": series, "draw": draw.get_state(), **kept})
         progress((epoch + 1) / epochs, f"epoch {epoch + 1} validation {series['validation'][-1]:.2f}")
     best = max(range(epochs), key=series["validation"].__getitem__)
     last = observe(model, probe)

@@ -36,8 +36,7 @@ class Suite:
     metric: str
     unit: str
     higher_is_better: bool
-    paper: Mapping[str, Mapping[str, float]]
-    paper_source: str
+    paper: Mapping[str, Any]  # source, table, protocol, difference, spread and values of a paper's table, or empty
     options: Mapping[str, Mapping[str, Any]]
     plots: str | None
     data: str
@@ -54,7 +53,14 @@ class Suite:
         yield self
         for other in self.also:
             changed = {key: other.get(key, getattr(self, key)) for key in ("unit", "higher_is_better")}
-            yield replace(self, metric=other["metric"], paper=other.get("paper", {}), **changed)
+            yield replace(self, metric=other["metric"], **changed)
+
+    def printed(self, task: str, attention: str) -> Mapping[str, float | None]:
+        """The "value" and the "spread" of this metric in the paper's table; empty if it has none."""
+        values: Mapping[str, float | None] = (
+            self.paper.get("values", {}).get(self.metric, {}).get(task, {}).get(attention, {})
+        )
+        return values
 
     @classmethod
     def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
@@ -68,7 +74,6 @@ class Suite:
                 unit=info.get("unit", ""),
                 higher_is_better=info.get("higher_is_better", True),
                 paper=info.get("paper", {}),
-                paper_source=info.get("paper_source", ""),
                 options={option["name"]: option for option in info.get("options", ())},
                 plots=info.get("plots"),
                 data=info.get("data", ""),
@@ -246,13 +251,13 @@ def _tasks_of(
         rest = [task for task in sorted(found) if not found[task].get("problem")]
         valid = f"; valid tasks there: {', '.join(rest) or 'none'}"
         raise ConfigError("; ".join(wrong) + valid)
-    own = {task: (found[task]["metric"], found[task]["higher_is_better"]) for task in tasks if "metric" in found[task]}
-    if len(set(own.values())) > 1:
+    keys = ("metric", "higher_is_better", "selection")
+    own = {task: {key: found[task][key] for key in keys if key in found[task]} for task in tasks}
+    own = {task: facts for task, facts in own.items() if facts}
+    if len({tuple(facts.items()) for facts in own.values()}) > 1:
         raise ConfigError(f"the tasks have different metrics, so run them one by one: {own}")
-    if own:
-        metric, higher = next(iter(own.values()))
-        info = {**suite.info, "metric": metric, "higher_is_better": higher}
-        suite = replace(suite, metric=metric, higher_is_better=higher, info=info)
+    for facts in list(own.values())[:1]:
+        suite = Suite.read({**suite.info, **facts}, suite.record)
     return suite, {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 OPTIONS: list[dict[str, Any]] = [
     {
         "name": "samples",
@@ -77,8 +80,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {"retrieval": {"standard": 25.0, "qnorm": 49.0, "quest": 58.0}},
-        "paper_source": "QUEST (arXiv 2604.00199), figure 3 / section 2.2",
+        "paper": _PAPER["toy/spurious"],
         "options": OPTIONS,
         "plots": "quest_bench.toy_plots:plots",
         "needs": None,
@@ -91,6 +93,21 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "selection": "validation",
         "options": IMAGE_OPTIONS,
+        "needs": None,
+    },
+    "calibration/pydocs": {
+        "summary": "what calibration gains when a pretrained character model is fine-tuned with QUEST",
+        "tasks": ["finetune"],
+        "metric": "gain",
+        "unit": "nats",
+        "higher_is_better": True,
+        "selection": "last",
+        "also": [{"metric": "first gain"}, {"metric": "loss", "higher_is_better": False}],
+        "options": [
+            _whole("pretrain", 1500, "steps of pretraining with standard attention"),
+            _whole("finetune", 300, "steps of fine-tuning"),
+            {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
+        ],
         "needs": None,
     },
 }

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
 from quest_core.mechanism import head_sizes
@@ -348,6 +348,16 @@ class AdamW:
             p.grad = self.grad[inside].view(p.shape)
             start = inside.stop
 
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, the parameters included."""
+        return {"flat": self.flat, "mean": self.mean, "square": self.square, "steps": self.steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set parameters and moments as they were."""
+        for name in ("flat", "mean", "square"):
+            getattr(self, name).copy_(state[name])
+        self.steps = state["steps"]
+
     def step(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         """Update the parameters from their gradients, and zero these."""
         self.steps += 1
@@ -418,14 +428,21 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     design = make_design(train.x)
     shuffle = _generator("order", cell.seed)
-    losses, norms = [], []
-    for epoch in range(options["epochs"]):
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+    if state := load_state(cell):
+        losses, norms = state["losses"], state["norms"]
+        optimiser.restore(state["optimiser"])
+        shuffle.set_state(state["shuffle"])
+    for epoch in range(len(losses), options["epochs"]):
         total = torch.zeros(len(grid))
         for chosen in torch.randperm(len(design), generator=shuffle).split(options["batch"]):
             loss = train_step(models, optimiser, design[chosen], train.label[chosen])  # [M]
             total += loss * len(chosen)
         losses.append(total / len(design))
         norms.append(_key_norms(models, train))
+        kept = {"optimiser": optimiser.state(), "shuffle": shuffle.get_state()}
+        save_state(cell, {"losses": losses, "norms": norms, **kept})
         progress((epoch + 1) / options["epochs"], f"epoch {epoch + 1} loss {losses[-1].nanmean():.3f}")
     return _judge(grid, _accuracy(models, train), _accuracy(models, test), torch.stack(losses), torch.stack(norms))
 

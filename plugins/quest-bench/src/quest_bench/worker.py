@@ -35,6 +35,7 @@ import os
 import platform
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,10 +147,17 @@ def list_tasks(function: str, data: str) -> dict[str, Any]:
 
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json beside it."""
-    from quest_core.benchmarks import Cell
+    from quest_core.benchmarks import STATE, Cell
 
     given = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"
+    versions = _versions(given["suite"]) | _owners(given["attention"])
+    origin = {"versions": versions, "commits": _commits(given["suite"])}
+    begun = path.with_name("origin.json")
+    if begun.is_file() and decode(begun.read_text(encoding="utf-8")) != encode(origin):
+        print("another commit or version began this cell, so it starts again", flush=True)
+        shutil.rmtree(workdir, ignore_errors=True)
+    write_json(begun, origin)
     workdir.mkdir(exist_ok=True)
     cell = Cell(
         suite=given["suite"],
@@ -196,12 +204,12 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-            "versions": _versions(cell.suite) | _owners(cell.attention),
-            "commits": _commits(cell.suite),
+            **origin,
             "machine": machine(),
             "finished": utc(),
         },
     )
+    (workdir / STATE).unlink(missing_ok=True)
 
 
 def utc() -> str:
@@ -406,8 +414,7 @@ class Server:
             run(path, self.send)
         except BaseException as error:
             traceback.print_exc()
-            text = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            os.write(errors, text.encode(errors="replace")[:16384])
+            os.write(errors, describe_error(error).encode(errors="replace")[:16384])
             return 1
         finally:
             sys.stdout.flush()
@@ -444,6 +451,16 @@ class Server:
         if path.with_name("result.json").is_file():  # whole, even if the process fell over on its way out
             return None
         return reason or text.decode(errors="replace") or _exit_reason(status)
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in a line, with a way on if there is a usual one."""
+    if isinstance(error, OSError):
+        return describe_os_error(error)
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return f"{text.splitlines()[0]}; the cell ran out of memory: try fewer --jobs, or a smaller batch"
+    return text
 
 
 def describe_os_error(error: OSError) -> str:

@@ -18,7 +18,7 @@ from quest_core.config import AttentionConfig
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
 200 nodes, forward and backward: packing breaks even at 1.7 and takes 0.77 of the time at 2.2
-(benchmarks/ragged_batches.py --rule)."""
+(docs/results/graph-packing.md)."""
 
 STANDARD = AttentionConfig.parse("standard")
 

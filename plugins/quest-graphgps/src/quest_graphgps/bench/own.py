@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, own_trainer
 from quest_core.errors import PluginError
 
 SMOKE_EPOCHS = 2
@@ -66,24 +65,12 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     words += ["train.auto_resume", "True", "train.enable_ckpt", "True", "train.ckpt_period", "1"]
     words += ["optim.max_epoch", str(SMOKE_EPOCHS)] if cell.smoke else []
     words += cell.options["set"].split()
-    last = "it printed nothing"
     started = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, "-m", "quest_graphgps", *words],
-        cwd=cell.data,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            last = line.strip() or last
-            if line.startswith("val: {'epoch': "):
-                done = int(line.partition("'epoch': ")[2].partition(",")[0]) + 1
-                progress(min(done / epochs, 1.0), line.strip()[:100])
-    if process.returncode:
-        raise PluginError(f"GraphGPS's main.py ended with status {process.returncode}: {last}; log.txt has the rest")
+    command = [sys.executable, "-m", "quest_graphgps", *words]
+    for line in own_trainer("GraphGPS's main.py", command, folder=cell.data):
+        if line.startswith("val: {'epoch': "):
+            done = int(line.partition("'epoch': ")[2].partition(",")[0]) + 1
+            progress(min(done / epochs, 1.0), line.strip()[:100])
     return read_stats(cell.workdir / "results", metric, config.get("metric_agg", "argmax") == "argmax", started)
 
 

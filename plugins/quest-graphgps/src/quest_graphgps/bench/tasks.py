@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
 SMOKE_GRAPHS = (24, 8, 8)
@@ -123,6 +123,12 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             if best["state"] is None or sign * found[-1] > sign * found[best["epoch"]]:
                 best["epoch"] = len(found) - 1
                 best["state"] = {key: value.clone() for key, value in lightning.state_dict().items()}
+            name = f"epoch-{len(found)}.ckpt"
+            trainer.save_checkpoint(cell.workdir / name)
+            save_state(cell, {"losses": losses, "found": found, "best": best, "checkpoint": name})
+            for old in cell.workdir.glob("epoch-*.ckpt"):
+                if old.name != name:
+                    old.unlink()
             progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
 
     watch = Watch()
@@ -140,9 +146,17 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
+        checkpoint = None
+        if state := load_state(cell):
+            losses += state["losses"]
+            found += state["found"]
+            best |= state["best"]
+            checkpoint = str(cell.workdir / state["checkpoint"])
+        first = len(found)
         started = time.perf_counter()
-        trainer.fit(model, datamodule=module)
-        seconds = time.perf_counter() - started
+        if first < cfg.optim.max_epoch:
+            trainer.fit(model, datamodule=module, ckpt_path=checkpoint)
+        seconds = (time.perf_counter() - started) / max(1, len(found) - first)
         model.load_state_dict(best["state"])
         trainer.test(model, datamodule=module, verbose=False)
     metric = measure(watch.pairs)
@@ -151,7 +165,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             METRIC_NAMES[cell.suite]: metric,
             "validation": found[best["epoch"]],
             "epochs": float(len(found)),
-            "seconds_per_epoch": seconds / len(found),
+            "seconds_per_epoch": seconds,
         },
         series={"train_loss": losses, "validation": found},
         details={

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 
@@ -9,18 +11,12 @@ def _option(name: str, kind: str, default: Any, doc: str, **limits: Any) -> dict
     return {"name": name, "kind": kind, "default": default, "doc": doc, **limits}
 
 
-# mIoU in % (arXiv 2604.00199, table 5): (clean, corrupted).
-_PAPER = {
-    "vit-t": {"standard": (37.34, 32.19), "quest": (38.87, 33.55)},
-    "vit-s": {"standard": (43.43, 38.45), "quest": (44.13, 39.19)},
-}
-_SOURCE = "QUEST (arXiv 2604.00199), table 5; the paper starts from DeiT weights of the same attention"
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 _ADE20K: dict[str, Any] = {
     "tasks": ["vit-t", "vit-s"],
     "unit": "%",
     "higher_is_better": True,
-    "paper_source": _SOURCE,
     "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
     "data_required": True,
     "options": [
@@ -54,13 +50,27 @@ SUITES: dict[str, dict[str, Any]] = {
         "summary": "Segmenter on ADE20K with the paper's schedule",
         "metric": "mIoU",
         "selection": "last",
-        "paper": {task: {name: pair[0] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+        "paper": _PAPER["seg/ade20k"],
     },
     "seg/ade20k-c": {
         **_ADE20K,
         "summary": "Segmenter on ADE20K with the paper's schedule, under 16 corruptions",
         "metric": "mIoU corrupted",
         "selection": "last",
-        "paper": {task: {name: pair[1] for name, pair in rows.items()} for task, rows in _PAPER.items()},
+        "paper": _PAPER["seg/ade20k-c"],
+    },
+    "time/mmseg": {
+        "summary": "a training step of Segmenter against stock mmsegmentation, in turns",
+        "tasks": ["vit-t", "vit-s"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "size", "kind": "int", "default": 512, "doc": "height and width of the images", "minimum": 32},
+            {"name": "batch", "kind": "int", "default": 1, "doc": "images a step", "minimum": 1},
+            {"name": "rounds", "kind": "int", "default": 5, "doc": "how often each step is timed", "minimum": 2},
+        ],
     },
 }

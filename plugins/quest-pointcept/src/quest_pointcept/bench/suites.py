@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-# Validation mIoU in % on nuScenes (arXiv 2604.00199, table A9).
-_PAPER = {"standard": 80.40, "quest": 80.83, "qknorm-ds": 80.37}
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 SUITES: dict[str, dict[str, Any]] = {
     "points/scenes": {
@@ -40,8 +41,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "paper",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {"val": _PAPER},
-        "paper_source": "QUEST (arXiv 2604.00199), table A9",
+        "paper": _PAPER["points/nuscenes"],
         "data": "nuScenes as Pointcept's preprocess_nuscenes_info.py leaves it: a folder with info/ and raw/",
         "data_required": True,
         "options": [
@@ -61,6 +61,27 @@ SUITES: dict[str, dict[str, Any]] = {
             },
             {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
             {"name": "workers", "kind": "int", "default": 16, "doc": "loader processes", "minimum": 1},
+        ],
+    },
+    "pointcept": {
+        "summary": "Pointcept's own tools/train.py in a checkout of Pointcept, with any of its configs that has a "
+        "Point Transformer V3",
+        "tasks": [],
+        "metric": "mIoU",  # or the one that a config's evaluator names
+        "selection": "last",
+        "unit": "%",
+        "higher_is_better": True,
+        "data": "a checkout of Pointcept (--repo PATH) and configs in it (--cfg FILE)",
+        "data_required": True,
+        "tasks_from_data": "quest_pointcept.bench.own:tasks",
+        "options": [
+            {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
+            {
+                "name": "set",
+                "kind": "str",
+                "default": "",
+                "doc": "further key=value for tools/train.py --options, such as 'epoch=2 eval_epoch=2'",
+            },
         ],
     },
 }

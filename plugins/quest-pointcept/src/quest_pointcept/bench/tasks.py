@@ -13,10 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.config import AttentionConfig
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
-from . import scenes
+from . import own, scenes
 
 RINGS, RAYS = 24, 180
 SMOKE_SCENES, SMOKE_EPOCHS = 4, 2
@@ -110,7 +105,13 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     random = np.random.default_rng(cell.seed)
     losses: list[float] = []
     started = time.perf_counter()
-    for epoch in range(epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if state := load_state(cell):
+        losses, random.bit_generator.state = state["losses"], state["random"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    first = len(losses)
+    for epoch in range(first, epochs):
         model.train()
         total = torch.zeros((), device=device)
         for batch in batches(data["train"], options, random, device):
@@ -122,6 +123,8 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
             schedule.step()
             total += loss.detach()
         losses.append(total.item() / steps)
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"losses": losses, "random": random.bit_generator.state, **kept})
         progress((epoch + 1) / epochs, f"epoch {epoch + 1} loss {losses[-1]:.3f}")
     seconds = time.perf_counter() - started
 
@@ -137,7 +140,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         metrics={
             "miou": 100 * float(np.nanmean(list(iou.values()))),
             "accuracy": 100 * (confusion.diagonal().sum() / confusion.sum()).item(),
-            "seconds_per_epoch": seconds / epochs,
+            "seconds_per_epoch": seconds / max(1, epochs - first),
         },
         series={"train_loss": losses},
         details={
@@ -201,9 +204,8 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
         progress: called when the trainer logs.
 
     Returns:
-        Metrics ``miou``, Pointcept's last validation result (its precise evaluation at the end, if the configuration
-        has one), and ``best_val_miou``, the best result after an epoch, both in %; series
-        ``train_loss`` and ``val_miou`` by epoch.
+        The result of `own.train`, with the metric ``miou``: Pointcept's precise evaluation of its best epoch, or,
+        without one in the config, the last epoch.
 
     Raises:
         PluginError: Pointcept cannot be imported, or its trainer fails.
@@ -219,57 +221,13 @@ def run_nuscenes(cell: Cell, progress: Progress) -> Result:
             f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
             "preprocess_nuscenes_info.py has written"
         )
-    out = cell.workdir / "exp"
-    config = cell.workdir / "quest.py"
-    config.write_text(nuscenes_config(cell, base, out))
-    command = [sys.executable, str(root / "tools" / "train.py"), "--config-file", str(config)]
-    command += ["--num-gpus", str(options["gpus"]), "--options", f"save_path={out}"]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    started = time.perf_counter()
-    losses: list[float] = []
-    mious: list[float] = []
-    tail: list[str] = []
-    report = ""
-    with subprocess.Popen(
-        command,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            tail = [*tail[-40:], line]
-            if match := re.search(r"\] (attention=.+ in \d+ module.*)", line):
-                report = match[1]
-            elif match := re.search(r"Train: \[(\d+)/(\d+)\]\[(\d+)/(\d+)\].* loss: ([\d.]+)", line):
-                epoch, epochs, step, steps = (int(number) for number in match.groups()[:4])
-                if step % 50 == 0:
-                    progress((epoch - 1 + step / steps) / epochs, f"epoch {epoch} loss {match[5]}")
-            elif match := re.search(r"Train result: loss: ([\d.]+)", line):
-                losses.append(float(match[1]))
-            elif match := re.search(r"Val result: mIoU/mAcc/allAcc ([\d.]+)", line):
-                mious.append(100 * float(match[1]))
-                progress(len(losses) / _epochs(cell), f"epoch {len(losses)} mIoU {mious[-1]:.2f}")
-    if process.returncode or not mious:
-        raise PluginError(
-            f"Pointcept's trainer ended with status {process.returncode}; its last lines:\n{''.join(tail)}"
-        )
-    after_epochs = mious[: len(losses)]
-    return Result(
-        metrics={
-            "miou": mious[-1],
-            "best_val_miou": max(after_epochs),
-            "seconds_per_epoch": (time.perf_counter() - started) / len(losses),
-        },
-        series={"train_loss": losses, "val_miou": after_epochs},
-        details={"injected": report, "config": options["config"], "precise_evaluation": len(mious) > len(losses)},
-    )
-
-
-def _epochs(cell: Cell) -> int:
-    return 1 if cell.smoke else int(cell.options["epochs"])
+    lines = [f"data = { ({split: {'data_root': str(cell.data)} for split in ('train', 'val', 'test')})!r}"]
+    if not cell.smoke:
+        lines += [f"epoch = eval_epoch = {options['epochs']}"]
+        lines += [f"batch_size, num_worker = {options['batch_size']}, {options['workers']}"]
+    result = own.train(cell, progress, root, base, lines, gpus=options["gpus"])
+    result.metrics["miou"] = result.metrics.get("precise mIoU", result.metrics["mIoU"])
+    return result
 
 
 def checkout() -> Path:
@@ -283,25 +241,3 @@ def checkout() -> Path:
     if not (root / "tools" / "train.py").is_file():
         raise PluginError(f"Pointcept at {root} has no tools/train.py; use a whole checkout")
     return root
-
-
-def nuscenes_config(cell: Cell, base: Path, out: Path) -> str:
-    """Return Pointcept's configuration with the cell's attention, data and seed."""
-    attention = AttentionConfig.parse(cell.attention).to_dict()
-    data = {split: {"data_root": str(cell.data)} for split in ("train", "val", "test")}
-    lines = [
-        f"_base_ = [{str(base)!r}]",
-        "custom_imports = dict(imports=['quest_pointcept'], allow_failed_imports=False)",
-        f"model = dict(backbone=dict(attention={attention!r}))",
-        f"data = {data!r}",
-        f"epoch = eval_epoch = {_epochs(cell)}",
-        f"batch_size = {cell.options['batch_size']}",
-        f"num_worker = {cell.options['workers']}",
-        f"seed = {cell.seed}",
-        f"save_path = {str(out)!r}",
-        "enable_wandb = False",
-    ]
-    if cell.smoke:  # no long evaluation at the end, no half precision, which a CPU may not have
-        kept = ("CheckpointLoader", "ModelHook", "InformationWriter", "SemSegEvaluator", "CheckpointSaver")
-        lines += [f"hooks = {[{'type': name} for name in kept]!r}", "enable_amp = False", "mix_prob = 0"]
-    return "\n".join([*lines, ""])

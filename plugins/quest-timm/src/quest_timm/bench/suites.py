@@ -17,4 +17,17 @@ SUITES: dict[str, dict[str, Any]] = {
             {"name": "lr", "kind": "float", "default": 0.001, "doc": "learning rate of AdamW", "minimum": 0},
         ],
     },
+    "time/timm": {
+        "summary": "forward and backward of a small ViT-Tiny against stock timm, in turns",
+        "tasks": ["replaced", "universal"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "batch", "kind": "int", "default": 4, "doc": "images a step", "minimum": 1},
+            {"name": "rounds", "kind": "int", "default": 15, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.hosts.injection import REPORT
 
 SIZE, DIRECTIONS, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 64, 1024, 5
+SAVE_STEPS = 50  # a killed cell loses at most this many
 STEPS = ((0, 1), (1, 0), (1, 1), (1, -1))
 
 
@@ -53,13 +54,21 @@ def run_strokes(cell: Cell, progress: Progress) -> Result:
     generator = torch.Generator().manual_seed(cell.seed)  # its own: the same data for every attention
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.options["lr"])
     losses: list[float] = []
-    for step in range(steps):
+    if state := load_state(cell):
+        losses = state["losses"]
+        generator.set_state(state["generator"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(len(losses), steps):
         x, wanted = make_batch(BATCH, cell.options["strokes"], generator)
         loss = F.cross_entropy(model(x), wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if (step + 1) % SAVE_STEPS == 0:
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_state(cell, {"losses": losses, "generator": generator.get_state(), **kept})
         progress((step + 1) / steps, f"step {step + 1} loss {losses[-1]:.3f}")
     model.eval()
     with torch.no_grad():

@@ -17,4 +17,18 @@ SUITES: dict[str, dict[str, Any]] = {
             {"name": "width", "kind": "int", "default": 64, "doc": "features of a token", "minimum": 4},
         ],
     },
+    "time/transformers": {
+        "summary": "forward and backward of small models against transformers' own sdpa, in turns",
+        "tasks": ["bert", "gpt2", "llama", "vit"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "length", "kind": "int", "default": 256, "doc": "tokens; a ViT has 257", "minimum": 1},
+            {"name": "batch", "kind": "int", "default": 4, "doc": "sequences a step", "minimum": 1},
+            {"name": "rounds", "kind": "int", "default": 15, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

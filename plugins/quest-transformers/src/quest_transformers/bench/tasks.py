@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.hosts.injection import REPORT
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 SMOKE_STEPS = 3
+SAVE_STEPS = 50  # a killed cell loses at most this many
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -59,7 +60,12 @@ def run_bytes_lm(cell: Cell, progress: Progress) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.options["lr"], weight_decay=0.01)
     losses: list[float] = []
     model.train()
-    for step in range(steps):
+    if state := load_state(cell):
+        losses = state["losses"]
+        generator.set_state(state["generator"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(len(losses), steps):
         optimizer.param_groups[0]["lr"] = cell.options["lr"] * min((step + 1) / 50, 1) * (1 - step / steps)
         starts = torch.randint(len(data) - LENGTH, (BATCH,), generator=generator).tolist()
         ids = torch.stack([data[start : start + LENGTH] for start in starts])  # [B, N]
@@ -69,6 +75,9 @@ def run_bytes_lm(cell: Cell, progress: Progress) -> Result:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+        if (step + 1) % SAVE_STEPS == 0:
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_state(cell, {"losses": losses, "generator": generator.get_state(), **kept})
         progress((step + 1) / steps, f"step {step + 1} loss {losses[-1]:.3f}")
     model.eval()
     windows = held_out[: len(held_out) // LENGTH * LENGTH].view(-1, LENGTH)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-# Accuracy in %, one row a dataset: standard, quest, qnorm, qknorm (arXiv 2604.00199, tables 7 and A8).
-_PAPER = {
-    "EthanolConcentration": (29.28, 30.42, 29.28, 29.28),
-    "FaceDetection": (65.24, 65.83, 64.81, 64.73),
-    "Handwriting": (42.00, 49.18, 41.06, 49.18),
-    "Heartbeat": (77.56, 78.54, 75.61, 77.56),
-    "JapaneseVowels": (98.38, 98.38, 98.92, 98.38),
-    "PEMS-SF": (83.82, 80.92, 80.92, 79.19),
-    "SelfRegulationSCP1": (88.05, 88.05, 87.71, 88.76),
-    "SelfRegulationSCP2": (58.89, 58.33, 56.67, 54.44),
-    "SpokenArabicDigits": (98.86, 99.41, 99.41, 99.45),
-    "UWaveGestureLibrary": (86.88, 86.25, 85.00, 86.81),
-}
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 SUITES: dict[str, dict[str, Any]] = {
     "ts/uea": {
@@ -25,11 +15,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "accuracy",
         "unit": "%",
         "higher_is_better": True,
-        "paper": {
-            task: dict(zip(("standard", "quest", "qnorm", "qknorm"), row, strict=True)) for task, row in _PAPER.items()
-        },
-        "paper_source": "QUEST (arXiv 2604.00199), table 7 and A8",
-        "paper_protocol": "the best epoch on the test split, which training stops on too (select=paper)",
+        "paper": _PAPER["ts/uea"],
         "preload": ["tsai.tslearner", "tsai.data.core"],
         "tasks_from_data": "quest_tsai.bench.data:tasks",
         "data": "a folder with NAME_TRAIN.ts and NAME_TEST.ts (or .parquet); without one, two datasets of aeon",
@@ -76,5 +62,33 @@ SUITES: dict[str, dict[str, Any]] = {
                 "choices": ["paper", "TSTPlus"],
             },
         ],
-    }
+    },
+    "time-series-library": {
+        "summary": "thuml's Time-Series-Library: its own run.py with any command of its scripts whose model has its "
+        "FullAttention",
+        "tasks": [],
+        "metric": "accuracy",  # or that of the command's task
+        "selection": "paper",  # classification; forecasting and imputation choose on a validation split
+        "data": "a checkout of Time-Series-Library (--repo PATH) and commands in it (--cfg SCRIPT or SCRIPT#MODEL_ID)",
+        "data_required": True,
+        "tasks_from_data": "quest_tsai.bench.library:tasks",
+        "options": [
+            {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
+        ],
+    },
+    "time/tsai": {
+        "summary": "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns",
+        "tasks": ["residual-scores", "plain"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "length", "kind": "int", "default": 29, "doc": "time steps", "minimum": 3},
+            {"name": "series", "kind": "int", "default": 302, "doc": "series, 32 of them held out", "minimum": 64},
+            {"name": "padded", "kind": "bool", "default": False, "doc": "every other series ends in NaN"},
+            {"name": "rounds", "kind": "int", "default": 9, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

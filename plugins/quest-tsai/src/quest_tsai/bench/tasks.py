@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError
 from quest_core.hosts.injection import inject
 
@@ -160,6 +160,11 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
     select = options["select"]
     steering = validation if select == "validation" else accuracies  # the accuracy that chooses the epoch
 
+    def ended() -> bool:
+        """Whether all epochs were run, or the last `patience` of them brought nothing better."""
+        waited = len(steering) - 1 - last_best(steering) if steering else 0
+        return len(losses) >= epochs or (select != "last" and waited >= options["patience"])
+
     class Watch(Callback):
         """Records losses and accuracies, and stops as Time-Series-Library does: an equal accuracy counts as better."""
 
@@ -177,11 +182,14 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
                 validation.append(found)
                 found = test_accuracy(self.learn)
             accuracies.append(found)
+            kept = {name: part.state_dict() for name, part in (("model", self.learn.model), ("opt", self.learn.opt))}
+            kept |= {"loaders": [loader.rng.getstate() for loader in self.learn.dls.loaders]}
+            save_state(cell, {"losses": losses, "accuracies": accuracies, "validation": validation, **kept})
             progress(
                 len(losses) / epochs,
                 f"epoch {len(losses)} {'validation ' * bool(validation)}accuracy {steering[-1]:.2f}",
             )
-            if select != "last" and len(steering) - 1 - last_best(steering) >= options["patience"]:
+            if ended():
                 raise CancelFitException
 
     watched = splits.get("validation", splits["test"])
@@ -215,10 +223,21 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
         learner.model.train()
         return 100 * float(sum(right)) / len(test_y)
 
+    first = 0
+    if state := load_state(cell):
+        learn.model.load_state_dict(state["model"])
+        learn.create_opt()
+        learn.opt.load_state_dict(state["opt"])
+        for loader, draws in zip(learn.dls.loaders, state["loaders"], strict=True):
+            loader.rng.setstate(draws)
+        for series, kept in ((losses, "losses"), (accuracies, "accuracies"), (validation, "validation")):
+            series += state[kept]
+        first = len(losses)
     started = time.perf_counter()
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(epochs)
-    seconds = time.perf_counter() - started
+    if not ended():
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(epochs - first)
+    seconds = (time.perf_counter() - started) / max(1, len(losses) - first)
 
     best = len(accuracies) - 1 if select == "last" else last_best(steering)
     return Result(
@@ -226,7 +245,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
             "accuracy": accuracies[best],
             "last_accuracy": accuracies[-1],
             "epochs": float(len(accuracies)),
-            "seconds_per_epoch": seconds / len(accuracies),
+            "seconds_per_epoch": seconds,
         },
         series={"train_loss": losses, "accuracy": accuracies, **({"validation": validation} if validation else {})},
         details={

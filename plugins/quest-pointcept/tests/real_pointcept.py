@@ -1,6 +1,6 @@
 """Pointcept's own tools/train.py, unmodified, with and without this plugin, on generated datasets.
 
-    python benchmarks/real_pointcept.py --pointcept path/to/Pointcept [--out pointcept-real.md]
+    python tests/real_pointcept.py --pointcept path/to/Pointcept [--out pointcept-real.md]
 
 Three runs of two epochs for each model: Pointcept alone, `attention="standard"` and `attention="quest"`, from the same
 seed. PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_pointcept.bench.scenes`) from Pointcept's nuScenes
@@ -220,7 +220,7 @@ TEXT = """# Pointcept's own trainer, with and without quest-pointcept
 
 Pointcept at commit {commit}; its tools/train.py, two epochs for each run.
 Machine: {machine}.
-Written by `python benchmarks/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
+Written by `python tests/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
 
 `standard` draws the same random numbers as Pointcept alone, so its losses must be the same to rounding; what is shown
 is the greatest difference over all steps, of numbers that Pointcept prints with four decimals. `quest` must train.

@@ -1,0 +1,162 @@
+"""calibration/pydocs: does calibration help a pretrained model that is fine-tuned with QUEST?
+
+A small character model of Python's documentation topics is pretrained with standard attention. Copies are fine-tuned on
+the same batches in the same order: with standard attention; with QUEST by `quest_core.inject`; and with QUEST by
+`quest_core.calibrate`. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.errors import ConfigError
+
+LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 64, 96, 16
+PRETRAIN_RATE = 3e-3
+Batch = tuple[Tensor, Tensor]
+"""Characters [B, N] and the next ones [B, N]."""
+
+
+class LanguageModel(nn.Module):
+    """A causal pre-norm transformer over characters: tokens [B, N] -> logits [B, N, vocabulary]."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.out = nn.Linear(WIDTH, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next character."""
+        x = self.token(tokens) + self.position.weight
+        logits: Tensor = self.out(self.encoder(x, self.mask, is_causal=True))
+        return logits
+
+
+def corpus() -> tuple[Tensor, Tensor, int]:
+    """Return the characters of the training text and of the held-out last tenth, and the size of the vocabulary."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([number[character] for character in text])
+    cut = len(tokens) * 9 // 10
+    return tokens[:cut], tokens[cut:], len(number)
+
+
+def draw(text: Tensor, generator: torch.Generator) -> Batch:
+    """Return random pieces of the text and the next characters."""
+    starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
+    pieces = text[starts + torch.arange(CONTEXT + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def train(
+    model: nn.Module,
+    text: Tensor,
+    held_out: list[Batch],
+    steps: int,
+    rate: float,
+    seed: int,
+    done: Callable[[int], None],
+) -> dict[int, float]:
+    """Train with AdamW, a warm-up over a twentieth of the steps and cosine decay; return held-out losses by step."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
+    warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / (steps - warm))),
+    )
+    asked = {0, 1, 2, 5, 10, 20, 40, 80, 160, 240, *range(320, steps, 160), steps}
+    losses: dict[int, float] = {}
+    for step in range(steps + 1):
+        if step in asked:
+            model.eval()
+            with torch.no_grad():
+                losses[step] = statistics.fmean(loss_of(model, batch).item() for batch in held_out)
+            model.train()
+        if step < steps:
+            optimizer.zero_grad()
+            loss_of(model, draw(text, generator)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            done(step + 1)
+    return losses
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy in nats a character."""
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Pretrain with standard attention, then fine-tune with the cell's attention, calibrated and not.
+
+    Returns:
+        Metrics ``gain`` (held-out loss without calibration less that with it, after fine-tuning, in nats a character;
+        0 for standard attention, which needs none), ``first gain`` (before the first step) and ``loss``; series
+        ``loss`` and ``loss without calibration`` at the steps in the details.
+
+    Raises:
+        ConfigError: the attention is neither standard nor quest.
+    """
+    if cell.attention not in ("standard", "quest"):
+        raise ConfigError(f"calibration is from standard attention to quest; '{cell.attention}' is neither")
+    pretrain, finetune = (4, 4) if cell.smoke else (cell.options["pretrain"], cell.options["finetune"])
+    arms = ["loss", "loss without calibration"] if cell.attention == "quest" else ["loss"]
+    total = pretrain + finetune * len(arms)
+    text, rest, vocabulary = corpus()
+    held_out = [draw(rest, torch.Generator().manual_seed(1000 + i)) for i in range(2 if cell.smoke else 12)]
+
+    def report(before: int) -> Callable[[int], None]:
+        return lambda step: progress((before + step) / total, f"step {before + step}")
+
+    torch.manual_seed(cell.seed)
+    model = LanguageModel(vocabulary)
+    curves: dict[str, dict[int, float]] = {}
+    if state := load_state(cell):
+        model.load_state_dict(state["model"])
+        curves = state["curves"]
+    else:
+        curves["pretraining"] = train(model, text, held_out, pretrain, PRETRAIN_RATE, cell.seed, report(0))
+        save_state(cell, {"model": model.state_dict(), "curves": curves})
+    generator = torch.Generator().manual_seed(500 + cell.seed)
+    samples = [draw(text, generator)[0] for _ in range(4)]
+    details: dict[str, Any] = {"pretrained": curves["pretraining"][pretrain]}
+    for place, arm in enumerate(arms):
+        if arm in curves:
+            continue
+        tuned: nn.Module = copy.deepcopy(model)
+        if cell.attention == "quest" and arm == "loss":
+            tuned, made = quest_core.calibrate(tuned, samples)
+            details["factors"] = {layer.path: layer.factors for layer in made.layers}
+            details |= {"change": made.calibrated, "change without calibration": made.uncalibrated}
+        elif cell.attention == "quest":
+            tuned, _ = quest_core.inject(tuned, "quest")
+        rate, before = cell.options["rate"], pretrain + place * finetune
+        curves[arm] = train(tuned, text, held_out, finetune, rate, 100 + cell.seed, report(before))
+        save_state(cell, {"model": model.state_dict(), "curves": curves})
+    plain = curves[arms[-1]]
+    return Result(
+        {
+            "gain": plain[finetune] - curves["loss"][finetune],
+            "first gain": plain[0] - curves["loss"][0],
+            "loss": curves["loss"][finetune],
+        },
+        {arm: list(curves[arm].values()) for arm in arms},
+        {**details, "steps": list(curves["loss"])},
+    )

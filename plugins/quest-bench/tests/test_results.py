@@ -1,0 +1,55 @@
+"""The commands of docs/results still run, shortened; those of host plugins are tested in their environments."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_images import write
+
+from quest_bench import images
+from quest_bench.cli import app_main
+from quest_bench.groups import read_groups
+from quest_core.testing.cells import committed_commands, run_committed
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+SUITES = ["calibration/pydocs", "images/fashion-mnist", "toy/spurious"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_committed_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "train", 600)
+    write(tmp_path, "t10k", 200)
+    monkeypatch.setattr(images, "DEBIAN", tmp_path)
+    ran = run_committed(RESULTS, SUITES, tmp_path)
+    assert {cell.split()[0] for cell in ran} == set(SUITES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["speed", "scaling"])
+def test_every_committed_measurement_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = {command for command in committed_commands(RESULTS) if command.startswith(f"quest bench {name} ")}
+    assert commands
+    for command in commands:
+        assert app_main([*shlex.split(command)[2:], "--smoke"]) == 0, command
+
+
+def test_reports_name_no_script_of_a_plugin() -> None:
+    """One home for measurement: a suite or a command of quest bench."""
+    found = [path for path in RESULTS.glob("**/*.md") if re.search(r"benchmarks/\w+\.py", path.read_text())]
+    assert found == []
+    assert list(RESULTS.parents[1].glob("plugins/*/benchmarks")) == []
+
+
+@pytest.mark.parametrize(
+    "folder", [path.parent for path in RESULTS.glob("**/results.parquet")], ids=lambda path: path.name
+)
+def test_committed_results_can_be_read(folder: Path) -> None:
+    groups = read_groups(folder, "standard")
+    assert groups
+    assert all(row.finished for group in groups for row in group.rows)

@@ -1,0 +1,122 @@
+"""What a plugin's tests need for its benchmark suites."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from quest_core.benchmarks import Cell, Result, Run
+from quest_core.hosts.discovery import Record, discover, load_info
+
+
+class _Kill(BaseException):
+    """Stands for a signal; no suite catches it."""
+
+
+def check_resume(run: Run, cell: Cell, folder: Path, share: float = 0.01) -> Result:
+    """Assert that a cell that is stopped and run again has the result of one that runs through.
+
+    Args:
+        run: the suite's function.
+        cell: its workdir is replaced.
+        folder: gets two folders for the cell.
+        share: the cell is stopped at the first report of progress that has reached this share.
+
+    Returns:
+        The result of the resumed cell.
+
+    Raises:
+        AssertionError: metrics other than times differ, or the second start began again.
+    """
+    whole, parts = (replace(cell, workdir=folder / name) for name in ("whole", "parts"))
+    for one in (whole, parts):
+        one.workdir.mkdir(parents=True)
+    wanted = run(whole, lambda fraction, text: None)
+
+    def stop(fraction: float, text: str) -> None:
+        if fraction >= share:
+            raise _Kill
+
+    with contextlib.suppress(_Kill):
+        run(parts, stop)
+        raise AssertionError(f"the cell never reported progress of {share}")
+    reported: list[float] = []
+    found = run(parts, lambda fraction, text: reported.append(fraction))
+    first = min(fraction for fraction in reported if fraction > 0)
+    assert first > share, f"the cell began again: its first report is {first}"
+    for name in wanted.metrics.keys() | found.metrics.keys():
+        if "second" not in name:
+            same = wanted.metrics[name] == found.metrics[name] or wanted.metrics[name] != wanted.metrics[name]
+            assert same, f"{name} is {found.metrics[name]}, and {wanted.metrics[name]} without a stop"
+    assert wanted.series == found.series, "the series differ from those of a cell that runs through"
+    return found
+
+
+def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[str]:
+    """Run every `quest bench run` command of committed results with --smoke: each attention of each suite once.
+
+    Args:
+        results: a folder with reports (`*.md`) and records (`run.json`).
+        suites: the suites to run; commands of others, and those that need data, are left out.
+        folder: gets a folder for each cell.
+
+    Returns:
+        The cells that ran, in words.
+    """
+    declared = {name: suite for record in discover() for name, suite in _suites(record).items() if name in suites}
+    ran: dict[tuple[str, str, str, str], None] = {}
+    for command in sorted(set(committed_commands(results))):
+        words = shlex.split(command)[2:]
+        name = next(
+            (n for n in declared if words[0] == "run" and (words[1] == n or words[1].startswith(n + "/"))), None
+        )
+        if name is None or {"--data", "--repo"} & set(words):
+            continue
+        given = dict(itertools.pairwise(words))
+        options = {option["name"]: option["default"] for option in declared[name]["options"]}
+        chosen = [word.split("=", 1) for flag, word in itertools.pairwise(words) if flag == "--set"]
+        for key, text in chosen:
+            first = text.split(",")[0]
+            options[key] = first if isinstance(options[key], str) else json.loads(first)
+        asked = words[1][len(name) + 1 :]
+        for attention in re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest")):
+            for task in asked.split(",") if asked else declared[name]["tasks"]:
+                cell = (name, task, attention, json.dumps(options, sort_keys=True))
+                if cell in ran:
+                    continue
+                ran[cell] = None
+                workdir = folder / str(len(ran))
+                workdir.mkdir()
+                (entry,) = entry_points(group="quest.benchmarks", name=name)
+                result = entry.load()(Cell(name, task, attention, 0, True, None, options, workdir), lambda *_: None)
+                assert declared[name]["metric"] in result.metrics, f"{command}: {result.metrics}"
+    return [" ".join(cell) for cell in ran]
+
+
+def committed_commands(results: Path) -> Iterator[str]:
+    """Yield the `quest bench` commands in reports and records below a folder, with shell variables filled in."""
+    for path in sorted(results.glob("**/run.json")):
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+            yield run["command"]
+    for path in sorted(results.glob("**/*.md")):
+        variables: dict[str, str] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if match := re.match(r"(\w+)='(.*)'$", line):
+                variables[match[1]] = match[2]
+            for command in re.findall(r"(?:^|`)(quest bench [^`]+)", line):
+                for name, value in variables.items():
+                    command = command.replace(f"${name}", value)
+                yield command.strip()
+
+
+def _suites(record: Record) -> Mapping[str, Any]:
+    name = record.info.get("suites")
+    return load_info(name) if name else {}

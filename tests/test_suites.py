@@ -1,0 +1,119 @@
+"""What quest_core.benchmarks gives to suites: states that survive a kill, a framework's own trainer, paired times."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quest_core.benchmarks import STATE, Cell, Result, beside_stock, load_state, own_trainer, peak_mib, save_state
+from quest_core.errors import PluginError
+from quest_core.testing.cells import check_resume, committed_commands
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    return Cell("a/b", "task", "quest", 0, False, None, {"epochs": 3}, tmp_path)
+
+
+def test_a_state_comes_back_with_the_random_generators(cell: Cell) -> None:
+    assert load_state(cell) is None
+    save_state(cell, {"losses": [1.0], "weights": torch.ones(2)})
+    drawn = random.random(), torch.rand(1)
+    state = load_state(cell)
+    assert state is not None
+    assert (state["losses"], state["weights"].tolist()) == ([1.0], [1.0, 1.0])
+    assert (random.random(), torch.rand(1)) == drawn
+    assert [path.name for path in cell.workdir.iterdir()] == [STATE]
+
+
+@pytest.mark.parametrize("change", [{"attention": "standard"}, {"seed": 1}, {"options": {"epochs": 4}}])
+def test_the_state_of_another_cell_is_left_alone(cell: Cell, change: dict) -> None:
+    save_state(cell, {})
+    assert load_state(replace(cell, **change)) is None
+
+
+def train(cell: Cell, progress) -> Result:
+    state = load_state(cell) or {"losses": []}
+    losses = state["losses"]
+    for _ in range(len(losses), 3):
+        losses.append(torch.rand(1).item())
+        if cell.task == "saves":
+            save_state(cell, {"losses": losses})
+        progress(len(losses) / 3, "epoch")
+    return Result({"loss": sum(losses), "seconds": time.time()}, {"losses": losses})
+
+
+def test_a_resumed_cell_is_compared_with_a_whole_one(cell: Cell, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+
+    def seeded(cell: Cell, progress) -> Result:
+        torch.set_rng_state(state)
+        return train(cell, progress)
+
+    check_resume(seeded, replace(cell, task="saves"), tmp_path / "one", 0.3)
+    with pytest.raises(AssertionError, match="began again"):
+        check_resume(seeded, replace(cell, task="forgets"), tmp_path / "two", 0.6)
+
+
+def test_a_trainer_is_read_line_by_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os; print('a'); print(os.environ['WORD'], os.getcwd())"
+    lines = list(own_trainer("it", [sys.executable, "-c", code], folder=tmp_path, environment={"WORD": "b"}))
+    assert lines == ["a\n", f"b {tmp_path}\n"]
+    assert capfd.readouterr().out == "".join(lines)
+    with pytest.raises(PluginError, match="it ended with status 3: it printed nothing; log.txt has the rest"):
+        list(own_trainer("it", [sys.executable, "-c", "raise SystemExit(3)"], folder=tmp_path))
+
+
+def test_a_trainer_ends_with_its_reader(tmp_path: Path) -> None:
+    lines = own_trainer("it", [sys.executable, "-c", "import time; print(1); time.sleep(600)"], folder=tmp_path)
+    started = time.monotonic()
+    assert next(lines) == "1\n"
+    lines.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 60
+
+
+def burn(count: int) -> None:
+    sum(range(count))
+
+
+def test_steps_take_turns() -> None:
+    told: list[float] = []
+    calls: list[str] = []
+
+    def step(name: str, count: int) -> None:
+        calls.append(name)
+        burn(count)
+
+    def progress(fraction: float, text: str) -> None:
+        told.append(fraction)
+
+    found = beside_stock(
+        lambda: step("stock", 300_000), lambda: step("own", 900_000), rounds=5, progress=progress, warm_up=1
+    )
+    assert found.metrics["time of stock"] == pytest.approx(3, rel=0.5)
+    assert found.metrics["seconds"] > found.metrics["stock seconds"] > 0
+    assert len(found.series["ratio"]) == 5
+    assert (calls.count("own"), calls.count("stock"), told[-1]) == (6, 6, 1)  # memory is measured in a fork
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is its allocator's")
+def test_memory_is_the_rise_of_the_peak() -> None:
+    kept: list[torch.Tensor] = []
+    assert peak_mib(lambda: kept.append(torch.ones(2**23))) == pytest.approx(64, rel=0.2)
+    assert kept == []  # of the child
+
+
+def test_commands_of_pages_and_records_are_found(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"runs": [{"command": "quest bench run a"}]}')
+    (tmp_path / "page.md").write_text(
+        "A='standard,quest'\nquest bench run b --attention \"$A\"\nsay `quest bench ls`\n"
+    )
+    wanted = ["quest bench run a", 'quest bench run b --attention "standard,quest"', "quest bench ls"]
+    assert list(committed_commands(tmp_path)) == wanted
