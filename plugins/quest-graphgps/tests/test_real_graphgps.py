@@ -163,7 +163,7 @@ def test_configs_that_graphgps_itself_cannot_run_fail_as_in_stock(gps, name, why
     [
         (PATTERN, ("gt.layer_type", "CustomGatedGCN+Quest"), "quest in 2"),
         (ZINC, ("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2) in 2"),
-        (ZINC, ("gt.attention", "{name: quest, kv_heads: 2}"), "quest+gqa(kv_heads=2) in 2"),
+        (ZINC, ("gt.attention", '{"name": "quest", "kv_heads": 2}'), "quest+gqa(kv_heads=2) in 2"),
         (ZINC, ("gt.attention", "elliptical-quest"), "elliptical-quest in 2"),
         ("configs/GPS/cluster-GPS.yaml", ("gt.attention", "qknorm-hs+sigmoid"), "qknorm-hs+sigmoid in 2"),
         ("configs/GPS/zinc-GPSwGraphormer.yaml", ("gt.attention", "quest"), "quest in 2"),
@@ -183,7 +183,7 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
     ("options", "said"),
     [
         (("gt.attention", "qest"), "did you mean 'quest'"),
-        (("gt.attention", "{name: quest, kv_head: 2}"), "'kv_heads' belongs to dgqa, gqa"),
+        (("gt.attention", '{"name": "quest", "kv_head": 2}'), "'kv_heads' belongs to dgqa, gqa"),
         (("gt.attention.kv_heads", "2"), "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
