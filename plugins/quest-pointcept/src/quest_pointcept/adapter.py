@@ -38,8 +38,7 @@ class PointceptAdapter(Adapter):
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's own sub-modules around another mechanism; see quest_pointcept.layers."""
-        made = _replacement(site.module)
-        assert made is not None
+        made: Any = _replacement(site.module)
         return made.from_host(site, config)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
