@@ -100,7 +100,7 @@ def _examine(entry: Entry) -> Record:
         info = check_info(entry.name, read_info(entry.value))
         host = str(info["host"])
         wanted = host_requirements(entry, host)
-        importable = _is_importable(info["module"])
+        module = "module" not in info or _is_importable(info["module"])
         checkout = "checkout" in info and _is_importable(info["checkout"])
     except Exception as error:
         return record("broken", f"its info {entry.value} cannot be read: {cause(error)}", entry.fix)
@@ -111,7 +111,7 @@ def _examine(entry: Entry) -> Record:
         return record("incompatible", found, f"pip install --upgrade quest-core {entry.distribution}", info)
     installed = [(r, v) for r in wanted if (v := _installed(r.name)) is not None]
     host_name, host_version = next(((r.name, v) for r, v in installed if _accepts(r, v)), ("", None))
-    if host_version or checkout or (not wanted and importable):
+    if host_version or checkout or (not wanted and module):
         return record("ok", "", "", info, host_version, host_name)
     if not wanted:
         found = f"{host} cannot be imported (no module '{info['module']}')"
@@ -160,9 +160,9 @@ def check_info(name: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
     api = info.get("api")
     if not (isinstance(api, tuple | list) and len(api) == 2 and all(type(n) is int for n in api)):
         raise ValueError(f"'api' is {api!r}; it must be two whole numbers such as {API_VERSION}")
-    for key in ("module", "checkout") if "checkout" in info else ("module",):
-        if not all(map(str.isidentifier, str(info.get(key, "")).split("."))):
-            raise ValueError(f"{key!r} is {info.get(key)!r}; it must be a module's name")
+    for key in info.keys() & {"module", "checkout"}:
+        if not all(map(str.isidentifier, str(info[key]).split("."))):
+            raise ValueError(f"{key!r} is {info[key]!r}; it must be a module's name")
     return info
 
 

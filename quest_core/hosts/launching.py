@@ -50,8 +50,10 @@ def wanted(hosts: Sequence[str] | None) -> list[Record]:
         chosen = [find(name) for name in dict.fromkeys(hosts)]
         for record in chosen:
             record.require()
+            if "module" not in record.info:
+                raise PluginError(f"plugin '{record.name}' has no host, so it has nothing to install in a command")
         return chosen
-    records = discover()
+    records = [record for record in discover() if record.status != "ok" or "module" in record.info]
     able = [record for record in records if record.status == "ok"]
     if not able:
         found = "; ".join(f"{r.name} is {r.status} ({r.detail}; fix: {r.fix})" for r in records)
