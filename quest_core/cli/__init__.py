@@ -97,13 +97,13 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
 
 
 def _unknown(command: str, plugins: dict[str, Entry]) -> str:
-    known = {*COMMANDS, *plugins, *ELSEWHERE}
-    missing = "".join(
-        f"; {name} comes with {owner}: pip install {owner}" for name, owner in ELSEWHERE.items() if name not in plugins
-    )
+    said = f"no command '{command}'; {one_of(command, {*COMMANDS, *plugins, *ELSEWHERE})}"
     if command in ELSEWHERE:
-        return f"no command '{command}' is installed{missing}"
-    return f"no command '{command}'; {one_of(command, known)}{missing}"
+        said = f"no command '{command}' is installed"
+    for name, owner in ELSEWHERE.items():
+        if name not in plugins and f"'{name}'" in said:
+            said += f"; {name} comes with {owner}: pip install {owner}"
+    return said
 
 
 def _load(entry: Entry) -> Callable[[list[str]], int]:
