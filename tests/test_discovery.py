@@ -134,7 +134,7 @@ def test_a_checkout_is_a_host_beside_a_package(install: Install, tmp_path: Path)
     assert "p" not in [adapter.name for adapter in loading.running_adapters()]
     importlib.import_module("lying_here")
     try:
-        assert "p" in [adapter.name for adapter in discovery.running_adapters()]
+        assert "p" in [adapter.name for adapter in loading.running_adapters()]
     finally:
         del sys.modules["lying_here"]
 

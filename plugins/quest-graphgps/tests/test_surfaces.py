@@ -22,7 +22,7 @@ from yacs.config import CfgNode
 
 import quest_core
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts import discovery
+from quest_core.hosts import discovery, loading
 from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
 from quest_graphgps.graphgym import requested
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 
 
 def test_the_installed_plugin_is_found_and_ok() -> None:
-    assert isinstance(discovery.adapter("graphgps"), GraphGPSAdapter)
+    assert isinstance(loading.adapter("graphgps"), GraphGPSAdapter)
     assert discovery.load_info("quest_graphgps.info:INFO") == INFO
 
 

@@ -15,7 +15,7 @@ from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES,
 import quest_core
 from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
 from quest_core.errors import UnsupportedError
-from quest_core.hosts import discovery
+from quest_core.hosts import discovery, loading
 from quest_transformers import TransformersAdapter
 from quest_transformers.choice import Choice
 from quest_transformers.info import INFO
@@ -30,7 +30,7 @@ def logits(model, arguments):
 
 
 def test_the_installed_plugin_is_found_and_ok():
-    assert isinstance(discovery.adapter("transformers"), TransformersAdapter)
+    assert isinstance(loading.adapter("transformers"), TransformersAdapter)
     assert discovery.load_info("quest_transformers.info:INFO") == INFO
 
 
