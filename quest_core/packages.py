@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import signal
 import sys
 import threading
 import traceback
@@ -119,21 +120,24 @@ def entries(group: str) -> list[Entry]:
 def contained(what: str) -> Iterator[None]:
     """Run code of another distribution.
 
-    Its prints go to standard error. If it is slow, one line on standard error names it.
+    Its prints go to standard error. If it is slow, one line on standard error names it. Ctrl-C and other signals act as
+    always.
 
     Args:
         what: the module and its distribution, for that line.
 
     Raises:
-        PluginError: the code raised anything but KeyboardInterrupt, SystemExit included; the message is the cause.
+        PluginError: the code raised anything, SystemExit and KeyboardInterrupt included; the message is the cause.
     """
-    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), named_if_slow(what):
+    with ONE_AT_A_TIME, _signals() as received, contextlib.redirect_stdout(sys.stderr), named_if_slow(what):
         try:
             yield
-        except KeyboardInterrupt:  # Ctrl-C ends the program
-            raise
         except BaseException as error:
+            if received:  # the handler of a signal raised it, not the package
+                raise
             raise PluginError(cause(error)) from error
+    if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        raise KeyboardInterrupt  # the package swallowed it
 
 
 @contextlib.contextmanager
@@ -146,6 +150,30 @@ def named_if_slow(what: str) -> Iterator[None]:
         yield
     finally:
         named.cancel()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Give the list of the signals that arrive in this block. Their handlers run as always."""
+    received: list[int] = []
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():  # no other thread receives signals
+        for number in (getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)):
+            handler = signal.getsignal(number)
+            if callable(handler):
+
+                def note(number: int, frame: Any, handler: Any = handler) -> Any:
+                    received.append(number)
+                    return handler(number, frame)
+
+                signal.signal(number, note)
+                replaced[number] = (handler, note)
+    try:
+        yield received
+    finally:
+        for number, (handler, note) in replaced.items():
+            if signal.getsignal(number) is note:  # else the package has set its own
+                signal.signal(number, handler)
 
 
 def cause(error: BaseException) -> str:

@@ -32,6 +32,7 @@ NAP = "import os, time; time.sleep(float(os.environ['NAP']))"
 FAULTS = {
     "raises": ("raise RuntimeError('out of luck')", "RuntimeError: out of luck"),
     "exits": ("import sys; sys.exit(5)", r"it calls sys.exit\(5\)"),
+    "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "cancels": ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
     "hangs": (NAP, "it does not end within"),
     "prints": ("print('hello'); import os; os.write(1, b'')", None),
@@ -413,8 +414,11 @@ quest_core.AttentionConfig.parse("unknown")
 """
 
 
-def test_ctrl_c_ends_the_program_while_a_package_hangs(site: Path) -> None:
-    mechanism("waits", NAP, None).write(site)
+@pytest.mark.parametrize(
+    "source", [NAP, f"try:\n    {NAP}\nexcept BaseException:\n    pass"], ids=["passes", "swallows"]
+)
+def test_ctrl_c_ends_the_program_while_a_package_hangs(source: str, site: Path) -> None:
+    mechanism("waits", source, None).write(site)
     with subprocess.Popen(
         [sys.executable, "-c", HANG],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "NAP": "600"},

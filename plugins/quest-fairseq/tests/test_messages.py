@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -17,7 +18,9 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 TABLE = re.search(r"^\| what you see \|.*\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
 assert TABLE is not None
 MESSAGES = [said for row in TABLE[1].splitlines() for said in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
-NOT_MESSAGES = ("transformer", "quest_transformer")  # models, named beside a message
+NOT_MESSAGES = {"transformer", "quest_transformer"}  # models, named beside a message
+if any(distribution.name == "fairseq" for distribution in importlib.metadata.distributions()):
+    NOT_MESSAGES.add("The dataset is empty")  # 0.12.2 keeps the last batch
 
 LM = ["--task", "language_modeling", "--cpu", "--tokens-per-sample", "24", "--num-workers", "0", *SHAPE]
 TRAIN = [*LM, "--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--max-update", "1", "--no-save"]
