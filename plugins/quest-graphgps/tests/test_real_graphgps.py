@@ -187,7 +187,7 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
         (("gt.attention.kv_heads", "2"), "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
-        (("gt.attention", "aft-full"), "needs ordered tokens"),
+        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), "needs ordered tokens"),
         (
             ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights"),
             "the host reads attention weights and it has none",
