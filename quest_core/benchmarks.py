@@ -5,7 +5,7 @@ A plugin declares its suites as data in a module of its sub-package ``bench`` (R
 ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
 cell: one task, one attention, one seed.
 
-Three helpers for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `own_trainer` runs
+Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `own_trainer` runs
 a framework's own training script, and `beside_stock` times a step against the host's own.
 """
 
