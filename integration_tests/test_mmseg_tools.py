@@ -191,7 +191,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
     assert os.WTERMSIG(os.waitpid(killed, 0)[1]) == signal.SIGKILL
     assert (work / "last_checkpoint").read_text().endswith("iter_2.pth")
     tool(*run, "experiment_name=resumed", "--resume")
-    # What the killed process did after its last checkpoint is done again.
+    # The steps after the killed process's last checkpoint are done again.
     assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 3, 4]
     straight = losses(trained(attention))
     assert losses(work)[:3] == straight[:3]

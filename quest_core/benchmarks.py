@@ -144,7 +144,7 @@ def own_trainer(
     """Run a framework's own training script; yield each line that it prints, and print it too.
 
     Args:
-        name: what an error calls the script.
+        name: the script's name in errors.
         command: the process to start.
         folder: its working directory.
         environment: variables to add.
@@ -201,7 +201,7 @@ def beside_stock(
     steps = {"stock": stock, "own": own}
     memory = {name: peak_mib(step) for name, step in steps.items()}
     taken: dict[str, list[float]] = {"stock": [], "own": []}
-    order = random.Random(0)  # leaves the suite's generator alone
+    order = random.Random(0)  # does not advance the suite's generator
     for round_ in range(warm_up + rounds):
         for name in order.sample(list(steps), len(steps)):
             seconds = step_seconds(steps[name])

@@ -48,8 +48,8 @@ def compare(
 
     Args:
         spelled: the checkpoint's entry; None where it has none, which means standard attention.
-        config: what the model has.
-        attention_from: what the checkpoint was trained with, if the user has said so.
+        config: the model's attention.
+        attention_from: the checkpoint's attention, if the user has named it.
         path: of the layer.
         load: an object that is the same for all layers of one call of load_state_dict; it warns once.
 
@@ -153,7 +153,7 @@ def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
 
     Args:
         model: with quest_core attention in it.
-        attention_from: what the weights were trained with; "standard" for those of the host.
+        attention_from: the attention of the weights; "standard" for those of the host.
     """
     config = AttentionConfig.parse(attention_from)
     for module in model.modules():

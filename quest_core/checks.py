@@ -16,7 +16,7 @@ def check_inputs(
 
     Args:
         key_dim: the features that k must have; None for those of q.
-        cached: keys beside k that the mask speaks of.
+        cached: further keys, before those of k, that the mask covers.
     """
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
     for name, x in () if alike and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):

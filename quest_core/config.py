@@ -8,7 +8,7 @@ All of these mean the same::
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line hands it over
 
 A name is one or more parts joined by ``+``, at most one for each axis (score, normaliser, grouping); what is
-left out is standard, softmax, mha. Families (linear, aft-simple, ...) stand alone.
+left out is standard, softmax, mha. Families (linear, aft-simple, ...) are not combined.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AttentionConfig:
             names, options = _read_text(spec["name"].strip())
             given = {str(key): value for key, value in spec.items() if key != "name"}
             for key in options.keys() & given.keys():
-                raise ConfigError(f"attention: option '{key}' is given twice, in the name and beside it")
+                raise ConfigError(f"attention: option '{key}' is given twice, in the name and as a key")
             return _validate(names, options | given)
         raise ConfigError(
             f"attention is {spec!r} ({type(spec).__name__}); write a name such as 'quest', "
@@ -192,7 +192,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
         if len(chosen) > 1:
             others = ", ".join(f"'{n}'" for a, n in chosen.items() if a != "family")
             raise ConfigError(
-                f"attention '{written}': '{chosen['family']}' never forms attention weights, so it stands alone; "
+                f"attention '{written}': '{chosen['family']}' never forms attention weights, so it is not combined; "
                 f"drop {others}"
             )
     else:

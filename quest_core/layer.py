@@ -92,7 +92,7 @@ class Attention(Projected):
             key_mask: [B, M] boolean, True where a key may be attended to (False = padding).
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N.
-            cache: what the layer remembers of earlier tokens; it is extended by `x`, and M counts both.
+            cache: the state of earlier tokens; it is extended by `x`, and M counts both.
 
         Returns:
             [B, N, E].

@@ -55,7 +55,7 @@ class Observation(NamedTuple):
 
     Attributes:
         q: queries before any normalisation [B, H, N, D].
-        k: keys before any normalisation [B, G, M, D]; while decoding those of the new tokens alone.
+        k: keys before any normalisation [B, G, M, D]; while decoding only those of the new tokens.
         prepared: q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too;
             None for a family.
         mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
@@ -91,7 +91,7 @@ class Mechanism(Spelled):
         head_dim: features D of a query/key head.
         num_kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
             heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
-        standard_scale: the host's own factor on q·k, for the scores that have 1/√D; for hosts that use another.
+        standard_scale: the host's own factor on q·k, if it is not the 1/√D that some scores have.
 
     Raises:
         ConfigError: unknown name or option, heads that kv_heads does not divide, or sizes missing.
@@ -284,7 +284,7 @@ class Mechanism(Spelled):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
 
-        The logits hold additive masks and the residual; what a boolean mask hides is hidden in the weights alone.
+        The logits hold additive masks and the residual; a boolean mask acts only on the weights.
         Arguments as in `forward`, and:
 
         Args:
@@ -315,7 +315,7 @@ class Mechanism(Spelled):
         """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
 
         Args:
-            q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: the new tokens alone.
+            q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: only the new tokens.
             cache: this layer's state; it is extended. A step that raises leaves its tokens as they were.
             attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
                 and reads what the mask says of the new ones.
@@ -346,14 +346,14 @@ class Mechanism(Spelled):
         return out
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """The logits [B, H, N, M] before any mask, of scores that look at queries and keys alone.
+        """The logits [B, H, N, M] before any mask, of scores that look only at queries and keys.
 
         Args:
             q: [B, H, N, D].
             k: [B, G, M, D], in equal consecutive groups.
         """
         if self.family is not None or self.chained:
-            raise UnsupportedError(f"attention '{self.config}' has no logits of queries and keys alone")
+            raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
         grouped = q.shape[1] != k.shape[1]
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]), grouped)
 
@@ -382,7 +382,7 @@ class Mechanism(Spelled):
         if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
             return mask[:, 0, 0]
         raise UnsupportedError(
-            f"attention '{self.config}' takes masks of keys alone, [B, 1, 1, M], for it has no weights that a mask of "
+            f"attention '{self.config}' takes only masks of keys, [B, 1, 1, M]; it has no weights that a mask of "
             f"shape {list(mask.shape)} could act on; say is_causal=True for a causal mask"
         )
 
@@ -531,7 +531,7 @@ def attention(
 
 def stateless(attention: AttentionSpec) -> Mechanism:
     """The mechanism that `attention` names, made once for all callers; ConfigError where it would have a state."""
-    # A mapping is taken apart here, where torch.compile looks on: so that it compiles anew for other contents.
+    # A mapping is taken apart here, where torch.compile reads it, so that other contents compile again.
     mapping = isinstance(attention, Mapping)
     given = tuple(attention.items()) if isinstance(attention, Mapping) else attention
     made: Mechanism = getattr(_STATELESS, _place(given, mapping))

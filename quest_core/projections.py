@@ -184,7 +184,7 @@ class Projections:
         """Replace the projections of a host by smaller copies, where `sizes` has fewer key heads or key features.
 
         Changes `module` only: the Linears and parameters that it shares with the host stay as they were. A module whose
-        projections have the right number of rows already is left alone.
+        projections have the right number of rows already is not changed.
 
         Args:
             module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
@@ -279,7 +279,7 @@ class Projected(nn.Module):
     head_sizes: HeadSizes
     config: AttentionConfig
     loaded: bool = False
-    """Whether a checkpoint's projections have been loaded, so that `start` leaves them alone."""
+    """Whether a checkpoint's projections have been loaded, so that `start` does not change them."""
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -339,7 +339,7 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 
 def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:
-    """The parameters of one entry, by name; raises UnsupportedError where a weight is no parameter by itself."""
+    """The parameters of one entry, by name; raises UnsupportedError where a weight is not a parameter by itself."""
     found: dict[str, nn.Parameter | None] = {}
     if isinstance(value, Tensor):
         found = {name: module._parameters.get(name)}

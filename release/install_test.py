@@ -326,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         if slow := SLOW.search(readme(name).read_text()):
             print(f"left out {name}: {slow[1]}")
             chosen = [other for other in chosen if other != name]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs ends too, on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # running children end too
     RESULTS.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
     try:

@@ -671,7 +671,7 @@ def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> N
         ("aft-conv(grid=*x*)", r"at most one extent as \*"),
         ("aft-conv(dims=3, grid=2x2)", "with dims=3"),
         ("aft-full(rank=0)", "option 'rank' is 0, but takes a whole number of at least 1 or null"),
-        ("quest+aft-simple", "'aft-simple' never forms attention weights, so it stands alone"),
+        ("quest+aft-simple", "'aft-simple' never forms attention weights, so it is not combined"),
     ],
 )
 def test_wrong_options_are_refused(spec: str, message: str) -> None:
@@ -690,7 +690,7 @@ def test_capabilities(name: str) -> None:
         made(q, k, v, dropout_p=0.1)
     with pytest.raises(quest_core.UnsupportedError, match="never forms weights"):
         made.forward_with_weights(q, k, v)
-    with pytest.raises(quest_core.UnsupportedError, match="takes masks of keys alone"):
+    with pytest.raises(quest_core.UnsupportedError, match="takes only masks of keys"):
         made(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool))
     if name == "aft-conv":
         with pytest.raises(quest_core.UnsupportedError, match="looks both ways"):

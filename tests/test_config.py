@@ -1,4 +1,4 @@
-"""One grammar everywhere: what is accepted, what it means, and how mistakes are named."""
+"""One grammar everywhere: accepted texts, their meaning, and the errors of mistakes."""
 
 from __future__ import annotations
 

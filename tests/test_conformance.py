@@ -35,7 +35,7 @@ class TestTorchEncoder(AdapterConformance):
 
 
 class TestTorchEncoderWithoutDropout(TestTorchEncoder):
-    """Where there is no dropout on the weights, mechanisms without weights apply too."""
+    """Without dropout on the weights, mechanisms without weights apply too."""
 
     mechanisms = (*AdapterConformance.mechanisms, "linear", "cosine", "aft-simple", "aft-full", "aft-local")
 
@@ -199,7 +199,7 @@ def test_the_suite_catches_a_wrong_mask() -> None:
 
 
 def test_small_gradients_do_not_accuse_a_right_adapter() -> None:
-    """As of BERT with initializer_range=0.02, where a step of SGD vanishes beside the parameter in float32."""
+    """As of BERT with initializer_range=0.02, where rounding to float32 loses a step of SGD."""
 
     class Small(TestLoopback):
         def make_model(self) -> nn.Module:

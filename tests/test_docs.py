@@ -306,7 +306,7 @@ def test_the_site_works_without_a_server(site: Path) -> None:
 def test_a_browser_finds_a_page_without_a_network(site: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("there is no chromium and no google-chrome")
+        pytest.skip("chromium and google-chrome are missing")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"file://{site}/index.html?q=sinkhorn"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stdout

@@ -96,7 +96,7 @@ def test_layers_of_other_shapes_start_anew() -> None:
 
 
 def test_tokens_in_another_order_are_compared_with_themselves() -> None:
-    """A host may sort its tokens anew in every layer, cut them into rows, and let a row borrow from another."""
+    """A host may sort its tokens in every layer, cut them into rows, and let a row borrow from another."""
     torch.manual_seed(0)
     first, second = pair("elliptical")
     q, k, before = tensors(1, 4, 4, 6)  # [1, H, 6, D]
@@ -164,7 +164,7 @@ def test_a_skipped_predecessor_is_an_error_and_never_standard_attention() -> Non
     with pytest.raises(quest_core.UnsupportedError, match="that layer was skipped"):
         second(*two)  # the values of a pass are handed over once
     first(*one)
-    with pytest.raises(quest_core.UnsupportedError, match="copied alone"):
+    with pytest.raises(quest_core.UnsupportedError, match="only this one was copied"):
         copy.deepcopy(second)(*two)
 
 

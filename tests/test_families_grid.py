@@ -41,7 +41,7 @@ def inputs(spec: str, n: int = N, batch: int = 2, heads: int = 2, dim: int = 4) 
 
 
 class Call(torch.nn.Module):
-    """A mechanism with q, k and v alone as its arguments."""
+    """A mechanism with only q, k and v as its arguments."""
 
     def __init__(self, spec: str, is_causal: bool) -> None:
         super().__init__()

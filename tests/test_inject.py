@@ -1,4 +1,4 @@
-"""inject: what is replaced, what is left alone, and what is refused."""
+"""inject: replaced, untouched and refused modules."""
 
 from __future__ import annotations
 

@@ -353,10 +353,10 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("NAP", "600")
     status, text = run("doctor", "--json", "--timeout", "1.5")
     assert status == 1
-    told = json.loads(text)
-    assert told["ok"] is False
-    records = {record["distribution"]: record for record in told["packages"]}
-    assert [r["status"] for r in told["packages"] if r["distribution"] == "quest-healthy"] == ["ok"] * 3
+    report = json.loads(text)
+    assert report["ok"] is False
+    records = {record["distribution"]: record for record in report["packages"]}
+    assert [r["status"] for r in report["packages"] if r["distribution"] == "quest-healthy"] == ["ok"] * 3
     wrong = []
     for case in CASES:
         record = records[f"broken-{case.name}"]

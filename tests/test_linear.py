@@ -364,13 +364,13 @@ def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
 def test_refusals_say_why() -> None:
     q, k, v = tensors(2, 1, 3, 3, 2)
     linear_, cosine = (build(name, 1, 2) for name in NAMES)
-    with pytest.raises(quest_core.UnsupportedError, match=r"takes masks of keys alone, \[B, 1, 1, M\]"):
+    with pytest.raises(quest_core.UnsupportedError, match=r"takes only masks of keys, \[B, 1, 1, M\]"):
         linear_(q, k, v, attn_mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(quest_core.UnsupportedError, match="'cosine' has no weights to drop"):
         cosine(q, k, v, dropout_p=0.1)
     with pytest.raises(quest_core.UnsupportedError, match="never forms weights"):
         cosine.forward_with_weights(q, k, v)
-    with pytest.raises(quest_core.ConfigError, match="'linear' never forms attention weights, so it stands alone"):
+    with pytest.raises(quest_core.ConfigError, match="'linear' never forms attention weights, so it is not combined"):
         quest_core.AttentionConfig.parse("linear+sigmoid")
     with pytest.raises(quest_core.ConfigError, match="'cosine' has learnable parameters"):
         quest_core.attention(q, k, v, "cosine")

@@ -261,7 +261,7 @@ def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> N
     for strict in (False, True):
         exported = torch.export.export(model, (q, k, v), strict=strict).module()
         torch.testing.assert_close(exported(q, k, v), model(q, k, v))
-    model.spec = second  # what was asked for is no constant of the graph
+    model.spec = second  # the specification must not become a constant of the graph
     assert not torch.allclose(quest_core.attention(q, k, v, first), quest_core.attention(q, k, v, second))
     torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
 

@@ -1,4 +1,4 @@
-"""`quest new-mechanism`: what it writes works at once, in the suites, in a model, and as the tutorial shows it."""
+"""`quest new-mechanism`: its files work at once, in the suites, in a model, and as the tutorial shows it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for name in dir(TestEncoder):
 
 
 def test_a_new_score_of_at_most_twenty_lines_appears_in_the_list_and_in_both_suites(tmp_path: Path) -> None:
-    """Without an edit elsewhere. The benchmark has this test too, and ./dev installs the example beside every host."""
+    """Without an edit elsewhere. The benchmark has this test too, and ./dev installs the example with every host."""
     folder = template.new_mechanism("power", out=tmp_path)
     assert len((folder / "src/quest_power/__init__.py").read_text().splitlines()) <= 20
     env = installed(folder, tmp_path / "site")

@@ -1,4 +1,4 @@
-"""`quest new-plugin`: what it writes works at once, and what it cannot write it refuses without a trace."""
+"""`quest new-plugin`: its files work at once, and a refusal leaves no file."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_what_a_written_adapter_does_not_use_is_refused(theirs: Path) -> None:
         "try: quest_core.inject(other, 'quest', adapter=TheirAdapter())\n"
         "except quest_core.InjectionError as error: print(error)"
     )
-    # their_model is no distribution, so importing the package, which installs the adapter, is refused by name.
+    # their_model is not a distribution, so importing the package, which installs the adapter, is refused by name.
     refused = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert "PluginError: plugin 'their' is unsupported: their_model is not installed" in refused.stderr
     (theirs / "site" / "their_model-3.dist-info").mkdir()
@@ -360,7 +360,7 @@ def test_an_existing_folder_is_left_as_it_is(tmp_path: Path) -> None:
     mine.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="exists already"):
         template.new_plugin("mini", out=tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         template.new_plugin("mini", out=tmp_path / "nowhere")
 
 

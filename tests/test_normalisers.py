@@ -156,7 +156,7 @@ def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, no
 def test_gradients_pass_gradcheck(spec: str, way: str) -> None:
     inputs = tuple(x.requires_grad_() for x in tensors(1, 2, 1, 4, 5, 3))
     mask = torch.rand(4, 5) > 0.3
-    mask[2], mask[:, 1] = False, False  # a query that sees nothing, a key that nobody sees
+    mask[2], mask[:, 1] = False, False  # a query that sees nothing, a key that no query sees
     mask[0, 0] = True
     with path(way):
         for chosen in (None, mask):

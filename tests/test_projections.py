@@ -97,7 +97,7 @@ def hosts(draw: st.DrawFn, narrow: bool = True) -> tuple[Host, HeadSizes]:
 
 
 def reduced(host: Host, sizes: HeadSizes, *, fresh: bool) -> Host:
-    """What a replacement does: a shallow copy with smaller projections."""
+    """Return a shallow copy with smaller projections, as a replacement does."""
     made: Host = shallow_copy(host)
     made.head_sizes = sizes
     made.projections.shrink(made, sizes, fresh=fresh)
@@ -300,7 +300,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
     same_tensors(dict(host.state_dict()), dict(before))
 
 
-# --- weights that are no parameters ---------------------------------------------------------------------------------
+# --- weights that are not parameters -------------------------------------------------------------------------------
 
 
 class _Adapted(nn.Linear):

@@ -228,7 +228,7 @@ def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
     assert f"--wheels is '{tmp_path}', where no wheels are" in done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is to be told")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
 @pytest.mark.needs_torch("2.5", "torch.nn.attention.flex_attention")
 def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "mistakes")

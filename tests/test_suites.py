@@ -84,7 +84,7 @@ def burn(count: int) -> None:
 
 
 def test_steps_take_turns() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     calls: list[str] = []
 
     def step(name: str, count: int) -> None:
@@ -92,7 +92,7 @@ def test_steps_take_turns() -> None:
         burn(count)
 
     def progress(fraction: float, text: str) -> None:
-        told.append(fraction)
+        reported.append(fraction)
 
     found = beside_stock(
         lambda: step("stock", 300_000), lambda: step("own", 900_000), rounds=5, progress=progress, warm_up=1
@@ -100,7 +100,7 @@ def test_steps_take_turns() -> None:
     assert found.metrics["time of stock"] == pytest.approx(3, rel=0.5)
     assert found.metrics["seconds"] > found.metrics["stock seconds"] > 0
     assert len(found.series["ratio"]) == 5
-    assert (calls.count("own"), calls.count("stock"), told[-1]) == (6, 6, 1)  # memory is measured in a fork
+    assert (calls.count("own"), calls.count("stock"), reported[-1]) == (6, 6, 1)  # memory is measured in a fork
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is its allocator's")

@@ -638,11 +638,11 @@ def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
         quest_core.inject(model, "quest", example=x)
 
 
-# --- beside adapters --------------------------------------------------------------------------------------------------
+# --- with adapters ---------------------------------------------------------------------------------------------------
 
 
 class Both(nn.Module):
-    """torch.nn.MultiheadAttention, which has an adapter, beside a call that has none."""
+    """torch.nn.MultiheadAttention, which has an adapter, next to a call that has none."""
 
     def __init__(self) -> None:
         super().__init__()

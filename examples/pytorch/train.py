@@ -4,7 +4,7 @@
   python train.py --attention quest
   python train.py --attention "quest+gqa(kv_heads=2)"
 
-Needs quest-core alone; the text comes with Python.
+Needs only quest-core; the text comes with Python.
 """
 
 import argparse

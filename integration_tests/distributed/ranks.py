@@ -1,4 +1,4 @@
-"""Two processes that all tests of this folder share: starting them anew would cost more than the tests do."""
+"""Two processes that all tests of this folder share, because starting them takes longer than the tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
         """``function(rank, *arguments)`` on every rank at once; what each returned, which must pickle.
 
-        `function` is at the top of a module. A rank that fails takes the others down with it, for they may wait for
+        `function` is at the top of a module. A rank that fails takes the others down with it, because they may wait for
         it; the next call starts new ones.
         """
         if not self._processes:

@@ -1,6 +1,6 @@
 """Tokens divided between two processes by torch's context_parallel: causal, with its balanced halves, and not.
 
-PyTorch enters the kernels of CUDA alone into its ring. Here the CPU's kernel is entered beside them; everything else is
+PyTorch enters only the kernels of CUDA into its ring. Here the CPU's kernel is added; everything else is
 PyTorch's own: the order of the tokens, the ring in both directions and how partial results are merged.
 """
 

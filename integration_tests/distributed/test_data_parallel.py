@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 DGQA = "quest+dgqa(kv_heads=2, window=1)"
 
 
-def alone(attention: str, steps: int = 3) -> dict[str, Tensor]:
+def single(attention: str, steps: int = 3) -> dict[str, Tensor]:
     model = build(attention)
     train(model, steps=range(steps))
     return tensors(model)
@@ -48,7 +48,7 @@ def ddp(rank: int, attention: str, recompute: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
 @pytest.mark.parametrize("attention", TRAINED)
 def test_ddp_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
-    wanted = alone(attention)
+    wanted = single(attention)
     for got in ranks.run(ddp, attention, recompute):
         check_same(got, wanted)
 
@@ -82,7 +82,7 @@ def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
 
 
 def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks: Ranks) -> None:
-    wanted = alone(DGQA)
+    wanted = single(DGQA)
     for got, steps in ranks.run(ddp_compiled):
         assert steps == 3
         check_same(got, wanted)
@@ -150,7 +150,7 @@ def fsdp(rank: int, attention: str, recompute: bool) -> tuple[dict[str, Tensor],
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
 @pytest.mark.parametrize("attention", TRAINED)
 def test_fully_shard_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
-    wanted = alone(attention)
+    wanted = single(attention)
     for got, sharded in ranks.run(fsdp, attention, recompute):
         assert sharded
         check_same(got, wanted)
@@ -217,7 +217,7 @@ def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", DGQA])
 def test_a_distributed_checkpoint_resumes_exactly(ranks: Ranks, attention: str, tmp_path: Path) -> None:
-    wanted = alone(attention, 4)
+    wanted = single(attention, 4)
     for got in ranks.run(fsdp_interrupted, attention, str(tmp_path)):
         check_same(got, wanted)
 

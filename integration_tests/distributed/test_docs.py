@@ -18,7 +18,7 @@ SNIPPETS = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE.read_text(),
 
 
 def run(rank: int, code: str, folder: str) -> bool:
-    enter_cpu_kernel()  # what context_parallel lacks on a CPU
+    enter_cpu_kernel()  # missing in context_parallel on a CPU
     scope = {"device": "cpu", "folder": folder}
     exec(compile(code, PAGE.name, "exec"), scope)
     return "model" in scope or torch.is_tensor(scope["out"])

@@ -77,7 +77,7 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path: Path) -> None:
-    """Rank 0 reads the checkpoint and hands it on: what it says of its attention must arrive with it."""
+    """Rank 0 reads the checkpoint and hands it on; its attention must arrive with it."""
 
     def train(attention: str, updates: int) -> str:
         given: list[object] = [data, "--user-dir", USER_DIR, *RUN.split(), "--save-dir", tmp_path, *TWO]
@@ -95,7 +95,7 @@ def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path:
 def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(
     precision: str, data: Path, tmp_path: Path
 ) -> None:
-    """Started as the README says, with `quest run`; what fairseq prints counts sequences over all processes."""
+    """Started as the README says, with `quest run`; fairseq's log counts sequences over all processes."""
 
     def command(folder: str, *more: str) -> list[object]:
         given = [f"task.data={data}", f"checkpoint.save_dir={tmp_path / folder}", "common.cpu=true"]

@@ -1,4 +1,4 @@
-"""Heads divided between two processes: the same numbers, and no communication beside the output projection."""
+"""Heads divided between two processes: the same numbers, and no communication except in the output projection."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
-NO_DEVICE = 77  # exit status if nothing failed and there is no GPU; test harnesses read it as skipped
+NO_DEVICE = 77  # exit status if nothing failed without a GPU; test harnesses read it as skipped
 RESULTS = ROOT / "runs" / "gpu"  # where table.py looks for step times and test results
 
 
@@ -41,7 +41,7 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
         usage="path/to/python dev gpu [--wheels FOLDER] [--table] [PYTEST ...]\n"
         "       path/to/python dev gpu fetch FOLDER [NAME ...]",
         description="The CUDA tests, with the PyTorch of the python that runs this. See docs/gpu.md.",
-        epilog="Other arguments go to pytest: -k precision, a file. Exit status 77: there is no CUDA device, and the "
+        epilog="Other arguments go to pytest: -k precision, a file. Exit status 77: a CUDA device is missing, and the "
         "part of the tests that a CPU can run has passed. fetch: with a network, download what --wheels installs.",
         allow_abbrev=False,
     )
@@ -152,7 +152,7 @@ def link_pytorch(folder: Path) -> bool:
     """Link the running python's PyTorch, torchvision and what PyTorch requires into `folder`; True if it has PyTorch.
 
     The site-packages that hold them have other packages too, of versions that a framework may not support. Outside of
-    the environment, pip takes what it finds for installed and leaves it alone.
+    the environment, pip takes what it finds for installed and does not replace it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Times, memory and the kernels that ran, on a GPU or on the CPU. Standard library and PyTorch alone."""
+"""Times, memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def against(own: list[float], peer: list[float]) -> Timing:
 
 
 def peak_bytes(call: Call, device: str) -> int:
-    """The most memory that `call` holds at a time beside what was there before."""
+    """Return the most memory that `call` adds at a time."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -232,7 +232,7 @@ def _cell(timing: Timing) -> str:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """What the frameworks' tests have written, by framework."""
+    """Return the results of the frameworks' tests, by framework."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -333,7 +333,7 @@ def tests_markdown(found: dict[str, Counter[str]]) -> str:
 
 
 def not_measured() -> str:
-    """The page while there are no measurements: what they are to be."""
+    """Return the page without measurements: a list of those to make."""
     hosts = [file for file in suite() if file.host is not None]
     lengths = ", ".join(map(str, LENGTHS))
     lines = [

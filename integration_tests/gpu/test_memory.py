@@ -51,7 +51,7 @@ def test_memory_grows_with_the_length_and_not_its_square(attention: str, device:
 
 
 def test_quest_needs_few_copies_of_the_keys_more_than_standard(device: str) -> None:
-    """Forward: unit keys. Backward: their gradient beside that of the keys, and both in float32."""
+    """Forward: unit keys. Backward: their gradient and that of the keys, both in float32."""
     tokens = 16384 if device == "cuda" else 512
     copy = tokens * HEADS * DIM * (2 if device == "cuda" else 4)
     extra = training_peak("quest", tokens, device) - training_peak("standard", tokens, device)

@@ -27,7 +27,7 @@ from .training import HostTraining, Run, compiler, now
 
 environment = "quest-pointcept"
 
-# scenes, rings and rays of a scene, metres of a voxel; then what the model is told beside its defaults
+# scenes, rings and rays of a scene, metres of a voxel; then options of the model that differ from its defaults
 SIZES: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
     "cpu": (
         2,

@@ -56,6 +56,6 @@ def test_the_trainer_on_gpus(gpus: int, real_pointcept: ModuleType, tmp_path: Pa
     # Kernels that add in any order, on both sides: equal at the first step, and near each other after.
     assert standard.losses[0] == pytest.approx(stock.losses[0], rel=1e-3)
     assert standard.losses == pytest.approx(stock.losses, rel=0.05)
-    told = [line for line in quest.lines if "] attention=quest in 8 modules" in line]
-    assert len(told) == gpus
+    noted = [line for line in quest.lines if "] attention=quest in 8 modules" in line]
+    assert len(noted) == gpus
     assert sum(quest.losses[8:]) < sum(quest.losses[:8])

@@ -40,7 +40,7 @@ def run(module: Any, x: Tensor, batch: Tensor, order: Tensor, coord: Tensor) -> 
 @pytest.mark.parametrize("kind", [SerializedAttention, SerializedAttentionRoPE])
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=2)", "qknorm-hs"])
 def test_packed_patches(kind: type[nn.Module], attention: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients against float64, and on a GPU through the variable-length kernel alone."""
+    """Outputs and gradients against float64, and on a GPU only through the variable-length kernel."""
     module = make(kind, attention)
     exact = copy.deepcopy(module).double()
     x, coord = torch.randn(sum(COUNTS), CHANNELS), torch.rand(sum(COUNTS), 3)

@@ -83,7 +83,7 @@ def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, capsys: p
     assert all(f"| `{file.name}` |" in text for file in table.suite())
     page = Path(__file__).parents[2] / "docs" / "results" / "gpu.md"
     if not page.with_suffix(".json").exists():
-        assert page.read_text() == text, "./dev gpu --table writes it anew"
+        assert page.read_text() == text, "./dev gpu --table writes it"
     (tmp_path / "gpu.json").write_text("{}")
     with pytest.raises(SystemExit):
         table.main(["--not-measured", "--out", str(tmp_path / "gpu.md")])

@@ -36,7 +36,7 @@ class HostTraining:
 
     Attributes:
         host: the framework's name, and `distribution` that of its package.
-        model: the architecture in words, for the table.
+        model: the architecture in words; the table shows it.
         steps: training steps of a run, on the CPU and on a GPU.
         rounds: rounds of the step times on a GPU.
         compiles: whether the framework's model can go through torch.compile.
@@ -103,7 +103,7 @@ class HostTraining:
 
     @pytest.mark.gpu
     def test_peak_memory(self) -> None:
-        """QUEST keeps unit keys beside what standard attention keeps."""
+        """QUEST keeps unit keys in addition to the tensors of standard attention."""
         peaks = {
             attention: peak_bytes(lambda a=attention: self.train(a, device="cuda", precision="bf16", steps=2), "cuda")
             for attention in ("standard", "quest")

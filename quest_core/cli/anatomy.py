@@ -36,7 +36,7 @@ PROJECTIONS = (
     ("q_proj", "kv_proj"),
     ("q", "kv"),
 )
-"""Names of packed projections, of one for each role, and of queries beside packed keys and values."""
+"""Names of packed projections, of one for each role, and of queries with packed keys and values."""
 HEAD_DIMS = ("head_dim", "dim_head", "d_head", "attention_head_size")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_heads", "n_kv_head")
 DROPOUTS = ("attn_drop", "attn_dropout", "attention_dropout", "dropout", "dropout_p")

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         "--host",
         action="append",
         metavar="NAME",
-        help="install this plugin alone, and fail now if it cannot be; may be given again (default: all that work)",
+        help="install only this plugin, and fail now if it cannot be; may be given again (default: all that work)",
     )
     options, command = split(argv)
     given = parser.parse_args(options)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the command: what stands behind '--' or begins with the first word that is no option."""
+    """Our own options, and the command: what stands behind '--' or begins with the first word that is not an option."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":

@@ -62,7 +62,7 @@ def new_plugin(
     """Write the plugin ``quest-NAME`` into a new folder of `out`; either all of it or, on any error, nothing.
 
     Without a host the plugin is one for the small Transformer that it brings along (``stand_in.py``), so its tests pass
-    at once. With a host it knows that host's names beside the stand-in.
+    at once. With a host it knows that host's names and the stand-in's.
 
     Args:
         name: lower-case letters, digits and single hyphens.
@@ -132,7 +132,7 @@ _MECHANISM = Path(__file__).parent / "mechanism_template"
 def _write(name: str, out: Path, values: dict[str, str], templates: list[tuple[Path, Path]]) -> Path:
     """Render templates, each a file or folder, into places of the new folder ``quest-NAME`` of `out`."""
     if not out.is_dir():
-        raise ConfigError(f"out is '{out}', which is no folder; make it first or choose another")
+        raise ConfigError(f"out is '{out}', which is not a folder; make it first or choose another")
     target = out / f"quest-{name}"
     if target.exists() or target.is_symlink():
         raise ConfigError(f"'{target}' exists already and is left as it is; remove it, or choose another name or out")

@@ -61,7 +61,7 @@ class Site:
         capabilities: what this site asks of a mechanism.
         fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
             heads, `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
-        stack: the stack of layers it belongs to, where that is not told by paths that differ in numbers only: what
+        stack: the stack of layers it belongs to, where paths that differ only in numbers do not say it: what
             compares a layer with the one before (elliptical) does so within a stack.
     """
 
@@ -75,7 +75,7 @@ class Site:
 
 
 class Adapter(ABC):
-    """What a plugin answers for its host."""
+    """The answers of a plugin about its host."""
 
     name: ClassVar[str]
     """The host's name, as in ``quest-<name>``."""
@@ -99,7 +99,7 @@ class Adapter(ABC):
 
     leaves_alone: ClassVar[frozenset[str]] = frozenset()
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
-    pixel decoder. They are reported; any other that stays is an error, unless `inject` is told `allow_partial`."""
+    pixel decoder. They are reported; any other that stays is an error, unless `inject` gets `allow_partial`."""
     patches: ClassVar[Patches]
     """What `install` has changed in the host; every adapter class has its own."""
 

@@ -104,7 +104,7 @@ class Request:
 
         Args:
             options: of a model in a host's configuration, those of the host among them.
-            where: what the options belong to, for messages.
+            where: the owner of the options, as messages name it.
             others: names among `options` that nothing else reads.
 
         Raises:
@@ -165,7 +165,7 @@ def inject(
         fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
             averaged; fresh ones keep one head of each group, and with it the spread of the initialisation. Options
             that set the start of queries and keys (``quest(init=5)``) need a fresh model.
-        attention_from: what the checkpoints that will be loaded were trained with, if that is another attention on
+        attention_from: the attention of the checkpoints that will be loaded, if that is another on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
         allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
             The report names them.

@@ -23,7 +23,7 @@ from .discovery import Record, discover, find
 
 FOLDER = Path(__file__).resolve().parent / "launched"
 PAIRS = "QUEST_RUN"
-"""The environment variable that tells the processes below which plugins to install: plugin=module, ..."""
+"""The environment variable that names the plugins for processes below: plugin=module, ..."""
 
 
 def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
     Raises:
         PluginError: a plugin does not exist or cannot be used here; or none can.
-        QuestError: there is no such program, or Python is told to ignore the environment.
+        QuestError: the program does not exist, or Python ignores the environment.
     """
     variables = environment(wanted(hosts))
     words = complete(command)

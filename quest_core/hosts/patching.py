@@ -19,7 +19,7 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """What a plugin has changed in its host.
+    """The changes of a plugin in its host.
 
     >>> patches = Patches()
     >>> patches.around("host.layers:Block", "__init__", with_attention)  # as soon as host.layers is imported
@@ -129,7 +129,7 @@ def _exchange(name: str, old: Any, new: Any) -> None:
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` once: now if the module `name` is imported already, else right after its import.
 
-    The code that imports it continues when the action is through. What the action raises, the import raises; the
+    The code that imports it continues when the action is through. An error of the action is raised by the import; the
     module then is not imported, and another attempt calls the actions again.
 
     Args:

@@ -270,7 +270,7 @@ class TorchAdapter(Adapter):
         found = (
             (path, module)
             for path, module in model.named_modules()
-            # A subclass with its own forward is somebody else's attention, which this adapter does not know.
+            # A subclass with its own forward is another attention, which this adapter does not know.
             if isinstance(module, nn.MultiheadAttention)
             and (isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward)
         )

@@ -53,7 +53,7 @@ def in_blocks(
     """Return formula(q, k, v, mask) of every block of queries, joined along axis 2.
 
     Args:
-        formula: what a block gives; where it draws random numbers say `random`.
+        formula: returns the output of a block; if it draws random numbers, pass `random`.
         q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
         mask: boolean or additive, broadcastable to [B, H, N, M].
         is_causal: blocks get only the keys that their last query sees, so that each is a causal problem of its own.

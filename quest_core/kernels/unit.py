@@ -1,4 +1,4 @@
-"""Unit vectors, x / ‖x‖₂ over the last axis: the whole cost of QUEST beside the attention itself.
+"""Unit vectors, x / ‖x‖₂ over the last axis: the whole cost of QUEST except the attention itself.
 
 Reference: :func:`quest_core.testing.references.unit`.
 """

@@ -40,7 +40,7 @@ def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Zeros [B, H, N, D] where there is no key or nothing at all, else None; InputError where v does not fit q."""
+    """Zeros [B, H, N, D] without keys or without batch, else None; InputError where v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
     # Zeros that q has a gradient through, which is 0 too.
@@ -83,7 +83,7 @@ def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
 
 
 class AttentionFreeSimple(Family):
-    """No bias: one weight for a key and feature, whoever asks. [A] equation 5."""
+    """No bias: one weight for a key and feature, the same for all queries. [A] equation 5."""
 
     def __init__(self, dims: Dims | None, *, query: bool) -> None:
         super().__init__(dims)
@@ -199,7 +199,7 @@ class AttentionFreeFull(Family):
 
 
 class AttentionFreeLocal(AttentionFreeFull):
-    """The bias inside a window alone, the sum still over all positions. [A] equation 4."""
+    """The bias only inside a window, the sum still over all positions. [A] equation 4."""
 
     name = "aft-local"
 
@@ -211,7 +211,7 @@ class AttentionFreeLocal(AttentionFreeFull):
         """See `AttentionFreeFull.forward`.
 
         Raises:
-            UnsupportedError: q and k of different lengths, not causal: between two sequences there is no distance.
+            UnsupportedError: q and k of different lengths, not causal: distances between two sequences are undefined.
         """
         if not is_causal and q.shape[2] != k.shape[2]:
             raise UnsupportedError(

@@ -63,7 +63,7 @@ def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) ->
 
     Args:
         k: [B, h, T], v: [B, h, T, D], w: [h, s, ...].
-        grid: what the tokens from `prefix` on fill.
+        grid: the sizes that the tokens from `prefix` on fill.
 
     Returns:
         [B, h, T, D], or None where more than a few bits would cancel.
@@ -141,7 +141,7 @@ class AttentionFreeConv(Family):
         return -(log_p.exp() * log_p).sum()
 
     def penalty(self) -> Tensor:
-        """`entropy_weight` · equation 9: what a trainer adds to its loss."""
+        """`entropy_weight` · equation 9, which a trainer adds to its loss."""
         return self.entropy_weight * self.entropy()
 
     def _positions(self) -> Tensor:

@@ -78,7 +78,7 @@ class Score(Axis):
         """Queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
 
         Args:
-            cache: the layer's state while decoding; `v` and `k` are then the new tokens alone.
+            cache: the layer's state while decoding; `v` and `k` are then only the new tokens.
             head: the key/value head of each query head [H], where the grouping is not that of equal groups.
         """
         return self.query(q), self.key(k)
@@ -149,7 +149,7 @@ class Grouping(Axis):
 
 
 class Family(Axis):
-    """A mechanism that never forms the N×M weights and therefore stands alone.
+    """A mechanism that never forms the N×M weights and is therefore not combined.
 
     A subclass computes `forward` and, where it can be causal, `decode`. Masks reach it as a key mask only.
     """

@@ -3,7 +3,7 @@
 [E] is Elliptical Attention, NeurIPS 2024; [Q] is QUEST, arXiv 2604.00199, section A.5.2.
 
 Each layer needs the values of the layer before it, in the same forward pass. `quest_core.inject` and
-:func:`chain` tell every layer which one that is; a layer that was told nothing refuses to run.
+:func:`chain` name it to every layer; a layer without a predecessor refuses to run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Elliptical(Standard):
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
 
     Values are handed over once, within one forward pass and one thread. A layer that finds none refuses to run: its
-    predecessor was skipped, or is a copy that nobody runs.
+    predecessor was skipped, or is an unused copy.
     """
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
@@ -60,7 +60,7 @@ class Elliptical(Standard):
         """For calls inside the block: the host puts its tokens into an order of this layer's own.
 
         Layers then hand values over token by token, so that each token is compared with itself. Needed where tokens
-        are sorted or cut into windows anew from layer to layer.
+        are sorted or cut into windows in every layer.
 
         Args:
             to_tokens: values as this layer is called with, [B, G, M, D], to an order that all layers share, of any
@@ -104,7 +104,7 @@ class Elliptical(Standard):
         """
         if self._previous is None:
             raise UnsupportedError(
-                "elliptical attention needs the values of the layer before it, and nobody said which layer that is; "
+                "elliptical attention needs the values of the layer before it, and that layer is unknown; "
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
         (previous,) = self._previous
@@ -126,7 +126,7 @@ class Elliptical(Standard):
         if before is None:
             raise UnsupportedError(
                 "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                "skipped, or this one was copied alone. Run all layers in their order, and call "
+                "skipped, or only this one was copied. Run all layers in their order, and call "
                 "quest_core.chain(model) after copying layers"
             )
         if self.training:
@@ -136,7 +136,7 @@ class Elliptical(Standard):
     def _again(self, kept: Tensor) -> Tensor:
         """Return what `_first` has taken in the forward pass that is being computed again.
 
-        On a GPU the backward pass runs in a thread of its own, so the values tell which forward pass that was.
+        On a GPU the backward pass runs in a thread of its own, so the values name their forward pass.
         """
         for own, before in list(self._step.values()):
             if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):

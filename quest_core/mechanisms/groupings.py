@@ -114,7 +114,7 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class KeyDriven(Grouped):
-    """Key heads with larger norms serve more query heads, anew in every forward pass ([G], equations 1-3)."""
+    """Key heads with larger norms serve more query heads, decided in every forward pass ([G], equations 1-3)."""
 
     name: ClassVar[str] = "kdgqa"
     shares = False

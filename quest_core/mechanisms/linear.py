@@ -1,8 +1,8 @@
 """The linear family: attention without a softmax, so that the products reassociate and no N×M weights are formed.
 
 Both compute q_i · Σ_j k_j v_jᵀ over the keys that query i sees. Without causality that sum is one D×Dv matrix. If
-causal, tokens are taken in chunks: what a query gets from earlier chunks comes through the sum at the start of its
-chunk, what it gets from its own chunk through the C×C products inside. Sums are kept in float32 or wider.
+causal, tokens are taken in chunks: earlier chunks reach a query through the sum at the start of its
+chunk, its own chunk through the C×C products inside. Sums are kept in float32 or wider.
 
 The weights have no logarithm that an additive mask b could be added to before an exponential. It means the same here:
 the weight of a key is multiplied by exp(b), and −inf hides the key.
@@ -158,7 +158,7 @@ def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-    """`_sum_keys` for the new tokens alone, after those whose sum the cache holds; extends it."""
+    """`_sum_keys` for only the new tokens, after those whose sum the cache holds; extends it."""
     total = k.transpose(-1, -2) @ v  # [B, H, D, E]
     before = None
     if "sum" in cache:

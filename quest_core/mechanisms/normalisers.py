@@ -180,7 +180,7 @@ class Sinkhorn(Normaliser):
 
         Args:
             sums: gives the log sums of the columns from their factors before the rows are scaled.
-            target: what the log sums become.
+            target: the log sums to reach.
         """
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0

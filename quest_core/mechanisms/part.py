@@ -45,7 +45,7 @@ class Option:
     """One option of a part: its name, type, default and the values it takes.
 
     Attributes:
-        starts: what the option sets in a fresh model only: "q" or "k", the expected norm of a head's queries or keys;
+        starts: set by the option in a fresh model: "q" or "k", the expected norm of a head's queries or keys;
             "own", the part's own parameters; None for an option that changes the function itself. A checkpoint does
             not depend on options that only set a start.
     """

@@ -32,7 +32,7 @@ from quest_core.testing.mechanisms import known
 from quest_core.testing.truth import computed_by_truth, missing
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
-"""What a checkpoint comes from and what it is loaded into; gqa with as few key heads as every site allows."""
+"""The attentions of a checkpoint and of the model that loads it; gqa with as few key heads as every site allows."""
 
 
 class _Cubed(Score):
@@ -282,7 +282,7 @@ class AdapterConformance(ABC):
             assert not named or len(zero) < len(named), f"{attention}: the gradients of {', '.join(zero)} are zero"
 
     def test_families_train_or_are_refused_by_name(self) -> None:
-        """What has no weights cannot drop them, pass them on or be told of them; nothing may happen in silence."""
+        """Mechanisms without weights refuse to drop them, to pass them on and to return them."""
         families = [part for part in parts().values() if part.axis == "family"]
         for part in families:
             config = quest_core.AttentionConfig.parse(part.name)
@@ -422,7 +422,7 @@ class AdapterConformance(ABC):
             factor = torch.linspace(0.5, 2, site.num_heads, dtype=torch.float64)
             found: list[Any] = []
             for _ in range(2):
-                # The first call alone: where a host runs a module again, the second one sees what the first changed.
+                # Only the first call: where a host runs a module again, the second one sees the changes of the first.
                 with quest_core.Monitor(mechanism, every=10**6, logits=False) as monitor:
                     self.run(model, self.inputs())
                     found += monitor.collect().values()
@@ -490,7 +490,7 @@ class AdapterConformance(ABC):
             assert [type(m) for m in model.modules()] == before
 
     def test_capabilities_of_sites_are_within_those_of_the_adapter(self) -> None:
-        """What the adapter offers at most refuses nothing that a site accepts."""
+        """The adapter's widest offer refuses nothing that a site accepts."""
         for site in self.adapter.sites(self.stock()):
             for attention in self.mechanisms:
                 config = quest_core.AttentionConfig.parse(attention)

@@ -1,7 +1,7 @@
 """A pytest plugin that makes failures explain themselves: ``pytest -p quest_core.testing.pytest_plugin``.
 
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
-  to have all that the tests need. Expected failures are left alone.
+  to have all that the tests need. Expected failures are not changed.
 - A test that the installed PyTorch is too old for is skipped; this skip does not count as a failure: see `versions`.
 - Every run draws other random numbers. The header, and the summary of a failed run, name the seed that repeats them:
   ``QUEST_TEST_SEED=1234 pytest ...``.
@@ -30,7 +30,7 @@ import torch
 
 from . import versions
 
-NO_REASON = ("", "unconditional skip")  # what pytest writes where a test gives no reason
+NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
 SEED = pytest.StashKey[int]()
 ABORTED = pytest.StashKey[list[int]]()  # the processes of a test that ran out of time
 ABORT_S = 10  # for aborted processes to print their stacks, and for the test to show them

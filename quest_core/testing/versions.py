@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..kernels.pytorch import VERSION
 
 PREFIX = f"PyTorch {torch.__version__} "
-"""How a reason begins. Such a skip is no failure with ``QUEST_NO_SKIP=1``, because no package would change it."""
+"""How a reason begins. Such a skip is not a failure with ``QUEST_NO_SKIP=1``, because no package would change it."""
 
 
 def needs_torch(version: str, what: str) -> None:

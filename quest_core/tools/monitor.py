@@ -41,10 +41,10 @@ class Monitor:
     A pair of a query and a key is visible when no mask hides it and, in causal attention, the key is not of the
     future. Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the
     weights before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and
-    report norms alone. While decoding, each call counts the queries and keys of its new tokens.
+    report only norms. While decoding, each call counts the queries and keys of its new tokens.
 
     The numbers are exact, also where the model runs on fused kernels that never form the weights: logits are formed
-    anew in blocks of bounded size, in float32 or wider, and the entropy is log Σ exp(l) − Σ p·l. That costs about one
+    again in blocks of bounded size, in float32 or wider, and the entropy is log Σ exp(l) − Σ p·l. That costs about one
     to two forward passes of the attention; `every` thins it out and ``logits=False`` leaves it away
     (`logit_bound` then still is an upper bound of `max_logit`). Nothing is recorded for autograd, nothing is
     read back from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
@@ -247,7 +247,7 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
     pairs = pairs.expand(*pairs.shape[:3], m)
     if is_causal and pairs.shape[2] > 1:
         pairs = pairs & torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
-    # The last query is never shut off by causality, so a mask of keys alone hides the same keys with it.
+    # The last query is never shut off by causality, so a mask of only keys hides the same keys with it.
     first = pairs.byte().argmax(-1)  # [.., .., N or 1]: the first key that the mask shows
     return pairs.any(-1) & (first <= last), pairs.any(2).any(1, keepdim=True)
 

@@ -174,7 +174,7 @@ def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]
     groups: list[list[int]] = []
     closed = real = 0  # the padded area of all groups but the last, and the real area of all
     longest_n = longest_m = 0  # of the last group
-    # Longest first: what long sequences leave of the allowed padding pays for joining the many lengths of short ones.
+    # Longest first: the padding that long sequences leave unused pays for joining the many lengths of short ones.
     # Equal lengths stay in the order of memory.
     for b in sorted(live, key=lengths.__getitem__, reverse=True):
         n, m = lengths[b]

@@ -85,7 +85,7 @@ class HeadParallel(ParallelStyle):
         for name, projection in whole.items():
             if type(projection) is not nn.Linear:
                 raise UnsupportedError(
-                    f"attention '{config}': HeadParallel gives the one key/value head to every rank, for which {name} "
+                    f"attention '{config}': HeadParallel gives the one key/value head to every rank, which {name} "
                     f"must be a torch.nn.Linear, and here is {type(projection).__name__}; divide the module before its "
                     "projections are replaced"
                 )
@@ -135,7 +135,7 @@ class HeadParallel(ParallelStyle):
 
 
 class WholeLinear(nn.Linear):
-    """A projection that every rank has whole, for the heads that are its own."""
+    """A projection that every rank has whole; it returns the heads of this rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, E], the same on all ranks -> [B, N, D]; gradients are partial sums, one of each rank's heads."""
@@ -147,7 +147,7 @@ class WholeLinear(nn.Linear):
 def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) -> dict[str, int | None]:
     """The axis of each of a mechanism's parameters that counts heads; None where all heads share the parameter.
 
-    It is the axis that doubles when the heads do; with `shared_keys` the query heads alone.
+    It is the axis that doubles when the heads do; with `shared_keys` only the query heads.
     """
     kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
     with torch.device("meta"):

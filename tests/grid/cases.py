@@ -415,7 +415,7 @@ def _leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.is_floating_point():
         return x
     kept = x.detach() if x.dtype == dtype else x.detach().to(dtype)
-    if x.dtype != dtype and bool((x <= torch.finfo(x.dtype).min / 2).any()):  # what hides goes on hiding
+    if x.dtype != dtype and bool((x <= torch.finfo(x.dtype).min / 2).any()):  # hidden keys stay hidden
         kept = kept.masked_fill(x <= torch.finfo(x.dtype).min / 2, -math.inf)
     return kept.requires_grad_()
 

@@ -349,7 +349,7 @@ def simpler(one: Example, fails: Callable[[Example], bool]) -> Example:
 
 
 def _size(one: Example) -> float:
-    """What an example has of everything; a simpler one has less."""
+    """The most that an example has of everything; a simpler one has less."""
     numbers = sum(x for x in dataclasses.astuple(one) if type(x) is int) - one.seed
     layouts = sum(getattr(one, name) != Strides() for name in "qkv") + one.shared
     kinds = 2 * DTYPES.index(one.dtype) + (one.mask != "none") + len(one.mask_shape) + one.mask_wide

@@ -120,7 +120,7 @@ def _committed() -> dict[str, Any]:
 
 
 def committed(subject: Subject, transform: str) -> dict[str, str] | None:
-    """What the documentation says, None where it speaks of another PyTorch."""
+    """Return the documented outcome, None if it is that of another PyTorch."""
     found: dict[str, str] | None = _committed().get("rows", {}).get(subject.name, {}).get(transform)
     return found
 

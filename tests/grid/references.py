@@ -1,6 +1,6 @@
 """The plain formula of every mechanism, in any precision, written to be read.
 
-In float64 it is the truth. In the precision of a test its error says how much rounding alone may cost. Nothing here is
+In float64 it is the truth. In the precision of a test its error says how much rounding may cost. Nothing here is
 shared with quest_core.
 """
 

@@ -1,4 +1,4 @@
-"""What PyTorch does to a function beside running it: each runs a cell through one transform, and raises if it is wrong.
+"""The transforms of PyTorch: each function runs a cell through one of them, and raises if the result is wrong.
 
 Every function takes a `Made` and returns nothing, or a note on what it could not try.
 """

@@ -1,4 +1,4 @@
-"""images/*: what a cell measures, and what it says when the data is missing or broken."""
+"""images/*: the measurements of a cell, and its errors for missing or broken data."""
 
 from __future__ import annotations
 

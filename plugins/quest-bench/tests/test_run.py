@@ -27,7 +27,7 @@ from quest_bench.worker import decode, encode, write_json
 
 
 def results(out: Path) -> dict[str, float]:
-    """Folder -> the time its result was written, to tell what ran again."""
+    """Folder -> the time its result was written, which shows what ran again."""
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
 
 

@@ -1,4 +1,4 @@
-"""toy/spurious: the data, the models side by side against one model alone, the optimiser, and the verdicts."""
+"""toy/spurious: the data, the models side by side against a single model, the optimiser, and the verdicts."""
 
 from __future__ import annotations
 

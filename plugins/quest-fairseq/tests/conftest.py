@@ -24,7 +24,7 @@ SHAPE += ["--decoder-attention-heads", "4", "--share-decoder-input-output-embed"
 
 
 class Tools:
-    """fairseq-train and its relatives by their own command-line functions: what the console scripts call."""
+    """fairseq-train and its relatives by their own command-line functions, which the console scripts call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
         self.monkeypatch, self.caplog, self.capsys = monkeypatch, caplog, capsys

@@ -19,7 +19,7 @@ WARNED = "these weights were trained with standard attention and are loaded into
 
 
 def attentions(path: Path) -> set[str]:
-    """What a checkpoint says that it was trained with."""
+    """Return the attention that a checkpoint names."""
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
     return {read(value) for name, value in state.items() if name.endswith(ENTRY)}
 
@@ -50,8 +50,8 @@ def test_a_run_does_not_go_on_with_another_attention(
     arch = "quest_transformer_lm" if resumed else "transformer_lm"
     with pytest.raises(Exception, match="Cannot load model parameters") as caught:
         tools.train(lm_data, *given, "--save-dir", tmp_path, arch=arch)
-    told = "attention_from" if resumed else f"Unexpected key.*{ENTRY}"
-    assert re.search(told, reasons(caught.value))
+    overrides = "attention_from" if resumed else f"Unexpected key.*{ENTRY}"
+    assert re.search(overrides, reasons(caught.value))
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
     if resumed:
         tools.train(lm_data, *given, "--save-dir", tmp_path, "--attention-from", trained)
@@ -84,10 +84,10 @@ def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, tmp_pat
     for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
         with pytest.raises(quest_core.CheckpointError, match="'quest', and the model has 'standard'"):
             tools.evaluate(lm_data, checkpoint, "--model-overrides", said)
-    told = "{'attention': 'standard', 'attention_from': 'quest'}"
-    assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", told)) != own
+    overrides = "{'attention': 'standard', 'attention_from': 'quest'}"
+    assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", overrides)) != own
     with pytest.raises(quest_core.CheckpointError, match="attention_from is 'qnorm'"):
-        tools.evaluate(lm_data, checkpoint, "--model-overrides", told.replace("'quest'", "'qnorm'"))
+        tools.evaluate(lm_data, checkpoint, "--model-overrides", overrides.replace("'quest'", "'qnorm'"))
     with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'"):
         tools.evaluate(lm_data, checkpoint, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
 
@@ -96,11 +96,11 @@ def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data:
     """fairseq drops overrides that a checkpoint's options do not have."""
     with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'.*_name"):
         tools.evaluate(lm_data, stock, "--model-overrides", "{'attention': 'quest'}")
-    told = "{'attention': 'qnorm', 'model': {'_name': 'quest_transformer_lm'}}"
-    log = tools.evaluate(lm_data, stock, "--model-overrides", told)
+    overrides = "{'attention': 'qnorm', 'model': {'_name': 'quest_transformer_lm'}}"
+    log = tools.evaluate(lm_data, stock, "--model-overrides", overrides)
     assert f"{WARNED} 'qnorm'" in log
-    told = told.replace("{'attention'", "{'attention_from': 'standard', 'attention'")
-    assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", told)
+    overrides = overrides.replace("{'attention'", "{'attention_from': 'standard', 'attention'")
+    assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", overrides)
 
 
 @pytest.mark.parametrize("attention", ["quest", "dgqa(kv_heads=2)", "qknorm-hs"])

@@ -86,7 +86,7 @@ def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: i
         encoded = model.encoder(source, torch.tensor([6, 9]))
         repeated = model.encoder.reorder_encoder_out(encoded, rows)
         want = model.decoder(tokens, repeated)[0]
-        model.decoder.set_beam_size(beams)  # what SequenceGenerator does; keys are then kept once a sentence
+        model.decoder.set_beam_size(beams)  # as SequenceGenerator does; keys are then kept once a sentence
         state: dict = {}
         got = [model.decoder(tokens[:, : end + 1], repeated, state)[0][:, -1] for end in range(7)]
     torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
@@ -206,7 +206,7 @@ def test_other_masks_are_added_and_families_refuse_them() -> None:
         warnings.simplefilter("ignore")
         want = stock(x, x, x, attn_mask=bias)[0]
     torch.testing.assert_close(made["standard"].eval()(x, x, x, attn_mask=bias)[0], want)
-    with pytest.raises(quest_core.UnsupportedError, match="takes masks of keys alone"):
+    with pytest.raises(quest_core.UnsupportedError, match="takes only masks of keys"):
         made["linear"](x, x, x, attn_mask=bias)
 
 

@@ -18,7 +18,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 TABLE = re.search(r"^\| what you see \|.*\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
 assert TABLE is not None
 MESSAGES = [said for row in TABLE[1].splitlines() for said in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
-NOT_MESSAGES = {"transformer", "quest_transformer"}  # models, named beside a message
+NOT_MESSAGES = {"transformer", "quest_transformer"}  # models, named next to a message
 NOT_MESSAGES.add("wrapped in FullyShardedDataParallel already")  # needs fairscale; quest_core's tests produce it
 if any(distribution.name == "fairseq" for distribution in importlib.metadata.distributions()):
     NOT_MESSAGES.add("The dataset is empty")  # 0.12.2 keeps the last batch

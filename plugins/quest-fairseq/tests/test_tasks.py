@@ -58,7 +58,7 @@ def test_byte_pairs_are_learned_by_frequency_and_lose_nothing() -> None:
 
 
 def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
-    """Sennrich's definition, counting all pairs anew each time."""
+    """Sennrich's definition, counting all pairs again each time."""
     words = [list(word) for line in lines for word in line.split()]
     made = []
     while len(made) < merges:

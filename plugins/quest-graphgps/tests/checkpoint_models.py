@@ -16,7 +16,7 @@ MODELS = {
     "gqa": "quest+gqa(kv_heads=2)",
     "sigmoid": "sigmoid",
 }
-"""What the docs' table calls a model -> `attention` in its config."""
+"""A model's name in the docs' table -> `attention` in its config."""
 
 
 def outcome(load: Callable[[], object]) -> str:

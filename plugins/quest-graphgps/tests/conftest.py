@@ -37,7 +37,7 @@ def _say_what_did_not_run(record_testsuite_property) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not ROOT:
         terminalreporter.section("NOT RUN", red=True)
-        terminalreporter.line(f"{NOT_RUN}. What ran is PyTorch Geometric with the plugin's own GPS model.")
+        terminalreporter.line(f"{NOT_RUN}. These tests ran PyTorch Geometric with the plugin's own GPS model.")
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ DOORS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "Lightning, `fit` with `EMAWeightAveraging`": (save_average, fit_average),
     "Lightning, `test` of the moving average": (save_average, test),
 }
-"""What the table calls a way to load -> how the checkpoint was saved, and how it is loaded."""
+"""A way to load in the table -> how the checkpoint was saved, and how it is loaded."""
 
 
 @pytest.mark.timeout(240)

@@ -334,7 +334,7 @@ def test_no_checkpoint_is_a_silent_start_for_another_attention(tmp_path) -> None
     run("save", *MODELS)
     others = [name for name in MODELS if name != "stock"]
     cells = [cell for names in (["stock"], others) for cell in json.loads(run("load", *names).splitlines()[-1])]
-    found = {("`pretrained.dir`", checkpoint, model): what for checkpoint, model, what in cells}
+    found = {("`pretrained.dir`", checkpoint, model): cell for checkpoint, model, cell in cells}
     order = [("`pretrained.dir`", checkpoint, model) for checkpoint in MODELS for model in MODELS]
     assert table({key: found[key] for key in order}) == committed(PAGE, "checkpoints-graphgps-pretrained")
 

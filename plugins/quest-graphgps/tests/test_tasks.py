@@ -271,7 +271,7 @@ def test_negatives_are_two_other_pairs_to_every_contact() -> None:
         assert len(set(linked[4:])) == 8
         assert sorted(i for i, _ in linked[4:]) == [0, 0, 0, 0, 1, 1, 2, 2]
         seen |= set(linked[4:])
-    assert len(seen) == 8 * 3 - 4  # every pair that begins at 0, 1 or 2 and is no contact
+    assert len(seen) == 8 * 3 - 4  # every pair that begins at 0, 1 or 2 and is not a contact
     crowded = draw_negatives(contacts(2, [(0, 0), (0, 1)], []))  # 0 has no other node
     assert crowded.edge_label.tolist() == [1, 1]
 

@@ -144,7 +144,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def outcome(load: Callable[[], Any], logged: list[str]) -> str:
-    """What a load does: a key of quest_core.testing.matrix.OUTCOMES, or the error that it should not raise."""
+    """Return a load's outcome: a key of quest_core.testing.matrix.OUTCOMES, or the error that it should not raise."""
     logged.clear()
     printed = io.StringIO()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):

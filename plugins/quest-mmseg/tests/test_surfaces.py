@@ -608,7 +608,7 @@ def test_heads_with_another_kind_of_attention_are_refused_by_name(head):
         UnsupportedError, match=r"cannot be used in a model with \w+ \(at 'decode_head.*VisionTransformer'"
     ):
         MODELS.build(copy.deepcopy(config))
-    # What the message says to do works.
+    # The fix in the message works.
     config.type = "EncoderDecoder"
     del config["attention"]
     config.backbone.update(type="quest_mmseg.VisionTransformer", attention="quest")

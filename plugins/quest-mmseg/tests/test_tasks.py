@@ -39,8 +39,8 @@ def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **opt
 
 
 def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
-    told = []
-    one = run_shapes(cell("seg/shapes", tmp_path / "a", batch_size=4), lambda done, text: told.append((done, text)))
+    reported = []
+    one = run_shapes(cell("seg/shapes", tmp_path / "a", batch_size=4), lambda done, text: reported.append((done, text)))
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))  # corruptions repeat themselves, see below
     two = run_shapes(cell("seg/shapes", tmp_path / "b", batch_size=4), lambda *_: None)
     for name in ("mIoU", "aAcc", "mIoU corrupted/gaussian_noise"):
@@ -54,8 +54,8 @@ def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
     assert [len(values) for values in by_severity.values()] == [3, 5]
     assert one.metrics["mIoU corrupted/fog"] == pytest.approx(sum(by_severity["fog"]) / 5)
     assert one.details["injected"].startswith("attention=quest in 6 modules")
-    assert told[0] == (pytest.approx(0.7 / 4), f"iteration 1 loss {one.series['loss'][0]:.3f}")
-    assert told[-1][0] == 1
+    assert reported[0] == (pytest.approx(0.7 / 4), f"iteration 1 loss {one.series['loss'][0]:.3f}")
+    assert reported[-1][0] == 1
 
 
 def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -70,9 +70,9 @@ def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
 
     with pytest.raises(Stop):
         run_shapes(cell("seg/shapes", tmp_path, batch_size=4), stop)
-    told = []
-    done = run_shapes(cell("seg/shapes", tmp_path, batch_size=4), lambda done, text: told.append(text))
-    assert [text.split()[1] for text in told if text.startswith("iteration")] == ["3", "4"]
+    reported = []
+    done = run_shapes(cell("seg/shapes", tmp_path, batch_size=4), lambda done, text: reported.append(text))
+    assert [text.split()[1] for text in reported if text.startswith("iteration")] == ["3", "4"]
     assert len(done.series["loss"]) == 4
 
 

@@ -2,7 +2,7 @@
 
 Three things of its CPU build stand in the way: the backward pass asks for the current CUDA stream and then ignores it;
 evaluation wants to add the bias inside a kernel that only CUDA has; and with more than one thread its sums come out
-wrong. The .pth file beside this module imports it at start-up; nothing happens until spconv is imported, and nothing
+wrong. The .pth file next to this module imports it at start-up; nothing happens until spconv is imported, and nothing
 at all where there is a CUDA device.
 """
 

@@ -1,4 +1,4 @@
-"""What all tests need: `environment/` for spconv on a CPU, and a word on the tests that need Pointcept itself."""
+"""Needed by all tests: `environment/` for spconv on a CPU, and a note on the tests that need Pointcept itself."""
 
 from __future__ import annotations
 

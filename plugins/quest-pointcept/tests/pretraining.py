@@ -70,7 +70,7 @@ data = dict(train=dict(_delete_=True, type="ConcatDataset", datasets=[
 """
         + WITHOUT_LABELS,
     ),
-    # v1m1 and v1m3 differ in the head alone, which needs CLIP's weights.
+    # v1m1 and v1m3 differ only in the head, which needs CLIP's weights.
     "PPT": (
         "scannet/semseg-pt-v3m1-1-ppt-extreme.py",
         """

@@ -2,7 +2,7 @@
 
     python tests/real_pointcept.py --pointcept path/to/Pointcept [--out pointcept-real.md]
 
-Three runs of two epochs for each model: Pointcept alone, `attention="standard"` and `attention="quest"`, from the same
+Three runs of two epochs for each model: stock Pointcept, `attention="standard"` and `attention="quest"`, from the same
 seed. PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_pointcept.bench.scenes`) from Pointcept's nuScenes
 configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pretraining.py`. On a machine without CUDA
 the trainer runs with `cpu/` on its path.
@@ -31,7 +31,7 @@ CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 PRETRAINING = tuple(pretraining.CONFIGS)
 ATTENTIONS = (None, "standard", "quest")
-"""Pointcept alone, and what its configuration asks for."""
+"""Stock Pointcept, as its configuration has it."""
 
 SCENES = {"train": 16, "val": 4, "rings": 16, "rays": 120}
 
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
 
 def config(root: Path, model: str, attention: str | None, data: Path, folder: Path) -> Path:
-    """A native configuration; `attention` is None for Pointcept alone."""
+    """A native configuration; `attention` is None for stock Pointcept."""
     path = folder / "config.py"
     folder.mkdir(parents=True, exist_ok=True)
     plugin = "" if attention is None else PLUGIN
@@ -139,7 +139,7 @@ def train(
         root: the checkout.
         gpus: processes, each on a GPU of its own.
         options: further ``key=value`` for the trainer's --options.
-        killed_after: what the trainer prints before it gets SIGKILL; None lets it end.
+        killed_after: the line of the trainer after which it gets SIGKILL; None lets it end.
     """
     cuda = torch.cuda.is_available()
     paths = [str(root), *([] if cuda else [str(CPU)]), os.environ.get("PYTHONPATH", "")]
@@ -157,7 +157,7 @@ def train(
 
 
 def _read(lines: list[str], killed_after: str | None) -> Run:
-    # The loader's threads of a process that is being killed may complain that nobody answers.
+    # The loader's threads of a process that is being killed may complain of a missing answer.
     killed = killed_after is not None and any(killed_after in line for line in lines)
     if not killed and any(line.startswith("Traceback") for line in lines):
         raise RuntimeError("\n".join(lines[-40:]))
@@ -186,7 +186,7 @@ def rows(model: str, runs: dict[str | None, Run]) -> list[str]:
         half = len(run.losses) // 2
         means = " → ".join(f"{sum(part) / half:.4f}" for part in (run.losses[:half], run.losses[half:]))
         scores = [" → ".join(f"{100 * miou:.2f}" for miou in run.mious)] if run.mious else []
-        made.append(f"| {' | '.join([model, attention or 'Pointcept alone', means, same, *scores])} |")
+        made.append(f"| {' | '.join([model, attention or 'stock Pointcept', means, same, *scores])} |")
     return made
 
 
@@ -195,7 +195,7 @@ def log(model: str, attention: str | None, run: Run) -> list[str]:
     kept = [line for line in run.lines if re.search(r"\] attention=|Num params|Train: \[|Val result:", line)]
     kept = [re.sub(r"^\[\S+ \S+ INFO (\S+) line \d+ \d+\] ", r"\1: ", line) for line in kept]
     kept = [re.sub(r"Data [\d.]+ \([\d.]+\) Batch [\d.]+ \([\d.]+\) Remain \S+ ", "", line) for line in kept]
-    return [f"### {model}, {attention or 'Pointcept alone'}", "", "```", *kept, "```", ""]
+    return [f"### {model}, {attention or 'stock Pointcept'}", "", "```", *kept, "```", ""]
 
 
 def report(root: Path, runs: dict[str, dict[str | None, Run]]) -> str:
@@ -222,7 +222,7 @@ Pointcept at commit {commit}; its tools/train.py, two epochs for each run.
 Machine: {machine}.
 Written by `python tests/real_pointcept.py --pointcept ROOT` in plugins/quest-pointcept.
 
-`standard` draws the same random numbers as Pointcept alone, so its losses must be the same to rounding; what is shown
+`standard` draws the same random numbers as stock Pointcept, so its losses must be the same to rounding; what is shown
 is the greatest difference over all steps, of numbers that Pointcept prints with four decimals. `quest` must train.
 Losses are means over the steps of an epoch. The models are tiny and see two epochs, in which attention hardly leaves
 the uniform one that it starts from: mIoU says that evaluation runs, and nothing about quality.
@@ -231,7 +231,7 @@ the uniform one that it starts from: mIoU says that evaluation runs, and nothing
 
 Epochs of {steps} steps on {scenes[train]} + {scenes[val]} generated scenes in nuScenes' layout.
 
-| model | attention | loss, epoch 1 → 2 | greatest difference from Pointcept alone | mIoU % after epoch 1 → 2 |
+| model | attention | loss, epoch 1 → 2 | greatest difference from stock Pointcept | mIoU % after epoch 1 → 2 |
 |---|---|---|---:|---|
 {table}
 
@@ -240,14 +240,14 @@ Epochs of {steps} steps on {scenes[train]} + {scenes[val]} generated scenes in n
 Sonata-v1m1 and Concerto-v1m1 (PT-v3m2, a student and the teacher that follows it) and PPT-v1m2 (PT-v3m1 with norms for
 each dataset, by the MultiDatasetTrainer), from Pointcept's own configurations made small, on {rooms} generated rooms.
 
-| model | attention | loss, epoch 1 → 2 | greatest difference from Pointcept alone |
+| model | attention | loss, epoch 1 → 2 | greatest difference from stock Pointcept |
 |---|---|---|---:|
 {pretrained}
 
 On a CPU three things are not Pointcept's own, here as above. `.cuda()` changes nothing; spconv's CPU build is mended
 as `environment/` describes; and `pointops.knn_query`, by which Sonata's and Concerto's losses match the points of two
 views and whose kernel (`knn_query_cuda`) needs CUDA, is computed by PyTorch. Concerto's image encoder is a DINOv2 with
-registers, as in its configuration, but with two layers that were never trained, for its weights would be downloaded. Of
+registers, as in its configuration, but with two layers that were never trained, as its weights would be downloaded. Of
 PPT, v1m1 and v1m3 are left out: their heads need CLIP's weights.
 
 ## Logs

@@ -1,4 +1,4 @@
-"""What child processes of the tests run. Nothing here imports the plugin."""
+"""Functions that child processes of the tests run. Nothing here imports the plugin."""
 
 from __future__ import annotations
 

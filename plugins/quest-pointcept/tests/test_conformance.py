@@ -135,7 +135,7 @@ class StandIn(Conformance):
     """Pointcept's attention, which is called with a Point."""
 
     sites = 4
-    compiles = False  # layouts are made on the host, and Points are no tensors
+    compiles = False  # layouts are made on the host, and Points are not tensors
     refused = ("aft-conv",)
     options: ClassVar[dict] = {}
 

@@ -80,14 +80,14 @@ def test_the_configs_of_a_checkout_are_listed_and_checked(repo):
 
 
 def test_the_log_of_the_trainer_is_read(repo, tmp_path):
-    told = []
-    result = run_own(cell(repo, tmp_path, set="batch_size=2"), lambda *what: told.append(what))
+    reported = []
+    result = run_own(cell(repo, tmp_path, set="batch_size=2"), lambda *what: reported.append(what))
     metrics = {"mIoU": 40, "mAcc": 60, "allAcc": 70, "best mIoU": 50, "precise mIoU": 70, "epochs": 2}
     assert {name: result.metrics[name] for name in metrics} == pytest.approx(metrics)
     assert result.series["train_loss"] == [2.4, 1.9]
     assert result.series["mIoU"] == pytest.approx([50.0, 40.0])
     assert result.details["injected"].startswith("attention=quest in 22 modules")
-    assert told[0] == (0.25, "epoch 1 loss 2.5000")
+    assert reported[0] == (0.25, "epoch 1 loss 2.5000")
     given = json.loads((tmp_path / "work/exp/words.json").read_text())
     assert given == {"save_path": str(tmp_path / "work/exp"), "batch_size": "2"}
 

@@ -20,7 +20,7 @@ from conftest import NOT_RUN, ROOT
 from spawned import pointcept_model
 
 if not ROOT:
-    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and there is no checkout to run {NOT_RUN}", pytrace=False)
+    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and a checkout is missing, needed to run {NOT_RUN}", pytrace=False)
 
 import real_pointcept
 from outcomes import compare_with_page, found
@@ -606,14 +606,14 @@ def test_a_killed_run_resumes(dataset, tmp_path):
 def test_the_nuscenes_task(dataset, tmp_path, monkeypatch):
     options: ClassVar[dict] = {option["name"]: option["default"] for option in SUITES["points/nuscenes"]["options"]}
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
-    told = []
+    reported = []
     shrunk = {**options, "batch_size": 2, "workers": 1}
     result = run_nuscenes(
-        Cell("points/nuscenes", "val", "quest", 0, True, dataset, shrunk, tmp_path), lambda *note: told.append(note)
+        Cell("points/nuscenes", "val", "quest", 0, True, dataset, shrunk, tmp_path), lambda *note: reported.append(note)
     )
     assert result.details["injected"].startswith("attention=quest in 5 modules")
     assert 0 <= result.metrics["miou"] <= 100
-    assert told
+    assert reported
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------

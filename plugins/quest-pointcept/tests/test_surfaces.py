@@ -184,7 +184,7 @@ def test_what_flash_excludes_is_refused(option):
 
 
 def test_a_small_cloud_attends_to_itself_alone():
-    """With its own length, a small cloud gives the same alone and beside others."""
+    """With its own length, a small cloud gives the same in a batch of one and with others."""
     torch.manual_seed(0)
     model = quest_core.inject(Stages(enable_flash=True), "quest", adapter=PointceptAdapter())[0].eval()
     x, grid, batch = clouds(40, 5)

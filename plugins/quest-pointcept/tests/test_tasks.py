@@ -76,11 +76,11 @@ def test_the_layout_of_nuscenes(tmp_path):
 
 
 def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, capfd):
-    told = []
-    one, two = (tasks.run_scenes(cell(tmp_path), lambda done, text: told.append(done)) for _ in range(2))
+    reported = []
+    one, two = (tasks.run_scenes(cell(tmp_path), lambda done, text: reported.append(done)) for _ in range(2))
     assert one.metrics["miou"] == two.metrics["miou"]
     assert one.series == two.series
-    assert told[-1] == 1.0
+    assert reported[-1] == 1.0
     assert len(one.series["train_loss"]) == 2
     assert one.details["injected"].startswith("attention=quest in 8 modules")
     assert one.metrics["miou"] == pytest.approx(np.nanmean(list(one.details["iou"].values())), abs=1e-9)

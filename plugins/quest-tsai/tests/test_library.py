@@ -125,13 +125,13 @@ def test_the_commands_of_a_checkout_are_listed_and_checked(repo):
 
 
 def test_metrics_are_those_that_the_library_writes(repo, tmp_path):
-    told = []
-    first = run_library(cell(repo, tmp_path), lambda *what: told.append(what))
+    reported = []
+    first = run_library(cell(repo, tmp_path), lambda *what: reported.append(what))
     assert first.metrics["epochs"] == 2
     assert first.series["train_loss"] == [2.0, 1.0]
     assert np.isnan(first.series["test_loss"]).all()
     assert first.details["injected"] == "attention=quest in 2 modules (FullAttention)"
-    assert [done for done, _ in told] == [0.5, 1.0]
+    assert [done for done, _ in reported] == [0.5, 1.0]
     assert not (repo / "results/setting").exists()
     again, other = (run_library(cell(repo, tmp_path, seed=seed), lambda *_: None) for seed in (0, 1))
     assert again.metrics["accuracy"] == first.metrics["accuracy"] != other.metrics["accuracy"]
@@ -157,7 +157,7 @@ def test_other_metric_files_are_read(tmp_path):
 
 
 class Stock:
-    """What LibraryAttention reads of the library's FullAttention."""
+    """The attributes of the library's FullAttention that LibraryAttention reads."""
 
     def __init__(self, mask_flag: bool, output_attention: bool) -> None:
         self.mask_flag, self.output_attention, self.dropout = mask_flag, output_attention, nn.Dropout(0.5)

@@ -20,7 +20,7 @@ POINTS = 12_000
 """Points of all lines of a report together; each line gets its share, at least 40 and at most 200."""
 
 COLOURS = ("#5f6b7a", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3aa6d0", "#882255")
-"""The baseline is grey; the rest follow Okabe and Ito's palette, which colour-blind eyes tell apart."""
+"""The baseline is grey; the rest follow Okabe and Ito's palette, which colour-blind eyes distinguish."""
 DARK = ("#a3adba", "#4ea8e0", "#f0803c", "#2fc496", "#d283c3", "#d9ab3a", "#7cc8e8", "#d4779e")
 
 

@@ -444,8 +444,8 @@ def speed(
 ) -> None:
     """Time attentions against their peers in PyTorch, in turns within one run, and compare with the ceilings.
 
-    The peer is scaled_dot_product_attention; beside it runs quest in three lines, and for an AFT the formula by
-    broadcasting. linear runs beside its naive formula.
+    The peer is scaled_dot_product_attention; further contenders are quest in three lines, and for an AFT the formula by
+    broadcasting. linear is compared with its naive formula.
 
     Examples:
 

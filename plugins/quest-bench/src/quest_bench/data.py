@@ -14,7 +14,7 @@ from quest_core.errors import ConfigError
 from .worker import write_json
 
 DERIVED = {"processed", "__pycache__"}
-"""Folders that frameworks write beside raw data; their content follows from it."""
+"""Folders that frameworks write next to raw data; their content follows from it."""
 
 
 def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:

@@ -69,7 +69,7 @@ class Row:
         return self.comparison.difference if self.comparison else None
 
     def words(self) -> tuple[str, ...]:
-        """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for a terminal."""
+        """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for terminals."""
         gap = ""
         if self.difference:
             gap = signed(self.difference.mean)

@@ -132,7 +132,7 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     for name, (text, source) in chosen.items():
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
         if not python.is_file() or not os.access(path, os.X_OK):
-            raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is no executable file")
+            raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is not an executable file")
         there = {record.name: record for record in _describe(name, python)}
         if name not in there:
             raise PluginError(

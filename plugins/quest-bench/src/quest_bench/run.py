@@ -78,7 +78,7 @@ def label(cell: Cell) -> str:
 
 
 class Bars:
-    """An overall bar and one line for each running cell, for a terminal."""
+    """An overall bar and one line for each running cell, on a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.bars = Progress(

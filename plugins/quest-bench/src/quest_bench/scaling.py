@@ -41,7 +41,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class Point:
-    """One contender at one length: seconds (median of the turns) and peak memory in bytes beside its inputs."""
+    """One contender at one length: seconds (median of the turns) and peak memory in bytes without its inputs."""
 
     contender: str
     tokens: int
@@ -229,7 +229,7 @@ def run(
             f"{threads} threads, {device}, float32, batch 1, {HEADS} heads of {HEAD_DIM} features, "
             f"{'causal' if is_causal else 'not causal'}, forward and backward.",
             "",
-            f"Exponents are fitted from {FIT_FROM} tokens on. Memory is the most that one call holds beside its "
+            f"Exponents are fitted from {FIT_FROM} tokens on. Memory is the most that one call adds to its "
             "inputs, gradients included."
             + (f" {BROADCAST} runs where its [T, T, d] tensor fits {BROADCAST_BYTES >> 20} MiB." if naive else ""),
             "",

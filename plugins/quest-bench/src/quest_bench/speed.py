@@ -112,7 +112,7 @@ class Plan:
         also: further contenders, of ALSO.
         layouts: of LAYOUTS.
         shapes: (B, H, N, D) -> quest's ceiling there.
-        linear_shape: where linear attention runs beside its naive formula.
+        linear_shape: where linear attention is compared with its naive formula.
         rounds: how often each contender takes its turn, at least 2.
         slice_seconds: how long one turn lasts at least.
         device: cpu, cuda or cuda:N.
@@ -176,7 +176,7 @@ class Timing:
 
 
 def contenders(plan: Plan, peer: str, shape: Shape) -> dict[str, Attend]:
-    """What runs beside `peer` at a shape (B, H, N, D); the peer is the first.
+    """Return the contenders at a shape (B, H, N, D); `peer` is the first.
 
     Beside scaled_dot_product_attention: quest in three lines, every attention through quest_core, FlexAttention if the
     plan has it, and the broadcast formula if an AFT is among the attentions. Beside nn.MultiheadAttention, which
@@ -261,7 +261,7 @@ def keep_freed_memory() -> None:
 
     Without it a process that holds little else gives every freed tensor back to the system and faults it in again,
     page by page, at the next call: up to 600 faults for one tensor of 1 MB, more than the attention itself takes.
-    A training process, whose heap is large, does not do that. Where there is no glibc, nothing happens.
+    A training process, whose heap is large, does not do that. Without glibc, nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -346,7 +346,7 @@ def measure_apart(plan: Plan, threads: int, tick: Callable[[], None]) -> tuple[l
 
 
 def environment() -> dict[str, str]:
-    """What the times depend on beside threads and layout: processor, its instruction set in PyTorch, PyTorch."""
+    """Return the conditions of the times: processor, its instruction set in PyTorch, PyTorch."""
     instructions = torch.backends.cpu.get_cpu_capability()
     forced = os.environ.get("ATEN_CPU_CAPABILITY")
     return {
@@ -365,7 +365,7 @@ def markdown(rows: list[Timing], place: str) -> str:
             continue
         names = list(dict.fromkeys(row.contender for row in own if row.contender != peer))
         lines += [
-            f"### {direction}, beside {peer}",
+            f"### {direction}, against {peer}",
             "",
             f"{place}.",
             "",
@@ -395,7 +395,7 @@ def ceiling(row: Timing, shapes: dict[Shape, float]) -> float | None:
 
 
 def within(row: Timing, limit: float) -> bool:
-    """Whether the median is at most the ceiling; beside the three lines, whether the lower quartile is."""
+    """Whether the median is at most the ceiling; against the three lines, whether the lower quartile is."""
     return (row.ratio_low if row.peer == FORMULA else row.ratio) <= limit
 
 
@@ -406,11 +406,11 @@ def ceilings_markdown(rows: list[Timing], shapes: dict[Shape, float], place: str
     lines = [
         "## Ceilings of forward+backward",
         "",
-        f"{place}. Each cell is the median ratio, which is compared with the ceiling; beside {FORMULA} the lower end "
+        f"{place}. Each cell is the median ratio, which is compared with the ceiling; against {FORMULA} the lower end "
         "of the middle half is compared, so that only a difference beyond the spread counts. "
         f"{sum(within(*pair) for pair in limits.items())} of {len(limits)} are within.",
         "",
-        "| contender | beside | (B, H, N, D) | at most | "
+        "| contender | against | (B, H, N, D) | at most | "
         + " | ".join(f"{layout}, {threads} thread{'s' * (threads > 1)}" for layout, threads in runs)
         + " |",
         "|---|---|---|---:|" + "---|" * len(runs),

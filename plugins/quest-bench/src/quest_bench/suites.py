@@ -60,7 +60,7 @@ def _whole(name: str, default: int, doc: str, minimum: int = 1) -> dict[str, Any
 
 
 IMAGE_OPTIONS = [
-    _whole("train", 8000, "training images, drawn anew for each seed"),
+    _whole("train", 8000, "training images, drawn for each seed"),
     _whole("validation", 2000, "further training images, which choose the epoch that is reported"),
     _whole("epochs", 5, "passes over the training images"),
     _whole("batch", 128, "images in a mini-batch"),
@@ -96,7 +96,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "needs": None,
     },
     "calibration/pydocs": {
-        "summary": "what calibration gains when a pretrained character model is fine-tuned with QUEST",
+        "summary": "the gain of calibration when a pretrained character model is fine-tuned with QUEST",
         "tasks": ["finetune"],
         "metric": "gain",
         "unit": "nats",

@@ -10,7 +10,7 @@ of the training samples.
 One cell is one attention and one realisation of the data. It trains every model of the paper's grid (6 learning rates
 × 5 weight decays × weight seeds) at once, as heads of one mechanism: see `Models`.
 
-What the paper leaves open, and what is chosen here:
+The paper leaves open, and this suite chooses:
 
 - Sequence length and number of samples: options `seq_len`, `samples`, `test_samples`.
 - Int(·) rounds: of rounding and truncating, it gives one most frequent position, 20 % of the samples, as A.3 says.
@@ -26,7 +26,7 @@ What the paper leaves open, and what is chosen here:
   x + MLP(LayerNorm2(x)), where LayerNorm shrinks the one-hot part of a long vector and so shows its length to a
   linear key.
 - Projections of queries, keys and values are printed without bias and have none; the output projection (algorithm A1,
-  line 12), MLP and classifier have one. The MLP is linear, GELU, linear. There is no dropout.
+  line 12), MLP and classifier have one. The MLP is linear, GELU, linear. Dropout is not used.
 - Weights start as torch.nn.Linear does; [CLS] and positions are normal with standard deviation `embed_std`.
 - Weight decay acts on every parameter, as in torch.optim.AdamW given model.parameters().
 - The initial scale of the QK norms is an option of the attention: "qknorm-hs(init=1)".
@@ -57,7 +57,7 @@ CLASSES = 10
 KEY_DIM = 10
 DIM = KEY_DIM + CLASSES
 KINDS = ("biased", "unbiased", "other")
-"""Tokens whose key norms are told apart: answers with either kind of key, and all tokens that are no answer."""
+"""Tokens whose key norms are shown separately: answers with either kind of key, and all other tokens."""
 OUTCOMES = ("correct", "biased", "degenerate", "other")
 LAYER_NORM_EPS = 1e-5
 """As torch.nn.LayerNorm has it."""
@@ -189,7 +189,7 @@ class Models:
         block, seq_len, embed_std: as in `Transformer`.
 
     Raises:
-        ConfigError: for an attention that is no score with softmax, or that has parameters shared among heads.
+        ConfigError: for an attention that is not a score with softmax, or that has parameters shared among heads.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Models:
         config = AttentionConfig.parse(attention)
         if config.family or (config["grouping"], config["normaliser"]) != ("mha", "softmax"):
             raise ConfigError(
-                f"attention '{config}': toy/spurious studies the scores of one softmax head; name a score alone, "
+                f"attention '{config}': toy/spurious studies the scores of one softmax head; name only a score, "
                 "for example 'quest'"
             )
         if any(part.chained for part in config.specs()):
@@ -523,6 +523,6 @@ def _judge(grid: list[tuple[float, float, int]], train: Tensor, test: Tensor, lo
         for index, kind in enumerate(KINDS)
     }  # name -> [E, models]
     means = {name: curve.mean(1) for name, curve in curves.items()}
-    # A mean over no model, or over none of the kind of token among the first samples, is no curve.
+    # Without a model, or without such a token among the first samples, the curve is omitted.
     series = {name: mean.tolist() for name, mean in means.items() if mean.isfinite().all()}
     return Result(metrics, series, {"models": rows})

@@ -1,4 +1,4 @@
-"""The plots that only toy/spurious has: what its details and series hold, drawn as in the paper's figures 3 and A2."""
+"""The plots of toy/spurious: its details and series, drawn as in the paper's figures 3 and A2."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tupl
 
 
 def _width(panels: Sequence[str]) -> float:
-    """Inches for panels beside each other: the page is 9.6 wide, and one panel alone need not fill it."""
+    """Return the inches of panels in a row: the page is 9.6 wide, and a single panel need not fill it."""
     return max(min(9.6, 3.6 * len(panels)), 2.2 * len(panels))
 
 

@@ -146,7 +146,7 @@ def list_tasks(function: str, data: str) -> dict[str, Any]:
 
 
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
-    """Run the cell of one cell.json and write result.json beside it."""
+    """Run the cell of one cell.json and write result.json next to it."""
     from quest_core.benchmarks import STATE, Cell
 
     given = decode(path.read_text(encoding="utf-8"))

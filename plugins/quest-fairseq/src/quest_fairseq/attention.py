@@ -47,7 +47,7 @@ class Attention(HostAttention, MultiheadAttention):
         Args:
             query: [T, B, E]; key and value [S, B, E or the encoder's], which self-attention does not read.
             key_padding_mask: [B, S], True = padding.
-            incremental_state: what fairseq keeps while decoding; None otherwise.
+            incremental_state: fairseq's state of decoding; None otherwise.
             need_weights: return the weights too, averaged over heads.
             static_kv: keys are those of an encoder, the same in every step of decoding.
             attn_mask: [T, S], boolean (True = hidden) or additive.

@@ -21,7 +21,7 @@ from quest_core.hosts.injection import Request
 
 @dataclass
 class Options(FairseqDataclass):
-    """What the models have in addition to fairseq's options."""
+    """Options of the models in addition to fairseq's."""
 
     attention: Any = field(
         default="quest", metadata={"help": "a name (quest), a text ('quest+gqa(kv_heads=4)') or a mapping"}

@@ -40,11 +40,11 @@ class WithAttention:
 
 
 class QuestTransformerLanguageModel(WithAttention, TransformerLanguageModel):
-    """A decoder without an encoder, for the task language_modeling."""
+    """A decoder without an encoder; the task language_modeling uses it."""
 
 
 class QuestTransformerXLLanguageModel(WithAttention, TransformerXLLanguageModel):
-    """A decoder with a memory and relative positions, for the task truncated_bptt_lm."""
+    """A decoder with a memory and relative positions, as the task truncated_bptt_lm needs it."""
 
 
 class QuestTransformerModel(WithAttention, TransformerModel):

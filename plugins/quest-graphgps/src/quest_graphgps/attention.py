@@ -73,7 +73,7 @@ def ragged_plan(hidden: Tensor) -> PackingPlan | None:
     counting nodes.
 
     Args:
-        hidden: [B, N], True where there is no node.
+        hidden: [B, N], True for padding.
     """
     global _last  # replaced as a whole, so that two threads at worst count twice
     last = _last

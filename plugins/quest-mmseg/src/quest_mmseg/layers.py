@@ -28,7 +28,7 @@ from quest_core.mechanisms.aft_conv import AttentionFreeConv
 from quest_core.projections import Packed, Projections, Separate, shallow_copy
 
 HIDES = -100.0
-"""What Swin adds to the logits of keys that a query may not see."""
+"""Swin adds this to the logits of keys that a query may not see."""
 
 
 def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:

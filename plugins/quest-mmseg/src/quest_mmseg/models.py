@@ -30,7 +30,7 @@ class Accepts:
     Args:
         attention: the mechanism for every attention module: a name, a text such as ``"quest+gqa(kv_heads=1)"`` or a
             mapping with `name` and options. None if parts of the model have their own.
-        attention_from: what the checkpoints to load were trained with, if it is another attention on purpose.
+        attention_from: the attention of the checkpoints to load, if it is another on purpose.
         allow_partial: go on if the model has other attention modules, which cannot be replaced.
 
     Raises:

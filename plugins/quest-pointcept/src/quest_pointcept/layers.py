@@ -33,7 +33,7 @@ FLASH = ("enable_flash", "use_flash_attn")
 
 
 class SerializedAttention(HostAttention):
-    """What both hosts share: from the features of points [N, C] to attended features [N, C].
+    """Shared by both hosts: from the features of points [N, C] to attended features [N, C].
 
     Attributes:
         patch_size: K, the most points of a patch.

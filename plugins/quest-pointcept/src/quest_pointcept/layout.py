@@ -39,7 +39,7 @@ class Patches:
 
     @functools.cached_property
     def padded(self) -> Patches:
-        """The same patches filled up to the longest, with `real`, for a mechanism that needs one dense batch."""
+        """The same patches filled up to the longest, with `real`: one dense batch."""
         lengths = torch.tensor([n for n, _ in self.plan.lengths])[:, None]  # [P, 1]
         position = torch.arange(int(lengths.max()))
         real = position < lengths  # [P, K]

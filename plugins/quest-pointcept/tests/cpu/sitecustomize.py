@@ -1,7 +1,7 @@
 """Lets Pointcept's trainer, which moves everything to CUDA unasked, run on a CPU: there `.cuda()` changes nothing.
 
 Its launcher of several processes insists on CUDA and NCCL, too: here it finds two devices, which are none, and gloo.
-Python imports this at start-up, where this folder is on PYTHONPATH. It is for tests alone.
+Python imports this at start-up, where this folder is on PYTHONPATH. Only tests use it.
 """
 
 import sys
@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
     histc = torch.histc
 
-    def histogram(x, *arguments, **options):  # whole numbers are counted on a GPU alone
+    def histogram(x, *arguments, **options):  # only a GPU counts whole numbers
         return histc(x.float(), *arguments, **options).to(x.dtype)
 
     torch.histc = histogram
@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     def launches():
         return sys._getframe(2).f_globals.get("__name__") == "pointcept.engines.launch"
 
-    torch.cuda.is_available = lambda: launches()  # nobody else is told so
+    torch.cuda.is_available = lambda: launches()  # only the launcher sees a device
     torch.cuda.device_count = lambda: 2 if launches() else 0
     torch.cuda.set_device = lambda *_: None
     if torch.distributed.is_available():

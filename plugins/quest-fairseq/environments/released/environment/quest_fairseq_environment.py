@@ -1,8 +1,8 @@
 """Lets fairseq 0.12.2 import under Python 3.11 and later, in environments made for tests.
 
 Its configuration classes have instances of each other as defaults. Since 3.11, dataclasses refuse a default without a
-hash, for it may be mutable, and a dataclass has none. fairseq never hashes nor changes them, so the hash of an object
-does. The .pth file beside this module imports it at start-up; only classes of fairseq are touched.
+hash, as it may be mutable, and a dataclass has none. fairseq never hashes nor changes them, so the hash of an object
+does. The .pth file next to this module imports it at start-up; only classes of fairseq are touched.
 """
 
 import dataclasses

@@ -115,7 +115,7 @@ def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path
     """Write PATTERN or CLUSTER where PyTorch Geometric's GNNBenchmarkDataset, and so GraphGPS, looks for its download.
 
     Args:
-        folder: what GraphGPS calls dataset.dir (``datasets`` in its checkout).
+        folder: GraphGPS's dataset.dir (``datasets`` in its checkout).
     """
     path = folder / "GNNBenchmarkDataset" / name / "raw" / f"{name}_v2.pt"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,8 +65,8 @@ def gated_sum(
 
     Args:
         edges: c [edges, E].
-        to: d [T, E], for the end of an edge.
-        fro: e [T, E], for its beginning.
+        to: d [T, E], at the end of an edge.
+        fro: e [T, E], at its beginning.
         values: b [T, E].
         source: j [edges].
         target: i [edges].

@@ -77,7 +77,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": _options(_ALL, 0, 32, 0.001, 2000, 50),
     },
     "graph/cifar10": {
-        "summary": f"what an image shows, from its superpixels, GPS with 3 layers; {_FROM_DATA}",
+        "summary": f"the class of an image from its superpixels, GPS with 3 layers; {_FROM_DATA}",
         "tasks": ["CIFAR10"],
         "metric": "accuracy",
         "selection": "validation",

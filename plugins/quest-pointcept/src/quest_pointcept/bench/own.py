@@ -39,7 +39,7 @@ def tasks(repo: Path) -> dict[str, dict[str, Any]]:
         if not PTV3.search(text):
             entry["problem"] = f"{path} has no Point Transformer V3"
         elif "evaluate = False" in text:
-            entry["problem"] = f"{path} has evaluate = False, so there is no metric to compare"
+            entry["problem"] = f"{path} has evaluate = False, so a metric to compare is missing"
         elif len(evaluators) > 1 or not evaluators <= METRICS.keys():
             entry["problem"] = f"{path} has {', '.join(sorted(evaluators))}; this suite reads {', '.join(METRICS)}"
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 SUITES: dict[str, dict[str, Any]] = {
     "vision/strokes": {
-        "summary": "a 4-layer ViT tells which direction most strokes of a generated image have; synthetic data",
+        "summary": "a 4-layer ViT classifies the direction of most strokes of a generated image; synthetic data",
         "tasks": ["strokes"],
         "metric": "accuracy",
         "unit": "%",
