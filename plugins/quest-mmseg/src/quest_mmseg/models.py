@@ -14,8 +14,8 @@ from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError
-from quest_core.hosts.discovery import running_adapters
 from quest_core.hosts.injection import KEYS, Request
+from quest_core.hosts.loading import running_adapters
 from quest_core.projections import Projected
 
 from .adapter import MmsegAdapter
