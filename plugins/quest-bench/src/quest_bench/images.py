@@ -136,7 +136,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     probe = images[validation[:PROBE]]
     first = observe(model, probe)
     series: dict[str, list[float]] = {"train_loss": [], "validation": [], "accuracy": []}
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if state := load_state(cell):
         series = state["series"]
         draw.set_state(state["draw"])

@@ -87,8 +87,8 @@ def write_report(out: Path, baseline: str) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = ("number", "signed", "interval", "seconds", "cell", "glance", "spread", "spread_or_failures")
-    names += ("printed", "paper_words")
+    names = ["number", "signed", "interval", "seconds", "cell", "glance", "spread", "spread_or_failures"]
+    names += ["printed", "paper_words"]
     environment.filters.update({name: getattr(groups, name) for name in names})
     environment.filters.update(p=write_p, base64=lambda data: base64.b64encode(data).decode())
     environment.globals.update(last_line=store.last_line)

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 def shorten() -> None:
     """Wrap the two functions by which Pointcept's trainer builds its datasets and its model."""
-    train = sys.modules["pointcept.engines.train"]
+    train: Any = sys.modules["pointcept.engines.train"]
     build_dataset, build_model = train.build_dataset, train.build_model
 
     def few_scenes(config: Any) -> Any:
