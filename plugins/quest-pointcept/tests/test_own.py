@@ -75,7 +75,7 @@ def test_the_configs_of_a_checkout_are_listed_and_checked(repo):
     assert found["configs/cls.py"]["metric"] == "allAcc"
     assert str(repo / "tools/train.py") in found["configs/cls.py"]["files"]
     assert "this suite reads SemSegEvaluator" in found["configs/part.py"]["problem"]
-    assert "no metric to compare" in found["configs/pretrain.py"]["problem"]
+    assert "a metric to compare is missing" in found["configs/pretrain.py"]["problem"]
     assert "no Point Transformer V3" in found["configs/other.py"]["problem"]
 
 
