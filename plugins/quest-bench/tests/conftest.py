@@ -125,6 +125,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fakebench"]:  # of an earlier test
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     monkeypatch.setenv("COLUMNS", "200")
