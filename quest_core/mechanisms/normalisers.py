@@ -65,6 +65,8 @@ class Softmax(Normaliser):
             q, k, v = [x.to(result_type(x)) for x in (q, k, v)]  # nor does autocast know the function there
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
+        if q.stride(2) == 0:  # one query for all tokens: in some layouts PyTorch writes past its rows
+            q = q.contiguous()
         options = {"enable_gqa": True} if grouped else {}
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
         return out if blind is None else out.masked_fill(blind, 0)
