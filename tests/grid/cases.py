@@ -272,6 +272,9 @@ class Cell:
 class Made:
     """The module of a cell, its reference, and tensors for both."""
 
+    slack: float = 4
+    """How many times the error of the plain formula is allowed."""
+
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, subject = cell, cell.subject
         self.seed = zlib.crc32(str(cell).encode()) + seed
@@ -440,14 +443,14 @@ def rough(made: Made) -> torch.dtype:
 
 
 def bounds(
-    made: Made, exact: Sequence[Tensor], plain: Sequence[Tensor], tensors: Sequence[Tensor], slack: float = 4
+    made: Made, exact: Sequence[Tensor], plain: Sequence[Tensor], tensors: Sequence[Tensor], least: float = 0
 ) -> list[float]:
     """How far a result may be from `exact`; `plain` are results of the plain formula in the type `rough`.
 
-    The bound is `slack` times the relative error of the plain formula in the type of the cell, the largest of the
-    results of the cell, and that of a sum of M + D terms: (M + D) · eps · the largest number of the cell. The
+    The bound is `made.slack` times the relative error of the plain formula in the type of the cell, the largest of the
+    results of the cell, and that of a sum of M + D terms: (M + D) / 4 · eps · the largest number of the cell. The
     derivative of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is
-    that of float32 scaled.
+    that of float32 scaled. `least` is a size that the sums have at least, where they cancel.
     """
     eps, dtype = torch.finfo(made.cell.dtype).eps, rough(made)
     sizes = [float(x.abs().max()) if x.numel() else 0.0 for x in exact]
@@ -462,8 +465,8 @@ def bounds(
         errors.append(error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0)
     # What is zero but for rounding has no relative error.
     relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
-    sums = (tensors[1].shape[2] + made.dim) * eps * largest * steep
-    return [slack * max(error, relative * size) + sums for error, size in zip(errors, sizes, strict=True)]
+    sums = (tensors[1].shape[2] + made.dim) / 4 * eps * max(largest, least) * steep
+    return [made.slack * (max(error, relative * size) + sums) for error, size in zip(errors, sizes, strict=True)]
 
 
 def compare(

@@ -90,9 +90,6 @@ class Example:
     seed: int = 0
 
 
-SLACK = 16
-"""Among thousands of draws some are rounded worse than the plain formula is by more than the grid allows."""
-
 SCORES = ("standard", "quest", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
 KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
@@ -167,7 +164,8 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
         shape = (False, pick((False, False, True)))
     else:
         shape = (*(pick((True, False)) for _ in range(3)), pick((False, False, False, True)))
-    dtype = pick(DTYPES if transform != "ONNX" else DTYPES[:2])
+    # Second derivatives in a narrow type are often the difference of sums that are rounded worse than it is large.
+    dtype = pick({"ONNX": DTYPES[:2], "second derivative": DTYPES[:1]}.get(transform, DTYPES))
     shared = pick((True, False, False))
     more = {name: strides(source) for name in "qkv"}
     if transform in ("export", "ONNX"):  # PyTorch itself fixes a length where an example input has gaps in memory
@@ -201,6 +199,9 @@ class MadeOf(Made):
         self.one = one
         self.cell = Cell(BY_NAME["quest"], dtype=one.dtype, is_causal=one.is_causal, cross=one.n != one.m)
         self.seed = one.seed
+        # Among thousands of draws some are rounded much worse than the plain formula in another type. A wrong formula
+        # is further off than any rounding in float64.
+        self.slack = 1000 if one.dtype == torch.float64 else 32
         torch.manual_seed(self.seed)
         self.heads, self.single = one.heads, one.n < 2 or "aft-conv" in one.spec
         self.config = AttentionConfig.parse(one.spec)
@@ -241,7 +242,7 @@ class MadeOf(Made):
         one = self.one
         torch.manual_seed(self.seed + 1 + seed)
         n = one.n if tokens is None else tokens
-        m = n + one.m - one.n if one.m > one.n else max(n - one.n + one.m, 2 if tokens is not None else 0)
+        m = one.m if n == one.n else max(n - one.n + one.m, 2)
         q = one.q.make((one.batch, one.heads, n, one.dim), one.dtype, one.factor)
         if one.shared:
             both = one.k.make((one.batch, one.groups, m, one.key_dim + one.dim_v), one.dtype, one.factor)
@@ -267,6 +268,8 @@ class MadeOf(Made):
             return seen
         if one.mask == "bias":
             return torch.randn(shape).to(dtype)
+        if one.transform != "eager":  # a mask that hides nothing is taken for a bias, whose gradient is wanted
+            seen.view(-1)[-1:] = False
         low = {"-inf": -torch.inf, "finfo.min": torch.finfo(dtype).min, "-100": -100.0}[one.mask]
         return torch.zeros(shape, dtype=dtype).masked_fill(~seen, low)
 
@@ -296,7 +299,7 @@ def run(one: Example) -> None:
     got = results(made.seeded(made.call), dtype)
     exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
     what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
-    limits = bounds(made, exact, plain, tensors, SLACK)
+    limits = bounds(made, exact, plain, tensors)
     kept = [i for i, x in enumerate(got) if i == 0 or x.dtype == dtype]  # a mask of a wider type has a wider gradient
     compare([got[i] for i in kept], [exact[i] for i in kept], [limits[i] for i in kept], dtype, [what[i] for i in kept])
 
