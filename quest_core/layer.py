@@ -11,6 +11,7 @@ from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError
 from .mechanism import Mechanism, head_sizes
+from .mechanisms.base import merge_masks
 from .projections import Projected, Separate
 
 
@@ -118,8 +119,15 @@ class Attention(Projected):
                     f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
                     f"[B, M] = {list(wanted)}, True where a key may be attended to"
                 )
+            typed = mask is None or mask.dtype == torch.bool or mask.is_floating_point()
+            if mask is not None and not (typed and mask.dim() in (2, 4)):
+                raise InputError(
+                    f"attn_mask is {mask.dtype} of shape {list(mask.shape)}; it is boolean (True = may attend) or "
+                    "additive floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written "
+                    "mask[:, None])"
+                )
             same_tokens = context is None and cache is None
-            mask = merge_masks(attn_mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
+            mask = merge_masks(mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
@@ -132,23 +140,3 @@ class Attention(Projected):
         """[B, N, heads·D] -> [B, heads, N, D], a view."""
         heads: Tensor = x.unflatten(-1, (-1, dim))  # [B, N, heads, D]
         return heads.transpose(1, 2)
-
-
-def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
-    """Return one mask for both, which are boolean (True = may attend) or additive, broadcastable to each other.
-
-    Raises:
-        InputError: `one` is of another type, or has not two or four axes.
-    """
-    if one is None:
-        return other
-    if one.dim() not in (2, 4) or not (one.dtype == torch.bool or one.is_floating_point()):
-        raise InputError(
-            f"attn_mask is {one.dtype} of shape {list(one.shape)}; it is boolean (True = may attend) or "
-            "additive floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
-        )
-    if other.dtype != torch.bool:
-        one, other = other, one
-    if other.dtype != torch.bool:
-        return one + other
-    return one & other if one.dtype == torch.bool else torch.where(other, one, -torch.inf)

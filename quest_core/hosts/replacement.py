@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism, head_sizes
+from ..mechanisms.base import merge_masks
 from ..projections import HeadSizes, Projected, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
@@ -120,6 +121,4 @@ def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
         real: boolean, False = padding, broadcastable to [B, H, N, M]; see `Mechanism.padding_mask`.
     """
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
-    if mask is None or real is None:
-        return real if mask is None else mask
-    return mask & real if mask.dtype == torch.bool else torch.where(real, mask, -torch.inf)
+    return mask if real is None else merge_masks(mask, real)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
-from ..layer import merge_masks
 from ..mechanism import Mechanism, head_sizes
+from ..mechanisms.base import merge_masks
 from ..projections import Packed, Separate
 from .adapter import Adapter, Capabilities, Site
 from .replacement import HostAttention

@@ -8,6 +8,7 @@ K_t' + w_tt' over t' as weights), [A] equation 2. aft-conv is in `aft_conv`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import no_autocast
 from .aft_ops import aft_biased, finite, refuse_transforms
 from .base import Dims, Family, local, result_type, widen
-from .part import CAUSAL, Option, Part
+from .part import CAUSAL, MIXING, Option, Part
 
 
 def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,6 @@ class AttentionFreeSimple(Family):
         self.query = query
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = visible(k, v, key_mask)
@@ -203,8 +203,8 @@ class AttentionFreeLocal(AttentionFreeFull):
 
     name = "aft-local"
 
-    def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool, window: int) -> None:
-        super().__init__(dims, max_length=max_length, rank=rank, query=query)
+    def __init__(self, dims: Dims | None, *, window: int, **positions: Any) -> None:
+        super().__init__(dims, **positions)
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -275,8 +275,7 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
-        reads=("tokens",),
-        **CAUSAL,
         complexity="O(T·d) time and memory, O(d) state while decoding",
+        **MIXING,
     ),
 )

@@ -22,8 +22,8 @@ from ..errors import UnsupportedError
 from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
-from .part import CAUSAL, Part
-from .scores import KEY_START, QUERY_START, SCALE, Standard
+from .part import MIXING, Part
+from .scores import SCALE, STARTS, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -235,30 +235,12 @@ def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = No
                 latest[stack] = score
 
 
+_CHAINED = {"chained": True, "stops_gradient": True, **MIXING}
+_SOURCE = "Elliptical Attention, NeurIPS 2024"
+
 PARTS = (
+    Part("elliptical", "score", "(q ⊙ m) kᵀ / √D", _SOURCE, Elliptical, (SCALE,), **_CHAINED),
     Part(
-        "elliptical",
-        "score",
-        "(q ⊙ m) kᵀ / √D",
-        "Elliptical Attention, NeurIPS 2024",
-        Elliptical,
-        (SCALE,),
-        stops_gradient=True,
-        chained=True,
-        reads=("tokens",),
-        **CAUSAL,
-    ),
-    Part(
-        "elliptical-quest",
-        "score",
-        "(q ⊙ m) k̄ᵀ",
-        "QUEST, A.5.2",
-        EllipticalQuest,
-        (SCALE, QUERY_START, KEY_START),
-        unit_keys=True,
-        stops_gradient=True,
-        chained=True,
-        reads=("tokens",),
-        **CAUSAL,
+        "elliptical-quest", "score", "(q ⊙ m) k̄ᵀ", "QUEST, A.5.2", EllipticalQuest, STARTS, unit_keys=True, **_CHAINED
     ),
 )

@@ -24,7 +24,7 @@ from ..cache import Cache
 from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast
 from ..kernels.unit import unit
 from .base import Dims, Family, local, result_type, widen
-from .part import CAUSAL, Part
+from .part import MIXING, Part
 
 CHUNK = 64
 """Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
@@ -34,14 +34,12 @@ class Linear(Family):
     """φ(q)(φ(k)ᵀ v) / φ(q)·Σφ(k) with φ(x) = elu(x) + 1 ([R], eq. 6; Katharopoulos et al., 2020)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
         dtype = result_type(q)
         with no_autocast(q.device.type):
             keys = _hide(_feature(k), _relative(key_mask))
             return _ratio(_sum_keys(_feature(q), keys, _with_ones(v), is_causal)).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`."""
         dtype = result_type(q)
         with no_autocast(q.device.type):
             keys = _hide(_feature(k), key_mask)
@@ -59,7 +57,6 @@ class Cosine(Family):
         self.stabiliser = nn.Parameter(torch.full((dims.num_heads, 1, 1), 0.5))  # m: [H, 1, 1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
         dtype = result_type(q)
         seen, n, m = _seen(k, key_mask), q.shape[2], k.shape[2]
         if is_causal:
@@ -72,7 +69,6 @@ class Cosine(Family):
             return self._divide(_sum_keys(unit(widen(q)), keys, widen(v), is_causal), count).to(dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`."""
         dtype = result_type(q)
         seen = _seen(k, key_mask)
         count, total = seen.cumsum(-1), seen.sum(-1, keepdim=True)  # [B, N], [B, 1]
@@ -204,6 +200,8 @@ def _last_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, -start, 0)).contiguous()
 
 
+_SUMS = {"complexity": "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token", **MIXING}
+
 PARTS = (
     Part(
         "linear",
@@ -211,9 +209,7 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
-        reads=("tokens",),
-        **CAUSAL,
-        complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
+        **_SUMS,
     ),
     Part(
         "cosine",
@@ -222,8 +218,6 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
-        reads=("tokens",),
-        **CAUSAL,
-        complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
+        **_SUMS,
     ),
 )

@@ -39,6 +39,9 @@ CAUSAL: dict[str, Any] = {"causal": True, "cross": True, "cached": True}
 POINTWISE: dict[str, Any] = {**CAUSAL, "reads": ()}
 """The declaration of a score that prepares each token of each head for itself."""
 
+MIXING: dict[str, Any] = {**CAUSAL, "reads": ("tokens",)}
+"""The declaration of what looks at several tokens outside of scaled_dot_product_attention."""
+
 
 @dataclass(frozen=True)
 class Option:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, InjectionError
 from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
-from ..layer import merge_masks
 from ..mechanism import Mechanism, Observation
-from ..mechanisms.base import Normaliser, logits
+from ..mechanisms.base import Normaliser, logits, merge_masks
 
 BLOCK = 2**19
 """Logits held at a time."""
