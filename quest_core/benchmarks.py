@@ -83,9 +83,6 @@ Progress: TypeAlias = Callable[[float, str], None]
 Run: TypeAlias = Callable[[Cell, Progress], Result]
 
 
-# --- a cell that continues after a kill -----------------------------------------------------------------------------
-
-
 def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     """Write what a suite needs to continue after this epoch, and the state of every random generator.
 
@@ -135,9 +132,6 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
     return state
 
 
-# --- a framework's own trainer --------------------------------------------------------------------------------------
-
-
 def own_trainer(
     name: str, command: Sequence[str], *, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
@@ -174,9 +168,6 @@ def own_trainer(
             raise
     if process.returncode:
         raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
-
-
-# --- time and memory against the host's own attention ---------------------------------------------------------------
 
 
 def beside_stock(

@@ -21,9 +21,7 @@ from .notices import LOGGER, is_heard
 
 ENTRY = "attention_is_not_standard"
 """The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
-
-BLOCK = 64
-"""The spelled text is filled with zeros to a multiple of this, so that most configurations have one shape."""
+BLOCK = 64  # the spelled text is filled with zeros to a multiple of this, so that most configurations have one shape
 
 
 class AttentionMismatchWarning(UserWarning):

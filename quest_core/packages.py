@@ -18,9 +18,7 @@ from packaging.utils import canonicalize_name
 from .errors import PluginError
 
 HERE = str(Path(__file__).parent)
-SLOW_S = 2.0
-"""An import that takes longer is named on standard error."""
-
+SLOW_S = 2.0  # an import that takes longer is named on standard error
 ONE_AT_A_TIME = threading.RLock()
 """Held while a package is imported, because sys.stdout and the signal handlers are global."""
 

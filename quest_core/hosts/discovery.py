@@ -199,9 +199,6 @@ def _is_importable(module: str) -> bool:
     return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
-# --- records ------------------------------------------------------------------------------------------------------
-
-
 def find(name: str) -> Record:
     """Return the record of an installed plugin, of any status; raise PluginError if there is none."""
     records = {record.name: record for record in discover()}
@@ -218,9 +215,6 @@ def require_host(name: str) -> None:
     for record in discover():
         if record.name == name and record.status == "unsupported":
             record.require()
-
-
-# --- versions -----------------------------------------------------------------------------------------------------
 
 
 def host_requirements(entry: Entry, host: str) -> list[Requirement]:

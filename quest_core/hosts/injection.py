@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..catalogue import parts
 from ..checkpoints import ENTRY, accept, started
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
+from ..kernels.pytorch import same_random_state
 from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
 from ..projections import Projected
@@ -22,13 +22,10 @@ from .discovery import discover
 from .loading import adapter as find_adapter
 from .loading import running_adapters
 from .torch import TorchAdapter
-from .universal import UniversalAdapter, looks_like_attention
+from .universal import UniversalAdapter, looks_like_attention, within
 
-REPORT = "attention_report"
-"""The attribute of an injected model that holds its Report."""
-KEYS = ("attention", "attention_from", "allow_partial")
-"""What every host's configuration calls the arguments of `inject`."""
-
+REPORT = "attention_report"  # the attribute of an injected model that holds its Report
+KEYS = ("attention", "attention_from", "allow_partial")  # the arguments of `inject`, as hosts' configurations call them
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -218,18 +215,14 @@ def inject(
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
             "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
         )
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+    with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
     starting: list[Projected] = []
     if fresh:
         for (owner, _), module in zip(chosen, made, strict=True):
             starting += _starting(owner, module, config)
 
-    rows = []
-    for (owner, site), module in zip(chosen, made, strict=True):
-        sizes = _size(site.module), _size(module)
-        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, *sizes))
+    for (_, site), module in zip(chosen, made, strict=True):
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
@@ -243,11 +236,13 @@ def inject(
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
     for part in starting:
         part.start()
-    if fresh:
-        for module in made:
+    rows = []
+    for (owner, site), module in zip(chosen, made, strict=True):
+        norms = _query_norms(owner.projected(module)) if fresh else ()
+        before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, module))
+        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms))
+        if fresh:
             started(module)
-        norms = [_query_norms(owner.projected(module)) for (owner, _), module in zip(chosen, made, strict=True)]
-        rows = [replace(row, query_norms=own) for row, own in zip(rows, norms, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     setattr(model, REPORT, report)
     return model, report
@@ -315,17 +310,9 @@ def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[A
         chosen += [
             (owner, site)
             for site in owner.sites(model)
-            if not any(_inside(site.path, path) or _inside(path, site.path) for path in taken)
+            if not within(site.path, taken) and not any(within(path, [site.path]) for path in taken)
         ]
     return chosen
-
-
-def _inside(path: str, other: str) -> bool:
-    return path == other or other == "" or path.startswith(other + ".")
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -22,8 +22,7 @@ from ..errors import PluginError, QuestError
 from .discovery import Record, discover, find
 
 FOLDER = Path(__file__).resolve().parent / "launched"
-PAIRS = "QUEST_RUN"
-"""The environment variable that names the plugins for processes below: plugin=module, ..."""
+PAIRS = "QUEST_RUN"  # the environment variable that names the plugins for processes below: plugin=module, ...
 
 
 def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:

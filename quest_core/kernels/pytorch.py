@@ -138,6 +138,11 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
+def same_random_state(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Leaves the random numbers to be drawn, on the CPU and on the GPUs of the model, as they were."""
+    return torch.random.fork_rng(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}))
+
+
 def second_derivative(name: str) -> Callable[[Any], None]:
     """Return the hook of attention `name` for `name_second_derivative`."""
     return functools.partial(_refuse_second_derivative, name)

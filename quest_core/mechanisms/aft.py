@@ -128,6 +128,9 @@ class AttentionFreeFull(Family):
     """
 
     name = "aft-full"
+    query_positions: Any
+    key_positions: Any
+    table: Any
 
     def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool) -> None:
         super().__init__(dims)
@@ -147,8 +150,6 @@ class AttentionFreeFull(Family):
         """w of n queries from position `start` on and m keys from `first` on: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
             return local(self.table)[start : start + n, first : first + m], None
-        assert self.query_positions is not None
-        assert self.key_positions is not None
         return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -22,13 +22,9 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, require_operators, transform
 
-ROWS = 256
-"""Queries of a block, and the least where the window is narrower: 64. They bound memory: [ROWS, M] biases at a time."""
-
-NARROW = 64
-
-ELEMENTS = 2**22
-"""Numbers in the largest temporary, unless one query's keys are more."""
+ROWS = 256  # queries of a block, which bound memory: [ROWS, M] biases at a time
+NARROW = 64  # the least where the window is narrower
+ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys are more
 
 
 def refuse_transforms(name: str) -> None:
@@ -236,9 +232,7 @@ def aft_biased(
         return torch.cat(y), torch.cat(lse)
 
 
-def _fake_biased(
-    k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
-) -> tuple[Tensor, Tensor]:
+def _fake_biased(k: Tensor, v: Tensor, left: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     n = (k if left is None else left).shape[0]
     return k.new_empty(n, k.shape[1]), k.new_empty(n, k.shape[1])
 

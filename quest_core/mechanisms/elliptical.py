@@ -73,21 +73,12 @@ class Elliptical(Standard):
         finally:
             self._arrangement = None
 
-    def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: Cache | None,
-        head: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor | None, **how: Any) -> tuple[Tensor, Tensor]:
         before = self.hand_over(v.detach())
         if before is not None:
-            metric = self._metric(v.detach(), before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
-            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
+            metric = self._metric(v.detach(), before, q.shape[2], **how).to(q.dtype)  # [B, G, N or 1, D]
+            share = q.shape[1] // metric.shape[1]
+            q = q * (metric.repeat_interleave(share, 1) if head is None else metric.index_select(1, head))
         return self.query(q), self.key(k)
 
     def hand_over(self, v: Tensor) -> Tensor | None:
@@ -176,13 +167,6 @@ class Elliptical(Standard):
         top = mean.amax(-1, keepdim=True)
         changed = top > 0
         return torch.where(changed, mean / torch.where(changed, top, 1), 1)
-
-    @staticmethod
-    def _spread(metric: Tensor, heads: int, head: Tensor | None) -> Tensor:
-        """[B, G, ...] -> [B, H, ...]: every query head gets the metric of its key/value head."""
-        if head is not None:
-            return metric.index_select(1, head)
-        return metric.repeat_interleave(heads // metric.shape[1], 1)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_values": {}, "_step": {}}  # of one forward pass; no copy should have them

@@ -17,9 +17,7 @@ from .part import CAUSAL, POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
-
-EQUAL = 1e-6
-"""Norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32."""
+EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32
 
 
 class MultiHead(Grouping):

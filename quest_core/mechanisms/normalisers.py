@@ -19,12 +19,9 @@ from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_export
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, widen
 from .part import MIXING, POINTWISE, Option, Part
 
-HIDDEN = -1e30
-"""Where sinkhorn's logits are hidden: a row or column of them has a finite sum, whose gradient is 0 and not NaN."""
-
-
+HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
+# Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
-"""Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones."""
 
 
 class Softmax(Normaliser):

@@ -17,6 +17,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.injection import inject
 from ..hosts.loading import adapter as find_adapter
+from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
 
@@ -114,8 +115,7 @@ def calibrate(
     batches = list(batches)
     if not batches:
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+    with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
         given = adapter if isinstance(adapter, Adapter) else None
@@ -132,20 +132,19 @@ def calibrate(
     return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
 
 
+def _refuse_uncalibratable(target: AttentionConfig) -> None:
+    mixing = [part.name for part in target.specs() if "heads" in part.reads]
+    if target.family or target["score"] != "quest":
+        raise _uncalibratable(target, "its score is not quest")
+    if mixing:
+        raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
+    if target.option("scale") == 0:
+        raise _uncalibratable(target, "with scale=0 queries have no effect")
+
+
 def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
     allowed = "'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
     return ConfigError(f"attention '{target}' cannot be calibrated: {why}; calibrate takes {allowed}")
-
-
-def _refuse_uncalibratable(target: AttentionConfig) -> None:
-    if target.family or target["score"] != "quest":
-        raise _uncalibratable(target, "its score is not quest")
-    mixing = [part.name for part in target.specs() if "heads" in part.reads]
-    if mixing:
-        why = f"'{mixing[0]}' gives query heads other key heads than they were trained with"
-        raise _uncalibratable(target, why)
-    if target.option("scale") == 0:
-        raise _uncalibratable(target, "with scale=0 queries have no effect")
 
 
 def _source(model: nn.Module) -> AttentionConfig:

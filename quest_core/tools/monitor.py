@@ -14,8 +14,7 @@ from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
 from ..mechanism import Mechanism, Observation
 from ..mechanisms.base import Normaliser, logits, merge_masks
 
-BLOCK = 2**19
-"""Logits held at a time."""
+BLOCK = 2**19  # logits held at a time
 
 
 class Monitor:
@@ -130,8 +129,7 @@ def _name(path: str) -> str:
     return path.removesuffix(".mechanism") or "mechanism"
 
 
-_Seen: TypeAlias = dict[tuple[str, str], Tensor]
-"""(name, "max", "sum" or "count") -> a value a head."""
+_Seen: TypeAlias = dict[tuple[str, str], Tensor]  # (name, "max", "sum" or "count") -> a value a head
 
 
 def _add(seen: _Seen, more: _Seen) -> None:

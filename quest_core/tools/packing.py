@@ -21,17 +21,11 @@ from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype
 from ..mechanism import Mechanism, Observation, stateless
 
+# The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
+# bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
 WASTE = 1.25
-"""The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
-
-The bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
-"""
-
-FLASH_CAPABILITY = (8, 0)
-"""PyTorch's flash kernels need this compute capability (Ampere) or a later one."""
-
-VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
-"""What PyTorch's variable-length attention must accept."""
+FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capability (Ampere) or a later one
+VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # what PyTorch's variable-length attention must accept
 
 
 class _Bucket(NamedTuple):
