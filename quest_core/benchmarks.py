@@ -105,8 +105,7 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
 
 def _identity(cell: Cell) -> list[Any]:
     """Everything that determines the numbers of a cell."""
-    facts = (cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint)
-    return list(facts)
+    return [cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint]
 
 
 def load_state(cell: Cell) -> dict[str, Any] | None:
@@ -216,12 +215,11 @@ def step_seconds(step: Callable[[], object]) -> float:
     """Return the seconds that a call takes: of the processor on a CPU, of the clock on a GPU."""
     cuda = torch.cuda.is_available()
     clock = time.perf_counter if cuda else time.process_time
-    if cuda:
-        torch.cuda.synchronize()
+    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
+    wait()
     started = clock()
     step()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return clock() - started
 
 

@@ -16,19 +16,12 @@ from .packages import ONE_AT_A_TIME, Entry, contained, entries
 
 @dataclass(frozen=True)
 class Package:
-    """What one entry point of `quest.attention` adds.
-
-    Attributes:
-        entry: the entry point.
-        parts: its mechanisms; empty if it cannot be used.
-        refused: the names that it would add, if they are known and it cannot be used.
-        problem: the cause; empty if it can be used.
-    """
+    """What one entry point of `quest.attention` adds."""
 
     entry: Entry
-    parts: tuple[Part, ...] = ()
-    refused: tuple[str, ...] = ()
-    problem: str = ""
+    parts: tuple[Part, ...] = ()  # its mechanisms; empty if it cannot be used
+    refused: tuple[str, ...] = ()  # the names that it would add, if they are known and it cannot be used
+    problem: str = ""  # the cause; empty if it can be used
 
     def __str__(self) -> str:
         return f"'{self.entry.name}' of {self.entry.owner}: {self.problem}; fix: {self.entry.fix}"

@@ -23,6 +23,8 @@ ENTRY = "attention_is_not_standard"
 """The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
 BLOCK = 64  # the spelled text is filled with zeros to a multiple of this, so that most configurations have one shape
 
+_warned: list[object] = [None]  # the latest load that was warned about
+
 
 class AttentionMismatchWarning(UserWarning):
     """A checkpoint of standard attention is loaded into a model with another one."""
@@ -66,11 +68,15 @@ def compare(
             f"build the model with attention='{trained}', or say attention_from='{trained}' if you mean to go on from "
             "these weights with another attention"
         )
-    _warn_once(
-        f"these weights were trained with standard attention and are loaded into attention '{config}'; fine-tune them, "
-        "and say attention_from='standard' if you mean to",
-        load,
-    )
+    if _warned[0] is not load:
+        _warned[0] = load
+        message = (
+            f"these weights were trained with standard attention and are loaded into attention '{config}'; fine-tune "
+            "them, and say attention_from='standard' if you mean to"
+        )
+        warnings.warn(message, AttentionMismatchWarning, stacklevel=2)
+        if is_heard(logging.WARNING):
+            LOGGER.warning(message)
     return False
 
 
@@ -122,17 +128,9 @@ class Spelled(nn.Module):
             self.attention_is_not_standard = spell(self.config).to(self.attention_is_not_standard.device)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own, key = self.attention_is_not_standard, prefix + ENTRY
-        # PyTorch hands one list of missing keys to all modules of a call.
+        missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
         spelled = state_dict.pop(key, None)
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
@@ -143,7 +141,7 @@ class Spelled(nn.Module):
             state_dict.update(mine | shared)
         elif own is not None:
             state_dict[key] = own
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
@@ -164,14 +162,3 @@ def started(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Spelled):
             module.start_is_due = False
-
-
-_warned: list[Any] = [None]  # the latest load that was warned about
-
-
-def _warn_once(message: str, load: object) -> None:
-    if _warned[0] is not load:
-        _warned[0] = load
-        warnings.warn(message, AttentionMismatchWarning, stacklevel=2)
-        if is_heard(logging.WARNING):
-            LOGGER.warning(message)

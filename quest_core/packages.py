@@ -25,29 +25,17 @@ ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry point of an installed distribution.
+    """One entry point of an installed distribution."""
 
-    Attributes:
-        group: "quest.attention", "quest.adapter_info", "quest.adapters" or "quest.commands".
-        name: what stands before the equals sign.
-        value: "module:attribute".
-        distribution: the distribution's name, as pip knows it.
-        version: its version.
-        summary: its one-line description.
-        requires: its requirements, as its metadata spells them.
-        extras: the names of its extras.
-        problem: why its metadata cannot be read, and it cannot be used; else empty.
-    """
-
-    group: str
-    name: str
-    value: str
-    distribution: str
+    group: str  # "quest.attention", "quest.adapter_info", "quest.adapters" or "quest.commands"
+    name: str  # what stands before the equals sign
+    value: str  # "module:attribute"
+    distribution: str  # its name, as pip knows it
     version: str
     summary: str = ""
-    requires: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()  # its requirements, as its metadata spells them
     extras: tuple[str, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why its metadata cannot be read, and it cannot be used; else empty
 
     @property
     def owner(self) -> str:

@@ -62,23 +62,14 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """How many heads the projections make, and how wide each is.
+    """How many heads the projections make, and how wide each is."""
 
-    Attributes:
-        num_heads: query heads H.
-        kv_heads: key/value heads G.
-        head_dim: features D of a query head.
-        key_dim: features Dk of a key head; D except for aft-conv.
-        value_dim: features Dv of a value head.
-        host_kv_heads: key/value heads of the host's own model, where it has fewer than query heads.
-    """
-
-    num_heads: int
-    kv_heads: int
-    head_dim: int
-    key_dim: int
-    value_dim: int
-    host_kv_heads: int | None = None
+    num_heads: int  # query heads H
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D of a query head
+    key_dim: int  # features Dk of a key head; D except for aft-conv
+    value_dim: int  # features Dv of a value head
+    host_kv_heads: int | None = None  # key/value heads of the host's own model, where it has fewer than query heads
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -349,9 +340,8 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
     weight = parameters.get(name, parameters.get(f"{name}.weight"))
     if weight is None or not weight.is_floating_point():
         raise UnsupportedError(
-            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, pruning, LoRA, "
-            "quantisation, ...), so their rows cannot be changed; choose the attention and calibrate first, or remove "
-            "the parametrisation"
+            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, LoRA, quantisation, "
+            "...), so their rows cannot be changed; choose the attention and calibrate first, or remove that"
         )
     return parameters
 

@@ -24,25 +24,23 @@ from .loading import running_adapters
 from .torch import TorchAdapter
 from .universal import UniversalAdapter, looks_like_attention, within
 
-REPORT = "attention_report"  # the attribute of an injected model that holds its Report
-KEYS = ("attention", "attention_from", "allow_partial")  # the arguments of `inject`, as hosts' configurations call them
+REPORT = "attention_report"
+"""The attribute of an injected model that holds its Report."""
+KEYS = ("attention", "attention_from", "allow_partial")
+"""What every host's configuration calls the arguments of `inject`."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: its path, its class, and its parameters before and after.
-
-    Attributes:
-        query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.
-    """
+    """One replaced module: its path, its class, and its parameters before and after."""
 
     path: str
     host_class: str
     adapter: str
     parameters_before: int
     parameters_after: int
-    query_norms: tuple[float, ...] = ()
+    query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
 
 
 @dataclass(frozen=True)
@@ -185,8 +183,7 @@ def inject(
     if config.starts and not fresh:
         raise ConfigError(
             f"attention '{config}' scales projections that have only been initialised, and this model may be trained; "
-            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits the queries of trained "
-            "weights)"
+            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
         )
     if adapter is None:
         adapters: list[Adapter] = [*running_adapters(model), TorchAdapter()]
@@ -201,7 +198,11 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, universal, example is not None))
-    left = universal.missed | _left_alone(model, [site.module for _, site in chosen])
+    ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
+    left = dict(universal.missed)  # modules that look like attention, outside of the chosen ones and not around one
+    for path, module in model.named_modules():
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
+            left[path] = module
     by_design = {name for owner in adapters for name in owner.leaves_alone}
     missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
     if missed and not allow_partial:
@@ -218,9 +219,16 @@ def inject(
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
     starting: list[Projected] = []
-    if fresh:
-        for (owner, _), module in zip(chosen, made, strict=True):
-            starting += _starting(owner, module, config)
+    for (owner, _), module in zip(chosen, made, strict=True) if fresh else ():
+        projected = owner.projected(module)
+        if config.starts and not projected:
+            raise UnsupportedError(
+                f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+                "(quest_core.projections.Projected); leave the option out"
+            )
+        starting += [part for part in projected if part.config.starts]
+    for part in starting:
+        part.start_factors()  # raises before the model is changed
 
     for (_, site), module in zip(chosen, made, strict=True):
         model = _swap(model, site.module, module)
@@ -248,20 +256,6 @@ def inject(
     return model, report
 
 
-def _starting(owner: Adapter, module: nn.Module, config: AttentionConfig) -> list[Projected]:
-    """The parts of a fresh replacement that start as their options say; raises UnsupportedError where one cannot."""
-    parts = owner.projected(module)
-    if config.starts and not parts:
-        raise UnsupportedError(
-            f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
-            "(quest_core.projections.Projected); leave the option out"
-        )
-    starting = [part for part in parts if part.config.starts]
-    for part in starting:
-        part.start_factors()
-    return starting
-
-
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
     """The expected norm of the queries of each head; () where the projections are not described or have no values."""
     try:
@@ -280,16 +274,6 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
             if child is old:
                 setattr(module, name, new)
     return model
-
-
-def _left_alone(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules that look like attention, outside of the chosen ones and not wrapped around one, by path."""
-    ours = {id(inner) for module in chosen for inner in module.modules()}
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
-    }
 
 
 def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ class HostAttention(Projected):
         config: what `mechanism` computes.
     """
 
-    if TYPE_CHECKING:
-        config: AttentionConfig
-        mechanism: Mechanism
+    mechanism: Mechanism
 
     @classmethod
     def adopt(
@@ -59,17 +57,25 @@ class HostAttention(Projected):
         made: Any = shallow_copy(host, cls)
         made.config, made.loaded = config, False
         made.head_sizes = sizes_of(config, num_heads, head_dim, num_kv_heads, value_dim)
-        mechanism = Mechanism(
-            config,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=made.head_sizes.kv_heads,
-            standard_scale=standard_scale,
-        )
-        weight = next(host.parameters())
-        made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": made.head_sizes.kv_heads}
+        made.mechanism = mechanism_for(host, config, **sizes, standard_scale=standard_scale)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made  # type: ignore[no-any-return]
+
+
+def mechanism_for(host: nn.Module, config: AttentionConfig, **sizes: Any) -> Mechanism:
+    """Return a mechanism on the device, in the type and in the mode of the module that it becomes a part of.
+
+    Args:
+        host: the module.
+        config: the mechanism.
+        sizes: the other arguments of Mechanism.
+    """
+    made = Mechanism(config, **sizes)
+    weight = next((p for p in host.parameters() if p.is_floating_point()), None)
+    if weight is not None:
+        made.to(device=weight.device, dtype=weight.dtype)
+    return made.train(host.training)
 
 
 def sizes_of(
@@ -83,10 +89,7 @@ def sizes_of(
 
     Args:
         config: the mechanism.
-        num_heads: query heads H.
-        head_dim: features D of a query head.
-        num_kv_heads: key/value heads of the host's own model; H by default.
-        value_dim: features of a value head; D by default.
+        num_heads, head_dim, num_kv_heads, value_dim: as in `HostAttention.adopt`.
 
     Raises:
         ConfigError: kv_heads does not divide the query heads.

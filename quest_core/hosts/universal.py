@@ -27,6 +27,7 @@ from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, same
 from ..mechanism import Mechanism, kv_heads
 from ..projections import shallow_copy
 from .adapter import Adapter, Capabilities, Site, refusal
+from .replacement import mechanism_for
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
@@ -35,33 +36,19 @@ SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 @dataclass(frozen=True)
 class Call:
-    """The calls of one module while the example ran.
+    """The calls of one module while the example ran."""
 
-    Attributes:
-        path: of the module.
-        heads: query heads H, the last axis but two; 1 for queries without such an axis.
-        kv_heads: key/value heads G.
-        head_dim: features D of a query head.
-        scale: the host's factor on q·k; None for 1/√D.
-        causal: the call or its mask hid every later key.
-        cross: queries and keys had different numbers of tokens.
-        masked: a mask hid other pairs of queries and keys than whole keys.
-        dropout: weights were dropped.
-        repeated: one forward called the function more than once.
-        axes: of the queries. Only with four it is known which axis is that of heads.
-    """
-
-    path: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float | None = None
-    causal: bool = False
-    cross: bool = False
-    masked: bool = False
-    dropout: bool = False
-    repeated: bool = False
-    axes: int = 4
+    path: str  # of the module
+    heads: int  # query heads H, the last axis but two; 1 for queries without such an axis
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D of a query head
+    scale: float | None = None  # the host's factor on q·k; None for 1/√D
+    causal: bool = False  # the call or its mask hid every later key
+    cross: bool = False  # queries and keys had different numbers of tokens
+    masked: bool = False  # a mask hid other pairs of queries and keys than whole keys
+    dropout: bool = False  # weights were dropped
+    repeated: bool = False  # one forward called the function more than once
+    axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
 
     def joined(self, other: Call) -> Call:
         """Return what both calls of one module ask for.
@@ -190,8 +177,7 @@ def _check(site: Routed, call: _Arguments) -> None:
     wanted, given = (1 / math.sqrt(features) if scale is None else scale for scale in (known.scale, call.scale))
     if abs(wanted - given) > 1e-6 * abs(wanted):
         raise InputError(
-            f"'{known.path}' is called with scale={given}, and was injected for {wanted}; multiply the queries by a "
-            "factor that changes"
+            f"'{known.path}' is called with scale={given}, injected for {wanted}; scale the queries instead"
         )
 
 
@@ -226,9 +212,7 @@ class UniversalAdapter(Adapter):
     """Adapter for every module that calls scaled_dot_product_attention.
 
     Args:
-        example: inputs that make the model reach all of its attention: ``model(*example)`` for a tuple or list,
-            ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
-            None finds only modules that were injected before.
+        example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
         taken: paths of the modules that other adapters replace.
 
     Attributes:
@@ -293,17 +277,8 @@ def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
     """
     made: Any = shallow_copy(module, _routed_class(_host(module)))
     made.routed_call = call
-    made.mechanism = Mechanism(
-        config,
-        num_heads=call.heads,
-        head_dim=call.head_dim,
-        num_kv_heads=_kv_heads(config, call),
-        standard_scale=call.scale,
-    )
-    anchor = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if anchor is not None:
-        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-    made.mechanism.train(module.training)
+    sizes = {"num_heads": call.heads, "head_dim": call.head_dim, "num_kv_heads": _kv_heads(config, call)}
+    made.mechanism = mechanism_for(module, config, **sizes, standard_scale=call.scale)
     return made  # type: ignore[no-any-return]
 
 
@@ -319,9 +294,7 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
         if call.repeated and (part.learnable or part.stateful or part.chained):
             return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
         if call.axes != 4 and (part.learnable or part.stateful):
-            return (
-                f"queries have {call.axes} axes, which do not say where the heads are, and '{part.name}' needs to know"
-            )
+            return f"queries have {call.axes} axes, and '{part.name}' must know which is that of the heads"
     if config.family is not None and call.masked:
         return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
     if config.family is not None and call.heads != call.kv_heads:

@@ -180,9 +180,8 @@ class AttentionFreeFull(Family):
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:
             raise InputError(
-                f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}, for "
-                f"whose positions it has biases; build it with max_length={tokens} or more, or use 'aft-simple', "
-                "which has none"
+                f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}; build it with "
+                f"max_length={tokens} or more, or use 'aft-simple', which has no biases for positions"
             )
 
     def _continue(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

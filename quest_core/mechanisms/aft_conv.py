@@ -207,7 +207,12 @@ class AttentionFreeConv(Family):
         if self.axes == 1 and self.grid is None:
             wanted = [count]
         elif self.grid is None:
-            wanted = [_root(count, self.axes)] * self.axes
+            power = self.axes
+            if is_exporting():  # for one length
+                side = next(i for i in range(max(count, 0) + 1) if i**power >= count)
+            else:
+                side = round(max(count, 0) ** (1 / power))
+            wanted = [side] * power
         else:
             fixed = math.prod(extent for extent in self.grid if extent is not None)
             wanted = [count // fixed if extent is None else extent for extent in self.grid]
@@ -220,14 +225,6 @@ class AttentionFreeConv(Family):
                 "for a sequence, or assign the family's `grid` before the call"
             )
         return wanted
-
-
-def _root(count: int, power: int) -> int:
-    """The whole number whose `power` is nearest to `count`."""
-    if is_exporting():
-        return next(i for i in range(max(count, 0) + 1) if i**power >= count)  # for one length
-    root: int = round(max(count, 0) ** (1 / power))
-    return root
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:

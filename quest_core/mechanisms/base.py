@@ -199,10 +199,8 @@ def local(parameter: Tensor) -> Tensor:
     if all(isinstance(placement, Replicate) for placement in parameter.placements):
         # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
         shared = parameter.redistribute(placements=parameter.placements)
-        whole: Tensor = shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
-        return whole
-    part: Tensor = parameter.to_local()
-    return part
+        return shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
+    return parameter.to_local()
 
 
 def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
@@ -251,8 +249,7 @@ def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:
     if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    while seen.dim() < 4:
-        seen = seen.unsqueeze(0)
+    seen = seen[(None,) * (4 - seen.dim())]
     return seen.any(2).any(1).expand(batch, m)
 
 

@@ -116,9 +116,8 @@ class Elliptical(Standard):
         before = previous._values.pop(thread, None)
         if before is None:
             raise UnsupportedError(
-                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                "skipped, or only this one was copied. Run all layers in their order, and call "
-                "quest_core.chain(model) after copying layers"
+                "elliptical attention found no values of the layer before it in this forward pass: it was skipped, or "
+                "copied. Run all layers in their order, and call quest_core.chain(model) after copying layers"
             )
         if self.training:
             self._step[thread] = (kept, before)
@@ -129,8 +128,11 @@ class Elliptical(Standard):
 
         On a GPU the backward pass runs in a thread of its own, so the values name their forward pass.
         """
+        # As whole numbers, of which NaN equals NaN: a step that overflows is computed again too.
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kept.element_size()]
         for own, before in list(self._step.values()):
-            if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):
+            alike = (own.shape, own.dtype, own.device) == (kept.shape, kept.dtype, kept.device)
+            if alike and torch.equal(own.view(bits), kept.view(bits)):
                 return before
         raise UnsupportedError(
             "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
@@ -185,11 +187,6 @@ class EllipticalQuest(Elliptical):
 def stack_of(path: str) -> str:
     """The stack that a layer belongs to: its path with the numbers taken out."""
     return re.sub(r"\d+", "*", path)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The same memory as whole numbers, of which NaN equals NaN: a step that overflows is computed again too."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _thread() -> int:

@@ -44,10 +44,7 @@ class Grouped(Grouping):
 
     def kv_heads(self, num_heads: int) -> int:
         if self.requested is None:
-            raise ConfigError(
-                f"attention '{self.name}' needs 'kv_heads', the number of key/value heads: "
-                f"write {self.name}(kv_heads=2)"
-            )
+            raise ConfigError(f"attention '{self.name}' needs 'kv_heads': write for example {self.name}(kv_heads=2)")
         if why := self._misfit(num_heads, self.requested):
             raise ConfigError(f"attention '{self.name}': {why}")
         return self.requested

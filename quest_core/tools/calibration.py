@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,16 @@ from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
 
+Run: TypeAlias = Callable[[nn.Module, Any], Any]
+
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What one attention module was calibrated by, a value for each of its H heads.
+    """What one attention module was calibrated by, a value for each of its H heads."""
 
-    Attributes:
-        path: the module's dotted path.
-        key_norms: mean ‖k‖₂ over the visible keys of the batches.
-        factors: what the query projection was multiplied with.
-    """
-
-    path: str
-    key_norms: tuple[float, ...]
-    factors: tuple[float, ...]
+    path: str  # the module's dotted path
+    key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches
+    factors: tuple[float, ...]  # what the query projection was multiplied with
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def calibrate(
     attention: AttentionSpec = "quest",
     *,
     adapter: str | Adapter | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    forward: Run | None = None,
 ) -> tuple[nn.Module, CalibrationReport]:
     """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
 
@@ -162,10 +158,7 @@ def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """A parameter of two attention modules would be scaled twice, by factors of different layers."""
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
-            raise UnsupportedError(
-                f"'{one}' and '{other}' share parameters, so they cannot be scaled by the key norms of either; "
-                "use quest_core.inject and fine-tune without calibration"
-            )
+            raise UnsupportedError(f"'{one}' and '{other}' share parameters; inject and fine-tune without calibration")
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
@@ -173,11 +166,7 @@ def _run(model: nn.Module, batch: Any) -> Any:
 
 
 def _measure(
-    model: nn.Module,
-    owners: list[tuple[str, Adapter]],
-    batches: list[Any],
-    run: Callable[[nn.Module, Any], Any],
-    target: AttentionConfig,
+    model: nn.Module, owners: list[tuple[str, Adapter]], batches: list[Any], run: Run, target: AttentionConfig
 ) -> tuple[list[LayerCalibration], list[list[Tensor]]]:
     """The factors of every attention module of an injected standard model, and its outputs on every batch."""
     ratios, monitors = [], []
@@ -194,9 +183,7 @@ def _measure(
         monitors.append(Monitor(found[0], logits=False))
     outputs = [_tensors(run(model, batch)) for batch in batches]
     if not any(outputs):
-        raise InputError(
-            "the model's output holds no floating-point tensor to compare; say with forward= what to compare"
-        )
+        raise InputError("the model's output holds no floating-point tensor; say with forward= what to compare")
     layers = []
     for (path, _), ratio, monitor in zip(owners, ratios, monitors, strict=True):
         seen = list(monitor.collect().values())
@@ -219,9 +206,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, tuple | list) else []
 
 
-def _change(
-    model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Callable[[nn.Module, Any], Any]
-) -> float:
+def _change(model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Run) -> float:
     """RMS of the change of the outputs over the RMS of `before`."""
     change = total = 0.0
     for batch, old in zip(batches, before, strict=True):
