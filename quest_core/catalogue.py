@@ -31,16 +31,12 @@ class Catalogue(Mapping[str, Part]):
     """Mechanisms by name. In-tree names are found without a look at other packages.
 
     Other packages are imported when an unknown name is asked for, or when all names are.
-
-    Attributes:
-        own: the mechanisms that need no import, by name.
-        owners: name -> distribution, with its version unless it is quest-core.
     """
 
     def __init__(self) -> None:
-        self.own = {part.name: part for part in mechanisms.PARTS}
+        self.own = {part.name: part for part in mechanisms.PARTS}  # need no import
         self._all: dict[str, Part] | None = None
-        self.owners = dict.fromkeys(self.own, "quest-core")
+        self.owners = dict.fromkeys(self.own, "quest-core")  # name -> distribution, with the version of others
         self._packages: list[Package] = []
 
     def __getitem__(self, name: str) -> Part:

@@ -103,23 +103,18 @@ def refuse_unread(model: nn.Module, state_dict: Mapping[str, Any], host: str) ->
 
 
 class Spelled(nn.Module):
-    """A module whose state dict spells its attention, and which refuses a checkpoint of another.
+    """A module whose state dict spells its attention, and which refuses a checkpoint of another."""
 
-    Attributes:
-        config: the attention.
-        attention_is_not_standard: the configuration, spelled; None for `standard`.
-        attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
-        start_is_due: the attention sets the norms that queries or keys start with, and nothing has set them yet.
-    """
-
-    attention_is_not_standard: Tensor | None
+    attention_is_not_standard: Tensor | None  # the configuration, spelled; None for `standard`
+    attention_from: AttentionConfig | None  # of a checkpoint to be loaded, where it is meant to differ
+    start_is_due: bool  # the attention sets the norms that queries or keys start with, and nothing has set them yet
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
         """`keeps`: whether it adds anything to a state dict."""
         super().__init__()
         self.config = config
         self.register_buffer(ENTRY, spell(config) if keeps and not config.means("standard") else None)
-        self.attention_from: AttentionConfig | None = None
+        self.attention_from = None
         self.start_is_due = keeps and bool(config.starts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Spelled:

@@ -34,7 +34,7 @@ from .mechanisms.part import Part
 from .packages import cause
 from .projections import HeadSizes
 
-# What the parts of each axis build.
+# The class of the parts of each axis.
 CLASSES: dict[str, type] = {"score": Score, "normaliser": Normaliser, "grouping": Grouping, "family": Family}
 
 
@@ -496,8 +496,7 @@ def attention(
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
     """
-    made = stateless(attention)
-    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def stateless(attention: AttentionSpec) -> Mechanism:

@@ -291,11 +291,9 @@ def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[A
     chosen: list[tuple[Adapter, Site]] = []
     for owner in adapters:
         taken = [site.path for _, site in chosen]
-        chosen += [
-            (owner, site)
-            for site in owner.sites(model)
-            if not within(site.path, taken) and not any(within(path, [site.path]) for path in taken)
-        ]
+        for site in owner.sites(model):
+            if not within(site.path, taken) and not any(within(path, [site.path]) for path in taken):
+                chosen.append((owner, site))
     return chosen
 
 

@@ -18,11 +18,7 @@ Made = TypeVar("Made", bound="HostAttention")
 
 
 class HostAttention(Projected):
-    """Base of replacements: inherit it, describe `projections`, and write `forward` with the arguments of the host.
-
-    Attributes:
-        config: what `mechanism` computes.
-    """
+    """Base of replacements: inherit it, describe `projections`, and write `forward` with the arguments of the host."""
 
     mechanism: Mechanism
 

@@ -214,9 +214,6 @@ class UniversalAdapter(Adapter):
     Args:
         example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
         taken: paths of the modules that other adapters replace.
-
-    Attributes:
-        missed: modules that look like attention and never called the function, by path. Known after `sites`.
     """
 
     name: ClassVar[str] = "universal"
@@ -224,7 +221,7 @@ class UniversalAdapter(Adapter):
 
     def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
         self.example, self.taken = example, list(taken)
-        self.missed: dict[str, nn.Module] = {}
+        self.missed: dict[str, nn.Module] = {}  # look like attention and never called the function; set by `sites`
         self._calls: dict[str, Call] = {}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:

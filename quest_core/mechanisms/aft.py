@@ -19,7 +19,7 @@ from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import no_autocast
 from .aft_ops import aft_biased, finite, refuse_transforms
 from .base import Dims, Family, local, result_type, widen
-from .part import CAUSAL, MIXING, Option, Part
+from .part import MIXING, Option, Part
 
 
 def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,19 +118,13 @@ class AttentionFreeSimple(Family):
 
 
 class AttentionFreeFull(Family):
-    """A learned bias w_tt' for every two positions. [A] equation 2, with w = u vᵀ by equation 7.
-
-    Attributes:
-        query_positions: u [T_max, r], or None.
-        key_positions: v [T_max, r], or None.
-        table: w [T_max, T_max] where `rank` is None, else None.
-        window: w counts at distances smaller than this; 0 for all.
-    """
+    """A learned bias w_tt' for every two positions. [A] equation 2, with w = u vᵀ by equation 7."""
 
     name = "aft-full"
-    query_positions: Any
-    key_positions: Any
-    table: Any
+    query_positions: Any  # u [T_max, r], or None
+    key_positions: Any  # v [T_max, r], or None
+    table: Any  # w [T_max, T_max] where `rank` is None, else None
+    window: int  # w counts at distances smaller than this; 0 for all
 
     def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool) -> None:
         super().__init__(dims)
@@ -242,6 +236,8 @@ _LENGTH = Option("max_length", int, 1024, "the most tokens T_max that positions 
 _RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a T_max×T_max table", 1, nullable=True)
 _WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
 
+_POSITIONS: dict[str, Any] = {"learnable": True, "causal": True, "cached": True, "reads": ("tokens", "order")}
+
 PARTS = (
     Part(
         "aft-full",
@@ -250,10 +246,9 @@ PARTS = (
         "[A] eq. 2, 7",
         AttentionFreeFull,
         (_LENGTH, _RANK, QUERY),
-        learnable=True,
-        reads=("tokens", "order"),
-        **CAUSAL,
+        cross=True,
         complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
+        **_POSITIONS,
     ),
     Part(
         "aft-local",
@@ -262,11 +257,8 @@ PARTS = (
         "[A] eq. 4, 7",
         AttentionFreeLocal,
         (_LENGTH, _RANK, QUERY, _WINDOW),
-        learnable=True,
-        causal=True,
-        cached=True,
-        reads=("tokens", "order"),
         complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding",
+        **_POSITIONS,
     ),
     Part(
         "aft-simple",

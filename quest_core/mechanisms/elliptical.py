@@ -100,19 +100,18 @@ class Elliptical(Standard):
             )
         (previous,) = self._previous
         kept = v if self._arrangement is None else self._arrangement[0](v)
-        repeats = is_recomputing()
+        repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
         before = None
         if previous is not None:
-            before = self._again(kept) if repeats else self._first(previous, kept)
+            before = self._again(kept) if repeats else self._first(previous, kept, thread)
         if self._is_followed and not repeats:
-            self._values[_thread()] = kept
+            self._values[thread] = kept
         if before is None or before.shape != kept.shape:
             return None
         return before if self._arrangement is None else self._arrangement[1](before)
 
-    def _first(self, previous: Elliptical, kept: Tensor) -> Tensor:
+    def _first(self, previous: Elliptical, kept: Tensor, thread: int) -> Tensor:
         """Take the values that the layer before has left in this forward pass."""
-        thread = _thread()
         before = previous._values.pop(thread, None)
         if before is None:
             raise UnsupportedError(
@@ -187,10 +186,6 @@ class EllipticalQuest(Elliptical):
 def stack_of(path: str) -> str:
     """The stack that a layer belongs to: its path with the numbers taken out."""
     return re.sub(r"\d+", "*", path)
-
-
-def _thread() -> int:
-    return 0 if is_compiling() else threading.get_ident()
 
 
 def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:

@@ -150,12 +150,7 @@ def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cache: Cache | N
 def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
     """q_i · (before + Σ_{j ≤ i + M − N} k_j v_jᵀ), in chunks of tokens that end at the last query and the last key.
 
-    Args:
-        q: [B, H, N, D], k: [B, H, M, D], v: [B, H, M, E].
-        before: [B, H, D, E] or None for zero.
-
-    Returns:
-        [B, H, N, E].
+    Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
     n, m = q.shape[2], k.shape[2]
     tokens = max(n, m) if is_tracing() or VERSION < (2, 4) else torch.sym_max(n, m)  # which Dynamo of 2.1 lacks

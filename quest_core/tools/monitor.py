@@ -173,9 +173,8 @@ class _Layer:
         return taken
 
     def observe(self, seen: Observation) -> None:
-        if is_compiling_without_dynamo():
-            return
-        self._outside_graphs(seen)
+        if not is_compiling_without_dynamo():
+            self._outside_graphs(seen)
 
     @torch.no_grad()
     def _count(self, seen: Observation) -> None:
@@ -251,12 +250,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of samples and queries: their logits, and the logarithms of their weights up to a constant a row.
 
-    Args:
-        q: [B, H, N, D] and k: [B, G, M, D], prepared, in float32 or wider.
-        mask: None, boolean or additive with four axes.
-
-    Yields:
-        Twice [b, H, n, M], −inf for hidden pairs.
+    Both are [b, H, n, M], −inf for hidden pairs; q [B, H, N, D] and k [B, G, M, D] are prepared, in float32 or wider.
     """
     batch, heads, n, _ = q.shape
     m = k.shape[2]
