@@ -83,9 +83,6 @@ Progress: TypeAlias = Callable[[float, str], None]
 Run: TypeAlias = Callable[[Cell, Progress], Result]
 
 
-# --- a cell that continues after a kill -----------------------------------------------------------------------------
-
-
 def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     """Write what a suite needs to continue after this epoch, and the state of every random generator.
 
@@ -108,8 +105,7 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
 
 def _identity(cell: Cell) -> list[Any]:
     """Everything that determines the numbers of a cell."""
-    facts = (cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint)
-    return list(facts)
+    return [cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint]
 
 
 def load_state(cell: Cell) -> dict[str, Any] | None:
@@ -133,9 +129,6 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
         torch.cuda.set_rng_state_all(generators["cuda"])
     state: dict[str, Any] = found["state"]
     return state
-
-
-# --- a framework's own trainer --------------------------------------------------------------------------------------
 
 
 def own_trainer(
@@ -174,9 +167,6 @@ def own_trainer(
             raise
     if process.returncode:
         raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
-
-
-# --- time and memory against the host's own attention ---------------------------------------------------------------
 
 
 def beside_stock(
@@ -225,12 +215,11 @@ def step_seconds(step: Callable[[], object]) -> float:
     """Return the seconds that a call takes: of the processor on a CPU, of the clock on a GPU."""
     cuda = torch.cuda.is_available()
     clock = time.perf_counter if cuda else time.process_time
-    if cuda:
-        torch.cuda.synchronize()
+    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
+    wait()
     started = clock()
     step()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return clock() - started
 
 

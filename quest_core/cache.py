@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -50,9 +52,7 @@ class Cache:
         return self.tokens
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._states:
-            return self._states[name]
-        return self._memory[name][:, :, : self.tokens]
+        return self._states[name] if name in self._states else self._memory[name][:, :, : self.tokens]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._states[name] = value
@@ -136,7 +136,14 @@ class Cache:
         if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
             raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
         self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
-        self._memory = {name: self._moved(x, rows) for name, x in self._memory.items()}
+        self._memory, earlier = {}, self._memory
+        for name, memory in earlier.items():
+            old = memory[:, :, : self.tokens]  # [B, G, tokens, D]
+            if self._in_place:
+                self._memory[name] = memory.new_empty(rows.shape[0], *memory.shape[1:])
+                torch.index_select(old, 0, rows, out=self._memory[name][:, :, : self.tokens])
+            else:
+                self._memory[name] = old.index_select(0, rows)
         self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
 
     def truncate(self, tokens: int) -> None:
@@ -148,9 +155,7 @@ class Cache:
                 length.
         """
         if not 0 <= tokens <= self.tokens:
-            raise InputError(
-                f"truncate({tokens}): the cache holds {self.tokens} tokens; choose from 0 to {self.tokens}"
-            )
+            raise InputError(f"truncate({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")
         if self._states and 0 < tokens < self.tokens:
             raise UnsupportedError(
                 f"truncate({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens "
@@ -169,23 +174,10 @@ class Cache:
 
     def copy(self) -> Cache:
         """Return an independent copy: steps of one do not change the other."""
-        made = Cache(self.max_length)
-        made.tokens, made._attention, made._shapes = self.tokens, self._attention, dict(self._shapes)
-        made._in_place = self._in_place
-        made._states = {name: x.clone() for name, x in self._states.items()}
-        made._memory = {
-            name: self._moved(x, torch.arange(x.shape[0], device=x.device)) for name, x in self._memory.items()
-        }
+        made = copy.copy(self)
+        tensors = [*self._memory.values(), *self._states.values()]
+        made.reorder(torch.arange(len(tensors[0]) if tensors else 0, device=tensors[0].device if tensors else None))
         return made
-
-    def _moved(self, memory: Tensor, rows: Tensor) -> Tensor:
-        """The tokens so far of the batch rows `rows`, in memory of their own."""
-        old = memory[:, :, : self.tokens]  # [B, G, tokens, D]
-        if not self._in_place:
-            return old.index_select(0, rows)
-        moved = memory.new_empty(rows.shape[0], *memory.shape[1:])
-        torch.index_select(old, 0, rows, out=moved[:, :, : self.tokens])
-        return moved
 
     def nbytes(self) -> int:
         """Memory held, in bytes, with what is allocated for tokens to come."""

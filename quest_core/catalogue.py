@@ -16,19 +16,12 @@ from .packages import ONE_AT_A_TIME, Entry, contained, entries
 
 @dataclass(frozen=True)
 class Package:
-    """What one entry point of `quest.attention` adds.
-
-    Attributes:
-        entry: the entry point.
-        parts: its mechanisms; empty if it cannot be used.
-        refused: the names that it would add, if they are known and it cannot be used.
-        problem: the cause; empty if it can be used.
-    """
+    """What one entry point of `quest.attention` adds."""
 
     entry: Entry
-    parts: tuple[Part, ...] = ()
-    refused: tuple[str, ...] = ()
-    problem: str = ""
+    parts: tuple[Part, ...] = ()  # its mechanisms; empty if it cannot be used
+    refused: tuple[str, ...] = ()  # the names that it would add, if they are known and it cannot be used
+    problem: str = ""  # the cause; empty if it can be used
 
     def __str__(self) -> str:
         return f"'{self.entry.name}' of {self.entry.owner}: {self.problem}; fix: {self.entry.fix}"
@@ -38,16 +31,12 @@ class Catalogue(Mapping[str, Part]):
     """Mechanisms by name. In-tree names are found without a look at other packages.
 
     Other packages are imported when an unknown name is asked for, or when all names are.
-
-    Attributes:
-        own: the mechanisms that need no import, by name.
-        owners: name -> distribution, with its version unless it is quest-core.
     """
 
     def __init__(self) -> None:
-        self.own = {part.name: part for part in mechanisms.PARTS}
+        self.own = {part.name: part for part in mechanisms.PARTS}  # need no import
         self._all: dict[str, Part] | None = None
-        self.owners = dict.fromkeys(self.own, "quest-core")
+        self.owners = dict.fromkeys(self.own, "quest-core")  # name -> distribution, with the version of others
         self._packages: list[Package] = []
 
     def __getitem__(self, name: str) -> Part:

@@ -21,9 +21,9 @@ from .notices import LOGGER, is_heard
 
 ENTRY = "attention_is_not_standard"
 """The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
+BLOCK = 64  # the spelled text is filled with zeros to a multiple of this, so that most configurations have one shape
 
-BLOCK = 64
-"""The spelled text is filled with zeros to a multiple of this, so that most configurations have one shape."""
+_warned: list[object] = [None]  # the latest load that was warned about
 
 
 class AttentionMismatchWarning(UserWarning):
@@ -68,11 +68,15 @@ def compare(
             f"build the model with attention='{trained}', or say attention_from='{trained}' if you mean to go on from "
             "these weights with another attention"
         )
-    _warn_once(
-        f"these weights were trained with standard attention and are loaded into attention '{config}'; fine-tune them, "
-        "and say attention_from='standard' if you mean to",
-        load,
-    )
+    if _warned[0] is not load:
+        _warned[0] = load
+        message = (
+            f"these weights were trained with standard attention and are loaded into attention '{config}'; fine-tune "
+            "them, and say attention_from='standard' if you mean to"
+        )
+        warnings.warn(message, AttentionMismatchWarning, stacklevel=2)
+        if is_heard(logging.WARNING):
+            LOGGER.warning(message)
     return False
 
 
@@ -99,23 +103,18 @@ def refuse_unread(model: nn.Module, state_dict: Mapping[str, Any], host: str) ->
 
 
 class Spelled(nn.Module):
-    """A module whose state dict spells its attention, and which refuses a checkpoint of another.
+    """A module whose state dict spells its attention, and which refuses a checkpoint of another."""
 
-    Attributes:
-        config: the attention.
-        attention_is_not_standard: the configuration, spelled; None for `standard`.
-        attention_from: what a checkpoint to be loaded was trained with, where it is meant to differ.
-        start_is_due: the attention sets the norms that queries or keys start with, and nothing has set them yet.
-    """
-
-    attention_is_not_standard: Tensor | None
+    attention_is_not_standard: Tensor | None  # the configuration, spelled; None for `standard`
+    attention_from: AttentionConfig | None  # of a checkpoint to be loaded, where it is meant to differ
+    start_is_due: bool  # the attention sets the norms that queries or keys start with, and nothing has set them yet
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
         """`keeps`: whether it adds anything to a state dict."""
         super().__init__()
         self.config = config
         self.register_buffer(ENTRY, spell(config) if keeps and not config.means("standard") else None)
-        self.attention_from: AttentionConfig | None = None
+        self.attention_from = None
         self.start_is_due = keeps and bool(config.starts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Spelled:
@@ -124,17 +123,9 @@ class Spelled(nn.Module):
             self.attention_is_not_standard = spell(self.config).to(self.attention_is_not_standard.device)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own, key = self.attention_is_not_standard, prefix + ENTRY
-        # PyTorch hands one list of missing keys to all modules of a call.
+        missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
         spelled = state_dict.pop(key, None)
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
@@ -145,7 +136,7 @@ class Spelled(nn.Module):
             state_dict.update(mine | shared)
         elif own is not None:
             state_dict[key] = own
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
@@ -166,14 +157,3 @@ def started(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Spelled):
             module.start_is_due = False
-
-
-_warned: list[Any] = [None]  # the latest load that was warned about
-
-
-def _warn_once(message: str, load: object) -> None:
-    if _warned[0] is not load:
-        _warned[0] = load
-        warnings.warn(message, AttentionMismatchWarning, stacklevel=2)
-        if is_heard(logging.WARNING):
-            LOGGER.warning(message)

@@ -25,7 +25,6 @@ from .catalogue import parts
 from .errors import ConfigError, one_of
 from .mechanisms.part import Part
 
-AXES = ("score", "normaliser", "grouping")
 DEFAULTS = {"score": "standard", "normaliser": "softmax", "grouping": "mha"}
 
 
@@ -90,8 +89,7 @@ class AttentionConfig:
 
     def specs(self) -> Iterator[Part]:
         """The declared parts, axis by axis."""
-        for _, name in self.parts:
-            yield parts()[name]
+        return (parts()[name] for _, name in self.parts)
 
     def option(self, key: str) -> Any:
         """The value of an option: the one given or the part's default; None when no part has it."""
@@ -129,7 +127,7 @@ class AttentionConfig:
 
     def __str__(self) -> str:
         """The one-line text that :meth:`parse` reads back."""
-        inside = ", ".join(f"{key}={_write_value(value)}" for key, value in self.options)
+        inside = ", ".join(f"{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in self.options)
         return f"{self.name}({inside})" if inside else self.name
 
 
@@ -171,10 +169,6 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _write_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
     known = parts()
     written = "+".join(names)
@@ -199,7 +193,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
         # Fewer key/value heads are what grouping is.
         if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
             chosen["grouping"] = "gqa"
-        chosen = {axis: chosen.get(axis, DEFAULTS[axis]) for axis in AXES}
+        chosen = DEFAULTS | chosen
 
     specs = {o.name: o for axis in chosen for o in known[chosen[axis]].options}
     checked: dict[str, Any] = {}
@@ -214,8 +208,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
         holders = [f"'{name}'" for name in chosen.values() if any(o.name == key for o in known[name].options)]
         if len(holders) > 1:
             raise ConfigError(
-                f"attention '{written}': option '{key}' belongs to {' and '.join(holders)}; it must have another name "
-                "in one of their Parts"
+                f"attention '{written}': option '{key}' belongs to {' and '.join(holders)}; rename it in one Part"
             )
         checked[key] = specs[key].check(value, written)
     return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))

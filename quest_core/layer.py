@@ -11,6 +11,7 @@ from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError
 from .mechanism import Mechanism, head_sizes
+from .mechanisms.base import merge_masks
 from .projections import Projected, Separate
 
 
@@ -54,9 +55,7 @@ class Attention(Projected):
         if num_heads < 1:
             raise ConfigError(f"num_heads is {num_heads}; it is a whole number of at least 1")
         if head_dim is None and embed_dim % num_heads:
-            raise ConfigError(
-                f"embed_dim is {embed_dim}, which the {num_heads} heads do not divide; choose another or give head_dim"
-            )
+            raise ConfigError(f"embed_dim is {embed_dim}, which {num_heads} heads do not divide; give head_dim too")
         if not 0 <= dropout < 1:
             raise ConfigError(f"dropout is {dropout}; it is a probability in [0, 1)")
         self.config = AttentionConfig.parse(attention)
@@ -107,9 +106,9 @@ class Attention(Projected):
         dropout_p = self.dropout if self.training else 0.0
         source = x if context is None else context
         # Heads are counted from the width: tensor parallelism leaves each rank some of them.
-        q = self._split(self.q_proj(x), self.head_dim)  # [B, H, N, D]
-        k = self._split(self.k_proj(source), self.head_sizes.key_dim)  # [B, G, M, D]
-        v = self._split(self.v_proj(source), self.head_dim)  # [B, G, M, D]
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
+        k = self.k_proj(source).unflatten(-1, (-1, self.head_sizes.key_dim)).transpose(1, 2)  # [B, G, M, Dk]
+        v = self.v_proj(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, G, M, D]
         mask = attn_mask
         if key_mask is not None:
             wanted = (x.shape[0], source.shape[1] + (0 if cache is None else len(cache)))
@@ -118,37 +117,17 @@ class Attention(Projected):
                     f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; it needs booleans of shape "
                     f"[B, M] = {list(wanted)}, True where a key may be attended to"
                 )
+            typed = mask is None or mask.dtype == torch.bool or mask.is_floating_point()
+            if mask is not None and not (typed and mask.dim() in (2, 4)):
+                raise InputError(
+                    f"attn_mask is {mask.dtype} of shape {list(mask.shape)}; it is boolean (True = may attend) or "
+                    "floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
+                )
             same_tokens = context is None and cache is None
-            mask = merge_masks(attn_mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
+            mask = merge_masks(mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
         else:
             out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged
-
-    @staticmethod
-    def _split(x: Tensor, dim: int) -> Tensor:
-        """[B, N, heads·D] -> [B, heads, N, D], a view."""
-        heads: Tensor = x.unflatten(-1, (-1, dim))  # [B, N, heads, D]
-        return heads.transpose(1, 2)
-
-
-def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
-    """Return one mask for both, which are boolean (True = may attend) or additive, broadcastable to each other.
-
-    Raises:
-        InputError: `one` is of another type, or has not two or four axes.
-    """
-    if one is None:
-        return other
-    if one.dim() not in (2, 4) or not (one.dtype == torch.bool or one.is_floating_point()):
-        raise InputError(
-            f"attn_mask is {one.dtype} of shape {list(one.shape)}; it is boolean (True = may attend) or "
-            "additive floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
-        )
-    if other.dtype != torch.bool:
-        one, other = other, one
-    if other.dtype != torch.bool:
-        return one + other
-    return one & other if one.dtype == torch.bool else torch.where(other, one, -torch.inf)

@@ -17,14 +17,7 @@ from .checkpoints import Spelled
 from .checks import check_inputs
 from .config import DEFAULTS, AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, PluginError, UnsupportedError
-from .kernels.pytorch import (
-    is_tracing,
-    name_second_derivative,
-    second_derivative,
-    size,
-    tokens_are_divided,
-    transform,
-)
+from .kernels.pytorch import is_tracing, name_second_derivative, second_derivative, size, tokens_are_divided, transform
 from .mechanisms.base import (
     Dims,
     Family,
@@ -41,38 +34,23 @@ from .mechanisms.part import Part
 from .packages import cause
 from .projections import HeadSizes
 
-CLASSES: dict[str, type[torch.nn.Module]] = {
-    "score": Score,
-    "normaliser": Normaliser,
-    "grouping": Grouping,
-    "family": Family,
-}
-"""Axis -> the class of what its parts build."""
+# The class of the parts of each axis.
+CLASSES: dict[str, type] = {"score": Score, "normaliser": Normaliser, "grouping": Grouping, "family": Family}
 
 
 class Observation(NamedTuple):
-    """One call of a Mechanism, as its observer is shown it.
+    """One call of a Mechanism, as its observer is shown it."""
 
-    Attributes:
-        q: queries before any normalisation [B, H, N, D].
-        k: keys before any normalisation [B, G, M, D]; while decoding only those of the new tokens.
-        prepared: q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too;
-            None for a family.
-        mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-        is_causal: query i sees keys j ≤ i + M − N.
-        residual: what was added to the logits [B, H, N, M].
-        real: the queries that are not padding [B, N]; None when all are, or when the mask hides the others.
-        piece: 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # queries before any normalisation [B, H, N, D]
+    k: Tensor  # keys before any normalisation [B, G, M, D]; while decoding only those of the new tokens
+    # q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too; None for a
+    # family
     prepared: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
-    is_causal: bool
-    residual: Tensor | None = None
-    real: Tensor | None = None
-    piece: int = 0
+    mask: Tensor | None  # boolean (True = may attend) or additive, broadcastable to [B, H, N, M]
+    is_causal: bool  # query i sees keys j ≤ i + M − N
+    residual: Tensor | None = None  # what was added to the logits [B, H, N, M]
+    real: Tensor | None = None  # the queries that are not padding [B, N]; None if all are, or the mask hides others
+    piece: int = 0  # 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
 
 
 class Mechanism(Spelled):
@@ -303,14 +281,7 @@ class Mechanism(Spelled):
         return self._by_weights(q, k, v, mask, is_causal, dropout_p, residual)
 
     def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Cache,
-        *,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, *, attn_mask: Tensor | None = None, dropout_p: float = 0
     ) -> Tensor:
         """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
 
@@ -525,8 +496,7 @@ def attention(
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
     """
-    made = stateless(attention)
-    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def stateless(attention: AttentionSpec) -> Mechanism:

@@ -18,38 +18,24 @@ from packaging.utils import canonicalize_name
 from .errors import PluginError
 
 HERE = str(Path(__file__).parent)
-SLOW_S = 2.0
-"""An import that takes longer is named on standard error."""
-
+SLOW_S = 2.0  # an import that takes longer is named on standard error
 ONE_AT_A_TIME = threading.RLock()
 """Held while a package is imported, because sys.stdout and the signal handlers are global."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry point of an installed distribution.
+    """One entry point of an installed distribution."""
 
-    Attributes:
-        group: "quest.attention", "quest.adapter_info", "quest.adapters" or "quest.commands".
-        name: what stands before the equals sign.
-        value: "module:attribute".
-        distribution: the distribution's name, as pip knows it.
-        version: its version.
-        summary: its one-line description.
-        requires: its requirements, as its metadata spells them.
-        extras: the names of its extras.
-        problem: why its metadata cannot be read, and it cannot be used; else empty.
-    """
-
-    group: str
-    name: str
-    value: str
-    distribution: str
+    group: str  # "quest.attention", "quest.adapter_info", "quest.adapters" or "quest.commands"
+    name: str  # what stands before the equals sign
+    value: str  # "module:attribute"
+    distribution: str  # its name, as pip knows it
     version: str
     summary: str = ""
-    requires: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()  # its requirements, as its metadata spells them
     extras: tuple[str, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why its metadata cannot be read, and it cannot be used; else empty
 
     @property
     def owner(self) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from .checkpoints import started
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
 from .kernels.pytorch import wider
-
-Held: TypeAlias = "tuple[str, str, nn.Module | Tensor]"
-"""A name, the roles whose rows it has, and the Linear or parameter of that name."""
 
 
 def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool = False) -> Tensor:
@@ -62,23 +59,14 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """How many heads the projections make, and how wide each is.
+    """How many heads the projections make, and how wide each is."""
 
-    Attributes:
-        num_heads: query heads H.
-        kv_heads: key/value heads G.
-        head_dim: features D of a query head.
-        key_dim: features Dk of a key head; D except for aft-conv.
-        value_dim: features Dv of a value head.
-        host_kv_heads: key/value heads of the host's own model, where it has fewer than query heads.
-    """
-
-    num_heads: int
-    kv_heads: int
-    head_dim: int
-    key_dim: int
-    value_dim: int
-    host_kv_heads: int | None = None
+    num_heads: int  # query heads H
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D of a query head
+    key_dim: int  # features Dk of a key head; D except for aft-conv
+    value_dim: int  # features Dv of a value head
+    host_kv_heads: int | None = None  # key/value heads of the host's own model, where it has fewer than query heads
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -239,8 +227,8 @@ class Projections:
                     if own.shape == pooled.shape != given.shape:
                         state_dict[prefix + key] = pooled
 
-    def _held(self, module: nn.Module, roles: str) -> list[Held]:
-        """The entries with any of `roles` that `module` has."""
+    def _held(self, module: nn.Module, roles: str) -> list[tuple[str, str, nn.Module | Tensor]]:
+        """The entries with any of `roles` that `module` has, each with its Linear or parameter."""
         found = ((name, own, getattr(module, name, None)) for name, own in self.entries if set(own) & set(roles))
         held = [(name, own, value) for name, own, value in found if isinstance(value, nn.Module | Tensor)]
         for role in roles:
@@ -268,18 +256,12 @@ class Separate(Projections):
 
 
 class Projected(nn.Module):
-    """A module with projections of described layout; a checkpoint with all heads of the host is pooled on load.
-
-    Attributes:
-        projections: where the class keeps its projections.
-        head_sizes: how many heads they make, and how wide.
-    """
+    """A module with projections of described layout; a checkpoint with all heads of the host is pooled on load."""
 
     projections: ClassVar[Projections]
     head_sizes: HeadSizes
     config: AttentionConfig
-    loaded: bool = False
-    """Whether a checkpoint's projections have been loaded, so that `start` does not change them."""
+    loaded: bool = False  # a checkpoint's projections have been loaded, so that `start` does not change them
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -349,9 +331,8 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
     weight = parameters.get(name, parameters.get(f"{name}.weight"))
     if weight is None or not weight.is_floating_point():
         raise UnsupportedError(
-            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, pruning, LoRA, "
-            "quantisation, ...), so their rows cannot be changed; choose the attention and calibrate first, or remove "
-            "the parametrisation"
+            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, LoRA, quantisation, "
+            "...), so their rows cannot be changed; choose the attention and calibrate first, or remove that"
         )
     return parameters
 

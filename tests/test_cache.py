@@ -319,7 +319,7 @@ def test_wrong_rows_lengths_and_missing_steps_are_refused() -> None:
     with pytest.raises(quest_core.InputError, match="vector of batch indices"):
         cache.reorder(torch.tensor([True, False]))
     for tokens in (-1, 5):
-        with pytest.raises(quest_core.InputError, match="the cache holds 4 tokens; choose from 0 to 4"):
+        with pytest.raises(quest_core.InputError, match="the cache holds 4 tokens; choose 0 to 4"):
             cache.truncate(tokens)
     with pytest.raises(quest_core.InputError, match="holds 4 tokens that have no 'other'"):
         cache.append("other", torch.randn(2, 4, 1, 4))

@@ -269,7 +269,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     catalogue.parts.cache_clear()
     loading._loaded.cache_clear()
-    loading._SAID.clear()
+    loading._say_once.cache_clear()
     importlib.invalidate_caches()
 
 

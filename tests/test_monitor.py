@@ -16,6 +16,7 @@ import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
 from quest_core.mechanism import kv_heads
 from quest_core.tools import monitor as monitor_module
+from quest_core.tools import packing
 
 B, H, N, M, D = 2, 4, 5, 7, 3
 
@@ -352,7 +353,7 @@ def test_a_packed_call_counts_once() -> None:
     lengths = [200, 3, 3]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     plan = quest_core.PackingPlan(starts)
-    assert len(plan.layout("near", torch.device("cpu")).buckets) == 2
+    assert len(plan.layout(packing.WASTE, torch.device("cpu")).buckets) == 2
     q, k, v = torch.randn(3, sum(lengths), H, D)
     norms = q.norm(dim=-1).amax(0).tolist()
     with Monitor(m, every=2) as monitor:

@@ -175,7 +175,7 @@ def test_pgqa_repeats_under_a_seed() -> None:
 
 def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:
     plan = PackingPlan(cumulative([2000, *[50] * 31, 0]))
-    buckets = plan.layout("near", torch.device("cpu")).buckets
+    buckets = plan.layout(packing.WASTE, torch.device("cpu")).buckets
     assert [(b.size, b.n, b.m) for b in buckets] == [(1, 2000, 2000), (31, 50, 50)]
     assert all(b.keys is None for b in buckets), "equal lengths need no mask"
 
@@ -183,7 +183,7 @@ def test_lengths_that_share_a_bucket_are_padded_and_others_are_not() -> None:
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_padded_area_is_bounded(lengths: list[int]) -> None:
     plan = PackingPlan(cumulative(lengths))
-    buckets = plan.layout("near", torch.device("cpu")).buckets
+    buckets = plan.layout(packing.WASTE, torch.device("cpu")).buckets
     assert sum(b.size for b in buckets) == len(lengths)
     padded, real = sum(b.size * b.n * b.m for b in buckets), sum(n * n for n in lengths)
     assert padded <= packing.WASTE * real
@@ -192,19 +192,19 @@ def test_padded_area_is_bounded(lengths: list[int]) -> None:
 def test_short_sequences_share_a_bucket_within_the_padding_that_long_ones_leave() -> None:
     lengths = [500, *range(2, 30)]
     plan = PackingPlan(cumulative(lengths))
-    assert [(b.size, b.n) for b in plan.layout("near", torch.device("cpu")).buckets] == [(1, 500), (28, 29)]
+    assert [(b.size, b.n) for b in plan.layout(packing.WASTE, torch.device("cpu")).buckets] == [(1, 500), (28, 29)]
 
 
 def test_tokens_of_equal_sequences_are_not_copied() -> None:
-    layout = PackingPlan(cumulative([7] * 5)).layout("near", torch.device("cpu"))
+    layout = PackingPlan(cumulative([7] * 5)).layout(packing.WASTE, torch.device("cpu"))
     assert layout.q is None
     assert len(layout.buckets) == 1
 
 
 def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = PackingPlan._lay_out
-    monkeypatch.setattr(PackingPlan, "_lay_out", lambda self, *a: made.append(a) or original(self, *a))
+    original = packing._group
+    monkeypatch.setattr(packing, "_group", lambda *a: made.append(a) or original(*a))
     plan = PackingPlan(cumulative(MIXED))
     q, k, v = tokens(MIXED, MIXED)
     out = q

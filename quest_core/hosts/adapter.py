@@ -166,8 +166,7 @@ class Adapter(ABC):
         if len(found) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`, not "
-                "one, so its queries cannot be scaled; inherit quest_core.projections.Projected, or use "
-                "quest_core.inject and fine-tune without calibration"
+                "one; inherit quest_core.projections.Projected, or inject and fine-tune without calibration"
             )
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 

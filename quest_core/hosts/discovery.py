@@ -35,30 +35,20 @@ API_VERSION = (1, 0)
 
 @dataclass(frozen=True)
 class Record:
-    """One discovered plugin.
+    """One discovered plugin."""
 
-    Attributes:
-        name: how it is asked for, e.g. "tsai". A duplicate is called "tsai (its distribution)".
-        status: "ok", "broken", "unsupported" (the host is missing or of another version), "incompatible" (another
-            API version) or "duplicate" (another distribution has the name).
-        detail: what was found, in words; empty when ok.
-        fix: the command that fixes it; empty when ok.
-        info: the plugin's INFO mapping.
-        host_name: the distribution that is the host here; of several, the first that fits.
-        host_version: its version, if it is installed.
-        kind: "plugin"; `quest doctor` also makes records of "mechanisms" and "command".
-    """
-
-    name: str
+    name: str  # how it is asked for, e.g. "tsai". A duplicate is called "tsai (its distribution)".
     distribution: str
     version: str
+    # "ok", "broken", "unsupported" (the host is missing or of another version), "incompatible" (another API version) or
+    # "duplicate" (another distribution has the name)
     status: str
-    detail: str = ""
-    fix: str = ""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    host_version: str | None = None
-    host_name: str = ""
-    kind: str = "plugin"
+    detail: str = ""  # what was found, in words; empty when ok
+    fix: str = ""  # the command that fixes it; empty when ok
+    info: Mapping[str, Any] = field(default_factory=dict)  # the plugin's INFO mapping
+    host_version: str | None = None  # its version, if it is installed
+    host_name: str = ""  # the distribution that is the host here; of several, the first that fits
+    kind: str = "plugin"  # "plugin"; `quest doctor` also makes records of "mechanisms" and "command"
 
     def require(self) -> None:
         """Raise PluginError, with the command that fixes it, unless the plugin can be used."""
@@ -81,15 +71,9 @@ def discover() -> list[Record]:
 
 def duplicate(entry: Entry, owner: str, kind: str) -> Record:
     """Return the record of an entry point whose name another distribution has."""
-    return Record(
-        f"{entry.name} ({entry.distribution})",
-        entry.distribution,
-        entry.version,
-        "duplicate",
-        f"'{entry.name}' is a {kind} of {owner}",
-        f"pip uninstall {entry.distribution}",
-        kind=kind,
-    )
+    name, detail = f"{entry.name} ({entry.distribution})", f"'{entry.name}' is a {kind} of {owner}"
+    fix = f"pip uninstall {entry.distribution}"
+    return Record(name, entry.distribution, entry.version, "duplicate", detail, fix, kind=kind)
 
 
 def _examine(entry: Entry) -> Record:
@@ -144,8 +128,7 @@ def read_info(value: str) -> Mapping[str, Any]:
     except ValueError as error:
         where = str(error).partition(":")[0]  # "malformed node or string on line 9", then an address
         raise ValueError(
-            f"{attribute} is not a literal ({where}); it is read without being run, so write texts, numbers, lists and "
-            "mappings"
+            f"{attribute} is not a literal ({where}), and it is not run; write texts, numbers, lists and mappings"
         ) from None
     if not isinstance(info, dict):
         raise TypeError(f"{attribute} is {info!r:.60}, not a mapping")
@@ -199,9 +182,6 @@ def _is_importable(module: str) -> bool:
     return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
-# --- records ------------------------------------------------------------------------------------------------------
-
-
 def find(name: str) -> Record:
     """Return the record of an installed plugin, of any status; raise PluginError if there is none."""
     records = {record.name: record for record in discover()}
@@ -220,9 +200,6 @@ def require_host(name: str) -> None:
             record.require()
 
 
-# --- versions -----------------------------------------------------------------------------------------------------
-
-
 def host_requirements(entry: Entry, host: str) -> list[Requirement]:
     """Return the hosts that a plugin supports, one for each of its extras named `host` or `host-...`.
 
@@ -234,12 +211,13 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
     """
     chosen = []
     try:
-        requirements = [Requirement(text) for text in entry.requires]
+        marked = [(r, r.marker) for r in map(Requirement, entry.requires)]
     except InvalidRequirement as error:
         raise ValueError(f"a requirement of {entry.owner} cannot be read: {error}") from None
     for extra in entry.extras:
         if extra == "host" or extra.startswith("host-"):
-            candidates = [r for r in requirements if _only_with(r, extra)]
+            given, none = {"extra": extra}, {"extra": ""}
+            candidates = [r for r, marker in marked if marker and marker.evaluate(given) and not marker.evaluate(none)]
             named = [r for r in candidates if _alike(host, r.name)] if len(candidates) > 1 else candidates
             if candidates and len({r.name for r in named}) != 1:
                 raise ValueError(
@@ -248,12 +226,6 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
                 )
             chosen += named[:1]
     return chosen
-
-
-def _only_with(requirement: Requirement, extra: str) -> bool:
-    """Whether a requirement holds in this environment with an extra, and not without."""
-    marker = requirement.marker
-    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _alike(host: str, distribution: str) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..catalogue import parts
 from ..checkpoints import ENTRY, accept, started
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
+from ..kernels.pytorch import same_random_state
 from ..mechanisms.elliptical import chain, stack_of
 from ..notices import say
 from ..projections import Projected
@@ -22,30 +22,25 @@ from .discovery import discover
 from .loading import adapter as find_adapter
 from .loading import running_adapters
 from .torch import TorchAdapter
-from .universal import UniversalAdapter, looks_like_attention
+from .universal import UniversalAdapter, looks_like_attention, within
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
-
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: its path, its class, and its parameters before and after.
-
-    Attributes:
-        query_norms: the expected norm of each head's queries (see `Projections.norms`), if the model is fresh.
-    """
+    """One replaced module: its path, its class, and its parameters before and after."""
 
     path: str
     host_class: str
     adapter: str
     parameters_before: int
     parameters_after: int
-    query_norms: tuple[float, ...] = ()
+    query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
 
 
 @dataclass(frozen=True)
@@ -188,8 +183,7 @@ def inject(
     if config.starts and not fresh:
         raise ConfigError(
             f"attention '{config}' scales projections that have only been initialised, and this model may be trained; "
-            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits the queries of trained "
-            "weights)"
+            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
         )
     if adapter is None:
         adapters: list[Adapter] = [*running_adapters(model), TorchAdapter()]
@@ -204,7 +198,11 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, universal, example is not None))
-    left = universal.missed | _left_alone(model, [site.module for _, site in chosen])
+    ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
+    left = dict(universal.missed)  # modules that look like attention, outside of the chosen ones and not around one
+    for path, module in model.named_modules():
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
+            left[path] = module
     by_design = {name for owner in adapters for name in owner.leaves_alone}
     missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
     if missed and not allow_partial:
@@ -218,18 +216,21 @@ def inject(
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
             "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
         )
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+    with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
     starting: list[Projected] = []
-    if fresh:
-        for (owner, _), module in zip(chosen, made, strict=True):
-            starting += _starting(owner, module, config)
+    for (owner, _), module in zip(chosen, made, strict=True) if fresh else ():
+        projected = owner.projected(module)
+        if config.starts and not projected:
+            raise UnsupportedError(
+                f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+                "(quest_core.projections.Projected); leave the option out"
+            )
+        starting += [part for part in projected if part.config.starts]
+    for part in starting:
+        part.start_factors()  # raises before the model is changed
 
-    rows = []
-    for (owner, site), module in zip(chosen, made, strict=True):
-        sizes = _size(site.module), _size(module)
-        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, *sizes))
+    for (_, site), module in zip(chosen, made, strict=True):
         model = _swap(model, site.module, module)
     if any(part.chained for part in config.specs()):
         chain(model, stacks)
@@ -243,28 +244,16 @@ def inject(
     model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
     for part in starting:
         part.start()
-    if fresh:
-        for module in made:
+    rows = []
+    for (owner, site), module in zip(chosen, made, strict=True):
+        norms = _query_norms(owner.projected(module)) if fresh else ()
+        before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, module))
+        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms))
+        if fresh:
             started(module)
-        norms = [_query_norms(owner.projected(module)) for (owner, _), module in zip(chosen, made, strict=True)]
-        rows = [replace(row, query_norms=own) for row, own in zip(rows, norms, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     setattr(model, REPORT, report)
     return model, report
-
-
-def _starting(owner: Adapter, module: nn.Module, config: AttentionConfig) -> list[Projected]:
-    """The parts of a fresh replacement that start as their options say; raises UnsupportedError where one cannot."""
-    parts = owner.projected(module)
-    if config.starts and not parts:
-        raise UnsupportedError(
-            f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
-            "(quest_core.projections.Projected); leave the option out"
-        )
-    starting = [part for part in parts if part.config.starts]
-    for part in starting:
-        part.start_factors()
-    return starting
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
@@ -287,16 +276,6 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     return model
 
 
-def _left_alone(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules that look like attention, outside of the chosen ones and not wrapped around one, by path."""
-    ours = {id(inner) for module in chosen for inner in module.modules()}
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
-    }
-
-
 def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str]) -> str:
     shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
     more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
@@ -312,20 +291,10 @@ def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[A
     chosen: list[tuple[Adapter, Site]] = []
     for owner in adapters:
         taken = [site.path for _, site in chosen]
-        chosen += [
-            (owner, site)
-            for site in owner.sites(model)
-            if not any(_inside(site.path, path) or _inside(path, site.path) for path in taken)
-        ]
+        for site in owner.sites(model):
+            if not within(site.path, taken) and not any(within(path, [site.path]) for path in taken):
+                chosen.append((owner, site))
     return chosen
-
-
-def _inside(path: str, other: str) -> bool:
-    return path == other or other == "" or path.startswith(other + ".")
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

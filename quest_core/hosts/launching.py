@@ -22,8 +22,7 @@ from ..errors import PluginError, QuestError
 from .discovery import Record, discover, find
 
 FOLDER = Path(__file__).resolve().parent / "launched"
-PAIRS = "QUEST_RUN"
-"""The environment variable that names the plugins for processes below: plugin=module, ..."""
+PAIRS = "QUEST_RUN"  # the environment variable that names the plugins for processes below: plugin=module, ...
 
 
 def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
@@ -64,16 +63,8 @@ def wanted(hosts: Sequence[str] | None) -> list[Record]:
 def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The process environment in which the plugins of `records` are installed."""
     others = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
-    return {
-        **base,
-        "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]),
-        PAIRS: ",".join(
-            f"{record.name}={record.info[key]}"
-            for record in records
-            for key in ("module", "checkout")
-            if key in record.info
-        ),
-    }
+    pairs = [f"{r.name}={r.info[key]}" for r in records for key in ("module", "checkout") if key in r.info]
+    return {**base, "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]), PAIRS: ",".join(pairs)}
 
 
 def complete(command: Sequence[str]) -> list[str]:

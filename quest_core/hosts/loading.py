@@ -50,7 +50,7 @@ def load_adapter(record: Record) -> Adapter:
     )
 
 
-_SAID: set[str] = set()
+_say_once = functools.cache(say)
 
 
 def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
@@ -66,9 +66,7 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
                 if model is not None:
                     try_sites(made, model)
             except PluginError as error:
-                if str(error) not in _SAID:
-                    _SAID.add(str(error))
-                    say(str(error))
+                _say_once(str(error))
             else:
                 found.append(made)
     return found
@@ -76,7 +74,6 @@ def running_adapters(model: nn.Module | None = None) -> list[Adapter]:
 
 def try_sites(made: Adapter, model: nn.Module) -> None:
     """Raise PluginError if an adapter cannot look for its sites in `model`. It may refuse the model by a QuestError."""
-
     where = f"{type(made).__module__}.{type(made).__name__}"
     try:
         with contained(f"{where}.sites"):

@@ -15,8 +15,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_ABSENT: Any = object()
-
 
 class Patches:
     """The changes of a plugin in its host.
@@ -27,14 +25,12 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # owner, name, what stood there itself
-        self._waiting: list[tuple[str, Callable[[], None]]] = []
-        self._undoes: dict[str, Callable[[], object]] = {}
+        self._undoes: dict[object, Callable[[], object]] = {}  # what was done -> how to undo it
+        self._changed: list[tuple[Any, str, Any]] = []
 
     def __iter__(self) -> Iterator[tuple[Any, str, Any]]:
         """(owner, name, original) of every change; `original` is None where the owner only inherited the name."""
-        for owner, name, original in self._made.values():
-            yield owner, name, None if original is _ABSENT else original
+        return iter(self._changed)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Set `owner.name` to `make(owner.name)`, unless this object has done so already.
@@ -43,7 +39,7 @@ class Patches:
             owner: a module, class or object.
             make: takes the original and returns what stands in its place; see functools.wraps.
         """
-        if (id(owner), name) not in self._made:
+        if (id(owner), name) not in self._undoes:
             self.put(owner, name, make(getattr(owner, name)))
 
     def around(self, owner: Any, name: str, change: Callable[..., Any], *, everywhere: bool = False) -> None:
@@ -82,11 +78,15 @@ class Patches:
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`, unless this object has done so already."""
-        if (id(owner), name) not in self._made:
-            self._made[id(owner), name] = (owner, name, vars(owner).get(name, _ABSENT))
-            setattr(owner, name, value)
+        if (id(owner), name) not in self._undoes:
+            original = vars(owner).get(name)
+            undo = functools.partial(setattr, owner, name, original)
+            if name not in vars(owner):
+                undo = functools.partial(delattr, owner, name)
+            self._changed.append((owner, name, original))
+            self.once((id(owner), name), lambda: setattr(owner, name, value), undo)
 
-    def once(self, name: str, do: Callable[[], object], undo: Callable[[], object]) -> None:
+    def once(self, name: object, do: Callable[[], object], undo: Callable[[], object]) -> None:
         """Call `do`, unless this object has done so under `name` already; the method `undo` calls `undo`.
 
         For changes that are not attributes: entries of a registry, a handler of a logger.
@@ -97,26 +97,13 @@ class Patches:
 
     def when_imported(self, module: str, action: Callable[[], None]) -> None:
         """As the function `when_imported`; `undo` withdraws an action that is still waiting."""
-        self._waiting.append((module, action))
-        when_imported(module, action)
+        self.once((module, action), lambda: when_imported(module, action), lambda: _finder.withdraw(module, action))
 
     def undo(self) -> None:
         """Restore what stood before, the latest change first; then all of it can be made again."""
-        for module, action in self._waiting:
-            actions = _finder.waiting.get(module, [])
-            if action in actions:
-                actions.remove(action)
-            if not actions:
-                _finder.waiting.pop(module, None)
-        self._waiting.clear()
-        for owner, name, original in reversed(self._made.values()):
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        self._made.clear()
         while self._undoes:
             self._undoes.popitem()[1]()
+        self._changed.clear()
 
 
 def _exchange(name: str, old: Any, new: Any) -> None:
@@ -150,6 +137,11 @@ class _Finder(MetaPathFinder):
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
         self.finding: set[str] = set()
+
+    def withdraw(self, name: str, action: Callable[[], None]) -> None:
+        left = [other for other in self.waiting.pop(name, []) if other is not action]
+        if left:
+            self.waiting[name] = left
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.waiting or name in self.finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +11,16 @@ from torch import Tensor, nn
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism, head_sizes
+from ..mechanisms.base import merge_masks
 from ..projections import HeadSizes, Projected, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
 
 
 class HostAttention(Projected):
-    """Base of replacements: inherit it, describe `projections`, and write `forward` with the arguments of the host.
+    """Base of replacements: inherit it, describe `projections`, and write `forward` with the arguments of the host."""
 
-    Attributes:
-        config: what `mechanism` computes.
-    """
-
-    if TYPE_CHECKING:
-        config: AttentionConfig
-        mechanism: Mechanism
+    mechanism: Mechanism
 
     @classmethod
     def adopt(
@@ -58,17 +53,25 @@ class HostAttention(Projected):
         made: Any = shallow_copy(host, cls)
         made.config, made.loaded = config, False
         made.head_sizes = sizes_of(config, num_heads, head_dim, num_kv_heads, value_dim)
-        mechanism = Mechanism(
-            config,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=made.head_sizes.kv_heads,
-            standard_scale=standard_scale,
-        )
-        weight = next(host.parameters())
-        made.mechanism = mechanism.to(device=weight.device, dtype=weight.dtype).train(host.training)
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": made.head_sizes.kv_heads}
+        made.mechanism = mechanism_for(host, config, **sizes, standard_scale=standard_scale)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made  # type: ignore[no-any-return]
+
+
+def mechanism_for(host: nn.Module, config: AttentionConfig, **sizes: Any) -> Mechanism:
+    """Return a mechanism on the device, in the type and in the mode of the module that it becomes a part of.
+
+    Args:
+        host: the module.
+        config: the mechanism.
+        sizes: the other arguments of Mechanism.
+    """
+    made = Mechanism(config, **sizes)
+    weight = next((p for p in host.parameters() if p.is_floating_point()), None)
+    if weight is not None:
+        made.to(device=weight.device, dtype=weight.dtype)
+    return made.train(host.training)
 
 
 def sizes_of(
@@ -82,10 +85,7 @@ def sizes_of(
 
     Args:
         config: the mechanism.
-        num_heads: query heads H.
-        head_dim: features D of a query head.
-        num_kv_heads: key/value heads of the host's own model; H by default.
-        value_dim: features of a value head; D by default.
+        num_heads, head_dim, num_kv_heads, value_dim: as in `HostAttention.adopt`.
 
     Raises:
         ConfigError: kv_heads does not divide the query heads.
@@ -120,6 +120,4 @@ def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
         real: boolean, False = padding, broadcastable to [B, H, N, M]; see `Mechanism.padding_mask`.
     """
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
-    if mask is None or real is None:
-        return real if mask is None else mask
-    return mask & real if mask.dtype == torch.bool else torch.where(real, mask, -torch.inf)
+    return mask if real is None else merge_masks(mask, real)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
-from ..layer import merge_masks
 from ..mechanism import Mechanism, head_sizes
+from ..mechanisms.base import merge_masks
 from ..projections import Packed, Separate
 from .adapter import Adapter, Capabilities, Site
 from .replacement import HostAttention
@@ -73,10 +73,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
         known = {name for name, _ in cls.projections.entries}
         if module._parameters.keys() - known or nn.utils.parametrize.is_parametrized(module):
-            raise InputError(
-                "the weights of this torch.nn.MultiheadAttention are parametrised (weight_norm, pruning, ...); inject "
-                "first, or remove the parametrisation"
-            )
+            raise InputError("weights are parametrised (weight_norm, pruning, ...); inject first, or remove that")
         config = AttentionConfig.parse(attention)
         made = cls.adopt(module, config, num_heads=module.num_heads, head_dim=module.head_dim, fresh=fresh)
         made._qkv_same_embed_dim = False
@@ -118,16 +115,14 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             return self._forward_nested(query, need_weights, average_attn_weights)
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise InputError(
-                f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} axes; all need 3 (or 2, "
-                "without a batch)"
+                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes; they need 3, or 2"
             )
         same_tokens, same_values = query is key, query is key is value
         batched = query.dim() == 3
-        if not batched:
-            axis = 0 if self.batch_first else 1
-            query, key, value = (x.unsqueeze(axis) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         tokens = 1 if self.batch_first else 0  # the axis of the tokens; the other is the batch
+        if not batched:
+            query, key, value = (x.unsqueeze(1 - tokens) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         batch, n, m = query.shape[1 - tokens], query.shape[tokens], key.shape[tokens]
 
         # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
@@ -142,15 +137,13 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         )  # [B, H, N, D], [B, G, M, Dk], [B, G, M, D]
         k, v, mask = self._extend(k, v, mask, causal)
 
-        dropout_p = self.dropout if self.training else 0.0
+        how: Any = {"attn_mask": mask, "is_causal": causal, "dropout_p": self.dropout if self.training else 0.0}
         weights = None
         if need_weights:
-            out, weights = self.mechanism.forward_with_weights(
-                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
-            )
+            out, weights = self.mechanism.forward_with_weights(q, k, v, **how)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            out = self.mechanism(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
+            out = self.mechanism(q, k, v, **how)
         if self.batch_first and not self.training:
             out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         else:
@@ -159,7 +152,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [N, B, E]
             out = out.transpose(0, 1) if self.batch_first else out
         if not batched:
-            return out.squeeze(axis), None if weights is None else weights.squeeze(0)
+            return out.squeeze(1 - tokens), None if weights is None else weights.squeeze(0)
         return out, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, same_values: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,14 +175,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
 
     def _visible(
-        self,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        batch: int,
-        n: int,
-        m: int,
-        *,
-        same_tokens: bool,
+        self, attn_mask: Tensor | None, padding: Tensor | None, batch: int, n: int, m: int, *, same_tokens: bool
     ) -> Tensor | None:
         """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
         rows = batch * self.num_heads
@@ -200,10 +186,10 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             if attn_mask.dim() == 3:
                 shared = attn_mask.shape[0] == 1
                 attn_mask = attn_mask[None] if shared else attn_mask.view(batch, self.num_heads, n, m)
-        if key_padding_mask is None:
+        if padding is None:
             return attn_mask
-        _check_mask("key_padding_mask", key_padding_mask, ((batch, m),), f"[B, M] = [{batch}, {m}]")
-        real = ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask
+        _check_mask("key_padding_mask", padding, ((batch, m),), f"[B, M] = [{batch}, {m}]")
+        real = ~padding if padding.dtype == torch.bool else padding
         return merge_masks(attn_mask, self.mechanism.padding_mask(real, same_tokens=same_tokens))
 
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -220,10 +206,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         if not extra:
             return k, v, mask
         if causal:
-            raise InputError(
-                "is_causal does not say whether the added keys of add_bias_kv and add_zero_attn are visible; leave it "
-                "out and pass the mask as attn_mask"
-            )
+            raise InputError("is_causal says nothing of the keys of add_bias_kv and add_zero_attn; pass an attn_mask")
         k, v = (
             torch.cat([x, *(pair[i].expand(x.shape[0], -1, -1, -1) for pair in extra)], dim=2)
             for i, x in enumerate((k, v))
@@ -240,14 +223,8 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         padded = nn.utils.rnn.pad_sequence(rows, self.batch_first)  # [B, N, E], or tokens first
         lengths = torch.tensor([len(row) for row in rows], device=query.device)
         padding = torch.arange(int(lengths.max()), device=query.device) >= lengths[:, None]  # [B, N]
-        out, weights = self.forward(
-            padded,
-            padded,
-            padded,
-            key_padding_mask=padding,
-            need_weights=need_weights,
-            average_attn_weights=average_attn_weights,
-        )
+        how: Any = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        out, weights = self.forward(padded, padded, padded, key_padding_mask=padding, **how)
         out = out if self.batch_first else out.transpose(0, 1)
         return torch.nested.nested_tensor([x[: len(row)] for x, row in zip(out, rows, strict=True)]), weights
 
@@ -267,14 +244,11 @@ class TorchAdapter(Adapter):
     replacement: ClassVar[type[MultiheadAttention]] = MultiheadAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        found = (
-            (path, module)
-            for path, module in model.named_modules()
-            # A subclass with its own forward is another attention, which this adapter does not know.
-            if isinstance(module, nn.MultiheadAttention)
-            and (isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward)
-        )
-        for path, module in found:
+        for path, module in model.named_modules():
+            if not isinstance(module, nn.MultiheadAttention):
+                continue
+            if type(module).forward is not nn.MultiheadAttention.forward and not isinstance(module, MultiheadAttention):
+                continue  # a subclass with its own forward is another attention, which this adapter does not know
             cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
             asked = Capabilities(cross=cross, dropout=module.dropout > 0)
             yield Site(path, module, module.num_heads, module.head_dim, asked)

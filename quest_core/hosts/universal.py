@@ -12,9 +12,9 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,46 +23,32 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import DEFAULTS, AttentionConfig
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
-from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, size
+from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
 from ..mechanism import Mechanism, kv_heads
 from ..projections import shallow_copy
 from .adapter import Adapter, Capabilities, Site, refusal
+from .replacement import mechanism_for
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
-
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The calls of one module while the example ran.
+    """The calls of one module while the example ran."""
 
-    Attributes:
-        path: of the module.
-        heads: query heads H, the last axis but two; 1 for queries without such an axis.
-        kv_heads: key/value heads G.
-        head_dim: features D of a query head.
-        scale: the host's factor on q·k; None for 1/√D.
-        causal: the call or its mask hid every later key.
-        cross: queries and keys had different numbers of tokens.
-        masked: a mask hid other pairs of queries and keys than whole keys.
-        dropout: weights were dropped.
-        repeated: one forward called the function more than once.
-        axes: of the queries. Only with four it is known which axis is that of heads.
-    """
-
-    path: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float | None = None
-    causal: bool = False
-    cross: bool = False
-    masked: bool = False
-    dropout: bool = False
-    repeated: bool = False
-    axes: int = 4
+    path: str  # of the module
+    heads: int  # query heads H, the last axis but two; 1 for queries without such an axis
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D of a query head
+    scale: float | None = None  # the host's factor on q·k; None for 1/√D
+    causal: bool = False  # the call or its mask hid every later key
+    cross: bool = False  # queries and keys had different numbers of tokens
+    masked: bool = False  # a mask hid other pairs of queries and keys than whole keys
+    dropout: bool = False  # weights were dropped
+    repeated: bool = False  # one forward called the function more than once
+    axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
 
     def joined(self, other: Call) -> Call:
         """Return what both calls of one module ask for.
@@ -79,6 +65,19 @@ class Call:
                 )
         flags = ("causal", "cross", "masked", "dropout", "repeated")
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in flags})
+
+
+class _Arguments(NamedTuple):
+    """The arguments of scaled_dot_product_attention; tensors are [..., heads, tokens, features]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 class Routed(nn.Module):
@@ -134,7 +133,7 @@ class _Route(TorchFunctionMode):
         self.calls += 1
         if not is_compiling():
             _refuse_checkpoint(self.site.routed_call.path)
-        return _attend(self.site, *args, **kwargs)
+        return _attend(self.site, _Arguments(*args, **kwargs))
 
 
 def _refuse_checkpoint(path: str) -> None:
@@ -149,59 +148,41 @@ def _refuse_checkpoint(path: str) -> None:
         frame = frame.f_back
 
 
-def _attend(
-    site: Routed,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Return the output of a site's mechanism for a call of scaled_dot_product_attention, in the layout of the call.
-
-    Args:
-        query: [..., H, N, D], or [B, N, D], which has one head.
-        key: [..., G, M, D] and value: [..., G, M, Dv].
-        attn_mask: boolean (True = may attend) or additive, broadcastable to [..., H, N, M].
-        is_causal: query i sees keys j ≤ i, as PyTorch aligns them.
-
-    Raises:
-        InputError: heads, features or scale are not those that it was injected for.
-    """
+def _attend(site: Routed, call: _Arguments) -> Tensor:
+    """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`."""
     if not is_tracing():
-        _check(site, query, scale)
-    axes, lead = query.dim(), query.shape[:-3]
-    mask = attn_mask
+        _check(site, call)
+    axes, lead = call.query.dim(), call.query.shape[:-3]
+    mask, is_causal = call.attn_mask, call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
     if mask is not None and mask.dim() > 2 and (mask.dim(), axes) != (4, 4):
         mask = _batched(mask.expand(*lead, *mask.shape[-3:]), axes)
-    q, k, v = (_batched(x, axes) for x in (query, key, value))
+    q, k, v = (_batched(x, axes) for x in call[:3])
     n, m = size(q, 2), size(k, 2)
     if is_causal and n != m:  # Mechanism aligns at the last key
         if mask is not None:
             raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
-    out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
     return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
 
 
-def _check(site: Routed, query: Tensor, scale: float | None) -> None:
-    call = site.routed_call
-    heads = (query.shape[-3] if query.dim() > 3 else 1) * site.mechanism.head_share[1]
-    if (heads, query.shape[-1]) != (call.heads, call.head_dim):
+def _check(site: Routed, call: _Arguments) -> None:
+    known, features = site.routed_call, call.query.shape[-1]
+    heads = _heads(call.query) * site.mechanism.head_share[1]
+    if (heads, features) != (known.heads, known.head_dim):
         raise InputError(
-            f"'{call.path}' is called with {heads} heads of {query.shape[-1]} features, and was injected for "
-            f"{call.heads} of {call.head_dim}; inject again with an example of this shape"
+            f"'{known.path}' is called with {heads} heads of {features} features, and was injected for "
+            f"{known.heads} of {known.head_dim}; inject again with an example of this shape"
         )
-    default = 1 / math.sqrt(call.head_dim)
-    wanted, given = default if call.scale is None else call.scale, default if scale is None else scale
+    wanted, given = (1 / math.sqrt(features) if scale is None else scale for scale in (known.scale, call.scale))
     if abs(wanted - given) > 1e-6 * abs(wanted):
         raise InputError(
-            f"'{call.path}' is called with scale={given}, and was injected for {wanted}; multiply the queries by a "
-            "factor that changes"
+            f"'{known.path}' is called with scale={given}, injected for {wanted}; scale the queries instead"
         )
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.dim() > 3 else 1
 
 
 def _batched(x: Tensor, axes: int) -> Tensor:
@@ -231,13 +212,8 @@ class UniversalAdapter(Adapter):
     """Adapter for every module that calls scaled_dot_product_attention.
 
     Args:
-        example: inputs that make the model reach all of its attention: ``model(*example)`` for a tuple or list,
-            ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
-            None finds only modules that were injected before.
+        example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
         taken: paths of the modules that other adapters replace.
-
-    Attributes:
-        missed: modules that look like attention and never called the function, by path. Known after `sites`.
     """
 
     name: ClassVar[str] = "universal"
@@ -245,7 +221,7 @@ class UniversalAdapter(Adapter):
 
     def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
         self.example, self.taken = example, list(taken)
-        self.missed: dict[str, nn.Module] = {}
+        self.missed: dict[str, nn.Module] = {}  # look like attention and never called the function; set by `sites`
         self._calls: dict[str, Call] = {}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -257,23 +233,23 @@ class UniversalAdapter(Adapter):
         """
         modules = dict(model.named_modules())
         calls = {path: module.routed_call for path, module in modules.items() if isinstance(module, Routed)}
-        softmaxes: set[str] = set()
+        search = _Search(model)
         if self.example is not None:
-            seen, softmaxes = _search(model, self.example)
-            calls |= seen
-        self._calls = calls = {path: call for path, call in calls.items() if not _within(path, self.taken)}
+            search.run(self.example)
+        calls |= search.calls
+        self._calls = calls = {path: call for path, call in calls.items() if not within(path, self.taken)}
         ours = [*calls, *self.taken]
         for path in calls:
-            inside = [other for other in ours if other != path and _within(other, [path])]
+            inside = [other for other in ours if other != path and within(other, [path])]
             _refuse_unroutable(path, modules[path], inside)
         if self.example is not None:
             kinds = {_host(modules[path]) for path in calls}
             self.missed = {
                 path: module
                 for path, module in modules.items()
-                if (type(module) in kinds or path in softmaxes)
-                and not _within(path, ours)
-                and not any(_within(other, [path]) for other in ours)
+                if (type(module) in kinds or path in search.softmaxes)
+                and not within(path, ours)
+                and not any(within(other, [path]) for other in ours)
             }
         for path, call in calls.items():
             asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout)
@@ -298,17 +274,8 @@ def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
     """
     made: Any = shallow_copy(module, _routed_class(_host(module)))
     made.routed_call = call
-    made.mechanism = Mechanism(
-        config,
-        num_heads=call.heads,
-        head_dim=call.head_dim,
-        num_kv_heads=_kv_heads(config, call),
-        standard_scale=call.scale,
-    )
-    anchor = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if anchor is not None:
-        made.mechanism.to(device=anchor.device, dtype=anchor.dtype)
-    made.mechanism.train(module.training)
+    sizes = {"num_heads": call.heads, "head_dim": call.head_dim, "num_kv_heads": _kv_heads(config, call)}
+    made.mechanism = mechanism_for(module, config, **sizes, standard_scale=call.scale)
     return made  # type: ignore[no-any-return]
 
 
@@ -324,9 +291,7 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
         if call.repeated and (part.learnable or part.stateful or part.chained):
             return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
         if call.axes != 4 and (part.learnable or part.stateful):
-            return (
-                f"queries have {call.axes} axes, which do not say where the heads are, and '{part.name}' needs to know"
-            )
+            return f"queries have {call.axes} axes, and '{part.name}' must know which is that of the heads"
     if config.family is not None and call.masked:
         return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
     if config.family is not None and call.heads != call.kv_heads:
@@ -341,7 +306,7 @@ def _kv_heads(config: AttentionConfig, call: Call) -> int:
     return kv_heads(config, call.heads)
 
 
-def _within(path: str, others: Iterable[str]) -> bool:
+def within(path: str, others: Iterable[str]) -> bool:
     """Return whether `path` is one of the others or inside one of them."""
     return any(path == other or other == "" or path.startswith(other + ".") for other in others)
 
@@ -367,42 +332,37 @@ def looks_like_attention(module: nn.Module) -> bool:
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 
-def _search(model: nn.Module, example: Any) -> tuple[dict[str, Call], set[str]]:
-    """Run the model on `example` and return what called the function, and what formed weights by a softmax, by path.
-
-    The run is in the model's mode, without gradients. Random state and buffers are left as they were.
-    """
-    search = _Search(model)
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    handles = [module.register_forward_pre_hook(search.enter) for module in model.modules()]
-    handles += [module.register_forward_hook(search.leave, always_call=True) for module in model.modules()]
-    try:
-        with torch.random.fork_rng(sorted(d for d in devices if d is not None)), torch.no_grad(), search:
-            if isinstance(example, Mapping):
-                model(**example)
-            elif isinstance(example, tuple | list):
-                model(*example)
-            else:
-                _ = example(model) if isinstance(example, Callable) else model(example)  # type: ignore[arg-type]
-    finally:
-        for handle in handles:
-            handle.remove()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-    return search.calls, search.softmaxes
-
-
 class _Search(TorchFunctionMode):
-    """Notes which module makes which call while a model runs."""
+    """Notes which module calls the function, and which forms weights by a softmax, while a model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.model = model
         self.paths = {module: path for path, module in model.named_modules()}
         self.running: list[tuple[nn.Module, list[int]]] = []  # each with the number of its calls
         self.calls: dict[str, Call] = {}
         self.softmaxes: set[str] = set()
+
+    def run(self, example: Any) -> None:
+        """Run the model in its mode, without gradients. Random state and buffers are left as they were."""
+        model = self.model
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        handles = [module.register_forward_pre_hook(self.enter) for module in model.modules()]
+        handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
+        try:
+            with same_random_state(model), torch.no_grad(), self:
+                if isinstance(example, Mapping):
+                    model(**example)
+                elif isinstance(example, tuple | list):
+                    model(*example)
+                else:
+                    _ = example(model) if callable(example) else model(example)
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.running.append((module, [0]))
@@ -417,8 +377,7 @@ class _Search(TorchFunctionMode):
                 module, count = self.running[-1]
                 count[0] += 1
                 path = self.paths[module]
-                call = _read(path, *args, **kwargs)
-                call = replace(call, repeated=count[0] > 1)
+                call = _read(path, _Arguments(*args, **kwargs), repeated=count[0] > 1)
                 self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
             elif func is F.multi_head_attention_forward or (
                 func in SOFTMAXES and (args[0] if args else kwargs["input"]).dim() > 3  # weights [B, H, N, M]
@@ -428,34 +387,25 @@ class _Search(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _read(
-    path: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Call:
+def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
     """Return what a call asks of a mechanism."""
-    n, m = query.shape[-2], key.shape[-2]
-    masked = False
-    if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1 and not attn_mask.is_meta:
-        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask <= torch.finfo(attn_mask.dtype).min / 2
+    n, m = call.query.shape[-2], call.key.shape[-2]
+    mask, is_causal, masked = call.attn_mask, call.is_causal, False
+    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1 and not mask.is_meta:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
         later = torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1 + m - n)  # [N, M]
         is_causal = is_causal or (n > 1 and bool((hidden | ~later).all()))
         masked = True
     return Call(
-        path=path,
-        heads=query.shape[-3] if query.dim() > 3 else 1,
-        kv_heads=key.shape[-3] if key.dim() > 3 else 1,
-        head_dim=query.shape[-1],
-        scale=scale,
+        path,
+        heads=_heads(call.query),
+        kv_heads=_heads(call.key),
+        head_dim=call.query.shape[-1],
+        scale=call.scale,
         causal=is_causal,
         cross=n != m,
-        masked=masked or (attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1),
-        dropout=dropout_p > 0,
-        axes=query.dim(),
+        masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
+        dropout=call.dropout_p > 0,
+        repeated=repeated,
+        axes=call.query.dim(),
     )

@@ -14,14 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .pytorch import is_eager, wider
 
-PLAIN_WEIGHTS = 2**23
-"""With this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32."""
-
-BLOCK_WEIGHTS = 2**20
-"""Weights a block, unless that would be fewer than `BLOCK_ROWS` queries."""
-
-BLOCK_ROWS = 64
-"""Least number of queries a block, below which matrix products are thin."""
+PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
+BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
+BLOCK_ROWS = 64  # least number of queries a block, below which matrix products are thin
 
 
 def block_rows(n: int, weights: int) -> int | None:

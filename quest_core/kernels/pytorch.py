@@ -23,7 +23,6 @@ HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable
 HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
 HAS_DTENSOR = VERSION >= (2, 5)  # torch.distributed.tensor
 OPERATORS = (2, 4)  # torch.library.custom_op
-HAS_OPERATORS = VERSION >= OPERATORS
 MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 if VERSION < (2, 3):
     MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
@@ -138,6 +137,11 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
+def same_random_state(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Leaves the random numbers to be drawn, on the CPU and on the GPUs of the model, as they were."""
+    return torch.random.fork_rng(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}))
+
+
 def second_derivative(name: str) -> Callable[[Any], None]:
     """Return the hook of attention `name` for `name_second_derivative`."""
     return functools.partial(_refuse_second_derivative, name)
@@ -175,14 +179,9 @@ def require(what: str, version: tuple[int, int]) -> None:
         )
 
 
-def require_operators(name: str) -> None:
-    """Raise UnsupportedError if attention `name` consists of a custom operator that this PyTorch cannot define."""
-    require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
-
-
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...); before PyTorch 2.4 its callers are refused by `require_operators`."""
-    if HAS_OPERATORS:
+    """Return torch.library.custom_op(name, ...); before PyTorch 2.4 its callers must `require` OPERATORS."""
+    if VERSION >= OPERATORS:
         return torch.library.custom_op(name, mutates_args=(), schema=schema)
 
     def undefined(function: Any) -> Any:

@@ -8,6 +8,7 @@ K_t' + w_tt' over t' as weights), [A] equation 2. aft-conv is in `aft_conv`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import no_autocast
 from .aft_ops import aft_biased, finite, refuse_transforms
 from .base import Dims, Family, local, result_type, widen
-from .part import CAUSAL, Option, Part
+from .part import MIXING, Option, Part
 
 
 def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,6 @@ class AttentionFreeSimple(Family):
         self.query = query
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = visible(k, v, key_mask)
@@ -118,16 +118,13 @@ class AttentionFreeSimple(Family):
 
 
 class AttentionFreeFull(Family):
-    """A learned bias w_tt' for every two positions. [A] equation 2, with w = u vᵀ by equation 7.
-
-    Attributes:
-        query_positions: u [T_max, r], or None.
-        key_positions: v [T_max, r], or None.
-        table: w [T_max, T_max] where `rank` is None, else None.
-        window: w counts at distances smaller than this; 0 for all.
-    """
+    """A learned bias w_tt' for every two positions. [A] equation 2, with w = u vᵀ by equation 7."""
 
     name = "aft-full"
+    query_positions: Any  # u [T_max, r], or None
+    key_positions: Any  # v [T_max, r], or None
+    table: Any  # w [T_max, T_max] where `rank` is None, else None
+    window: int  # w counts at distances smaller than this; 0 for all
 
     def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool) -> None:
         super().__init__(dims)
@@ -147,8 +144,6 @@ class AttentionFreeFull(Family):
         """w of n queries from position `start` on and m keys from `first` on: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
             return local(self.table)[start : start + n, first : first + m], None
-        assert self.query_positions is not None
-        assert self.key_positions is not None
         return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -179,9 +174,8 @@ class AttentionFreeFull(Family):
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:
             raise InputError(
-                f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}, for "
-                f"whose positions it has biases; build it with max_length={tokens} or more, or use 'aft-simple', "
-                "which has none"
+                f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}; build it with "
+                f"max_length={tokens} or more, or use 'aft-simple', which has no biases for positions"
             )
 
     def _continue(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
@@ -203,8 +197,8 @@ class AttentionFreeLocal(AttentionFreeFull):
 
     name = "aft-local"
 
-    def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool, window: int) -> None:
-        super().__init__(dims, max_length=max_length, rank=rank, query=query)
+    def __init__(self, dims: Dims | None, *, window: int, **positions: Any) -> None:
+        super().__init__(dims, **positions)
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -242,6 +236,8 @@ _LENGTH = Option("max_length", int, 1024, "the most tokens T_max that positions 
 _RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a T_max×T_max table", 1, nullable=True)
 _WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
 
+_POSITIONS: dict[str, Any] = {"learnable": True, "causal": True, "cached": True, "reads": ("tokens", "order")}
+
 PARTS = (
     Part(
         "aft-full",
@@ -250,10 +246,9 @@ PARTS = (
         "[A] eq. 2, 7",
         AttentionFreeFull,
         (_LENGTH, _RANK, QUERY),
-        learnable=True,
-        reads=("tokens", "order"),
-        **CAUSAL,
+        cross=True,
         complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
+        **_POSITIONS,
     ),
     Part(
         "aft-local",
@@ -262,11 +257,8 @@ PARTS = (
         "[A] eq. 4, 7",
         AttentionFreeLocal,
         (_LENGTH, _RANK, QUERY, _WINDOW),
-        learnable=True,
-        causal=True,
-        cached=True,
-        reads=("tokens", "order"),
         complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding",
+        **_POSITIONS,
     ),
     Part(
         "aft-simple",
@@ -275,8 +267,7 @@ PARTS = (
         "[A] eq. 5",
         AttentionFreeSimple,
         (QUERY,),
-        reads=("tokens",),
-        **CAUSAL,
         complexity="O(T·d) time and memory, O(d) state while decoding",
+        **MIXING,
     ),
 )

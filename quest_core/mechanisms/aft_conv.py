@@ -47,8 +47,7 @@ def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
 def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
     """The average of v [B, h, T, D] with weights exp(k + w): k [B, h, T], bins [N, T] -> [B, h, N, D]; 0 without keys.
 
-    Args:
-        table: the biases and a zero [h, s^dims + 1], of which `bins` chooses.
+    `bins` chooses of the `table` of biases and a zero [h, s^dims + 1].
     """
     w = table.index_select(1, bins.flatten()).unflatten(1, bins.shape)  # [h, N, T]
     logits = k.unsqueeze(2) + w  # [B, h, N, T]
@@ -61,12 +60,7 @@ def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
 def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> Tensor | None:
     """As `_average` of all queries, with a convolution with exp(w) − 1 and a global sum, as equation 6 writes it.
 
-    Args:
-        k: [B, h, T], v: [B, h, T, D], w: [h, s, ...].
-        grid: the sizes that the tokens from `prefix` on fill.
-
-    Returns:
-        [B, h, T, D], or None where more than a few bits would cancel.
+    k [B, h, T], v [B, h, T, D], w [h, s, ...] -> [B, h, T, D], or None where more than a few bits would cancel.
     """
     if w.detach().abs().amax() > safe_range(k.dtype) / 2:
         return None
@@ -87,18 +81,11 @@ def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) ->
 
 
 class AttentionFreeConv(Family):
-    """One bias for each head and relative position on a 1d, 2d or 3d grid. [A] equation 6.
-
-    Attributes:
-        weight: [h, s, ...], the raw biases; their mean and scale cancel (equation 8).
-        gain: γ [h], and shift: β [h], both 0 at the start, so that the layer starts as aft-simple with one key a head.
-        grid: extents of the grid, None where not fixed, or None to infer it: any length in 1d, a square in 2d, a
-            cube in 3d. It may be assigned before a forward whose crop has another shape.
-    """
+    """One bias for each head and relative position on a 1d, 2d or 3d grid. [A] equation 6."""
 
     def __init__(
         self,
-        sizes: Dims | None,
+        sizes: Dims,
         /,
         *,
         window: int,
@@ -117,13 +104,16 @@ class AttentionFreeConv(Family):
             )
         if dims > 3:
             raise ConfigError(f"attention 'aft-conv': dims is {dims}; a grid has 1, 2 or 3 axes")
-        assert sizes is not None
         self.query, self.prefix, self.gumbel, self.entropy_weight = query, prefix, gumbel, entropy_weight
         self.axes = dims
+        # Its extents, None where not fixed, or None to infer them: any length in 1d, a square in 2d, a cube in 3d. They
+        # may be assigned before a forward whose crop has another shape.
         self.grid = _read_grid(grid, dims)
+        # [h, s, ...], the raw biases; their mean and scale cancel (equation 8).
         self.weight = nn.Parameter(torch.randn(sizes.num_heads, *[window] * dims))
-        self.gain = nn.Parameter(torch.zeros(sizes.num_heads))
-        self.shift = nn.Parameter(torch.zeros(sizes.num_heads))
+        # 0 at the start: as aft-simple with one key a head.
+        self.gain = nn.Parameter(torch.zeros(sizes.num_heads))  # γ [h]
+        self.shift = nn.Parameter(torch.zeros(sizes.num_heads))  # β [h]
 
     def bias(self) -> Tensor:
         """w = γ (w − mean) / std + β, [h, s, ...], by equation 8; each head over its own positions."""
@@ -207,7 +197,12 @@ class AttentionFreeConv(Family):
         if self.axes == 1 and self.grid is None:
             wanted = [count]
         elif self.grid is None:
-            wanted = [_root(count, self.axes)] * self.axes
+            power = self.axes
+            if is_exporting():  # for one length
+                side = next(i for i in range(max(count, 0) + 1) if i**power >= count)
+            else:
+                side = round(max(count, 0) ** (1 / power))
+            wanted = [side] * power
         else:
             fixed = math.prod(extent for extent in self.grid if extent is not None)
             wanted = [count // fixed if extent is None else extent for extent in self.grid]
@@ -220,14 +215,6 @@ class AttentionFreeConv(Family):
                 "for a sequence, or assign the family's `grid` before the call"
             )
         return wanted
-
-
-def _root(count: int, power: int) -> int:
-    """The whole number whose `power` is nearest to `count`."""
-    if is_exporting():
-        return next(i for i in range(max(count, 0) + 1) if i**power >= count)  # for one length
-    root: int = round(max(count, 0) ** (1 / power))
-    return root
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:

@@ -20,15 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_exporting_to_onnx, is_tracing, no_autocast, operator, require_operators, transform
+from ..kernels.pytorch import OPERATORS, is_exporting_to_onnx, is_tracing, no_autocast, operator, require, transform
 
-ROWS = 256
-"""Queries of a block, and the least where the window is narrower: 64. They bound memory: [ROWS, M] biases at a time."""
-
-NARROW = 64
-
-ELEMENTS = 2**22
-"""Numbers in the largest temporary, unless one query's keys are more."""
+ROWS = 256  # queries of a block, which bound memory: [ROWS, M] biases at a time
+NARROW = 64  # the least where the window is narrower
+ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys are more
 
 
 def refuse_transforms(name: str) -> None:
@@ -38,7 +34,7 @@ def refuse_transforms(name: str) -> None:
         UnsupportedError: before PyTorch 2.4; under torch.func, forward-mode differentiation, torch.jit.trace or
             torch.onnx.export.
     """
-    require_operators(name)
+    require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
     recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
     what = transform() or recorder
     if what is not None:
@@ -141,7 +137,11 @@ class _Blocks:
         self.n, self.offset = n, m - n if causal else 0  # position of the first query among the keys
         step = max(1, min(ROWS, max(NARROW, window or ROWS), ELEMENTS // m))
         self.rows = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-        self.near = [self._near(rows, m) for rows in self.rows]
+        reach = window - 1 if window else max(n, m)  # how far from a query keys with a bias lie
+        self.near = [
+            slice(max(rows.start + self.offset - reach, 0), min(rows.stop + self.offset + (0 if causal else reach), m))
+            for rows in self.rows
+        ]
         self.before: list[slice] = []  # each block's: what the one before it does not have
         self.after: list[slice] = []  # last block first
         if window:
@@ -149,12 +149,6 @@ class _Blocks:
             self.before = [slice(*ends) for ends in zip([0, *starts], starts, strict=False)]
             if not causal:
                 self.after = [slice(*ends) for ends in zip(stops[::-1], [m, *stops[::-1]], strict=False)]
-
-    def _near(self, rows: slice, m: int) -> slice:
-        first, last = rows.start + self.offset, rows.stop + self.offset
-        start = max(first - self.window + 1, 0) if self.window else 0
-        stop = min(last + self.window - 1, m) if self.window else m
-        return slice(start, last if self.causal else stop)
 
     def _sums(self, pieces: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
         """The sums of pieces up to each, as pairs: m [1, C] and s [1, 2, C]."""
@@ -236,9 +230,7 @@ def aft_biased(
         return torch.cat(y), torch.cat(lse)
 
 
-def _fake_biased(
-    k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
-) -> tuple[Tensor, Tensor]:
+def _fake_biased(k: Tensor, v: Tensor, left: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     n = (k if left is None else left).shape[0]
     return k.new_empty(n, k.shape[1]), k.new_empty(n, k.shape[1])
 

@@ -199,10 +199,8 @@ def local(parameter: Tensor) -> Tensor:
     if all(isinstance(placement, Replicate) for placement in parameter.placements):
         # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
         shared = parameter.redistribute(placements=parameter.placements)
-        whole: Tensor = shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
-        return whole
-    part: Tensor = parameter.to_local()
-    return part
+        return shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
+    return parameter.to_local()
 
 
 def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
@@ -251,21 +249,21 @@ def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:
     if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    while seen.dim() < 4:
-        seen = seen.unsqueeze(0)
+    seen = seen[(None,) * (4 - seen.dim())]
     return seen.any(2).any(1).expand(batch, m)
 
 
-def causal_mask(n: int, m: int, device: torch.device) -> Tensor:
-    """[N, M], True where query i may attend to key j: j ≤ i + M − N (the last query sees every key)."""
-    return torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
+def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return one mask for both, which are boolean (True = may attend) or additive, broadcastable to each other."""
+    if one is None:
+        return other
+    if other.dtype != torch.bool:
+        one, other = other, one
+    if other.dtype != torch.bool:
+        return one + other
+    return one & other if one.dtype == torch.bool else one.masked_fill(~other, -math.inf)
 
 
 def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:
-    """One mask that means `mask` and causal."""
-    causal = causal_mask(n, m, device)
-    if mask is None:
-        return causal
-    if mask.dtype == torch.bool:
-        return mask & causal
-    return mask.masked_fill(~causal, -math.inf)
+    """Return one mask that means `mask` and causal: query i sees keys j ≤ i + M − N, the last query every key."""
+    return merge_masks(mask, torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n))

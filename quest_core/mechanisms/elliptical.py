@@ -22,8 +22,8 @@ from ..errors import UnsupportedError
 from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
 from .base import Dims, visible_keys
-from .part import CAUSAL, Part
-from .scores import KEY_START, QUERY_START, SCALE, Standard
+from .part import MIXING, Part
+from .scores import SCALE, STARTS, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -73,21 +73,12 @@ class Elliptical(Standard):
         finally:
             self._arrangement = None
 
-    def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: Cache | None,
-        head: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor | None, **how: Any) -> tuple[Tensor, Tensor]:
         before = self.hand_over(v.detach())
         if before is not None:
-            metric = self._metric(v.detach(), before, q.shape[2], mask, is_causal, cache)  # [B, G, N or 1, D]
-            q = q * self._spread(metric, q.shape[1], head).to(q.dtype)
+            metric = self._metric(v.detach(), before, q.shape[2], **how).to(q.dtype)  # [B, G, N or 1, D]
+            share = q.shape[1] // metric.shape[1]
+            q = q * (metric.repeat_interleave(share, 1) if head is None else metric.index_select(1, head))
         return self.query(q), self.key(k)
 
     def hand_over(self, v: Tensor) -> Tensor | None:
@@ -109,25 +100,23 @@ class Elliptical(Standard):
             )
         (previous,) = self._previous
         kept = v if self._arrangement is None else self._arrangement[0](v)
-        repeats = is_recomputing()
+        repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
         before = None
         if previous is not None:
-            before = self._again(kept) if repeats else self._first(previous, kept)
+            before = self._again(kept) if repeats else self._first(previous, kept, thread)
         if self._is_followed and not repeats:
-            self._values[_thread()] = kept
+            self._values[thread] = kept
         if before is None or before.shape != kept.shape:
             return None
         return before if self._arrangement is None else self._arrangement[1](before)
 
-    def _first(self, previous: Elliptical, kept: Tensor) -> Tensor:
+    def _first(self, previous: Elliptical, kept: Tensor, thread: int) -> Tensor:
         """Take the values that the layer before has left in this forward pass."""
-        thread = _thread()
         before = previous._values.pop(thread, None)
         if before is None:
             raise UnsupportedError(
-                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                "skipped, or only this one was copied. Run all layers in their order, and call "
-                "quest_core.chain(model) after copying layers"
+                "elliptical attention found no values of the layer before it in this forward pass: it was skipped, or "
+                "copied. Run all layers in their order, and call quest_core.chain(model) after copying layers"
             )
         if self.training:
             self._step[thread] = (kept, before)
@@ -138,8 +127,11 @@ class Elliptical(Standard):
 
         On a GPU the backward pass runs in a thread of its own, so the values name their forward pass.
         """
+        # As whole numbers, of which NaN equals NaN: a step that overflows is computed again too.
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kept.element_size()]
         for own, before in list(self._step.values()):
-            if own.shape == kept.shape and own.device == kept.device and torch.equal(_bits(own), _bits(kept)):
+            alike = (own.shape, own.dtype, own.device) == (kept.shape, kept.dtype, kept.device)
+            if alike and torch.equal(own.view(bits), kept.view(bits)):
                 return before
         raise UnsupportedError(
             "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
@@ -177,13 +169,6 @@ class Elliptical(Standard):
         changed = top > 0
         return torch.where(changed, mean / torch.where(changed, top, 1), 1)
 
-    @staticmethod
-    def _spread(metric: Tensor, heads: int, head: Tensor | None) -> Tensor:
-        """[B, G, ...] -> [B, H, ...]: every query head gets the metric of its key/value head."""
-        if head is not None:
-            return metric.index_select(1, head)
-        return metric.repeat_interleave(heads // metric.shape[1], 1)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_values": {}, "_step": {}}  # of one forward pass; no copy should have them
 
@@ -201,15 +186,6 @@ class EllipticalQuest(Elliptical):
 def stack_of(path: str) -> str:
     """The stack that a layer belongs to: its path with the numbers taken out."""
     return re.sub(r"\d+", "*", path)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The same memory as whole numbers, of which NaN equals NaN: a step that overflows is computed again too."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def _thread() -> int:
-    return 0 if is_compiling() else threading.get_ident()
 
 
 def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:
@@ -235,30 +211,12 @@ def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = No
                 latest[stack] = score
 
 
+_CHAINED = {"chained": True, "stops_gradient": True, **MIXING}
+_SOURCE = "Elliptical Attention, NeurIPS 2024"
+
 PARTS = (
+    Part("elliptical", "score", "(q ⊙ m) kᵀ / √D", _SOURCE, Elliptical, (SCALE,), **_CHAINED),
     Part(
-        "elliptical",
-        "score",
-        "(q ⊙ m) kᵀ / √D",
-        "Elliptical Attention, NeurIPS 2024",
-        Elliptical,
-        (SCALE,),
-        stops_gradient=True,
-        chained=True,
-        reads=("tokens",),
-        **CAUSAL,
-    ),
-    Part(
-        "elliptical-quest",
-        "score",
-        "(q ⊙ m) k̄ᵀ",
-        "QUEST, A.5.2",
-        EllipticalQuest,
-        (SCALE, QUERY_START, KEY_START),
-        unit_keys=True,
-        stops_gradient=True,
-        chained=True,
-        reads=("tokens",),
-        **CAUSAL,
+        "elliptical-quest", "score", "(q ⊙ m) k̄ᵀ", "QUEST, A.5.2", EllipticalQuest, STARTS, unit_keys=True, **_CHAINED
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from .part import CAUSAL, POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
-
-EQUAL = 1e-6
-"""Norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32."""
+EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32
 
 
 class MultiHead(Grouping):
@@ -46,10 +44,7 @@ class Grouped(Grouping):
 
     def kv_heads(self, num_heads: int) -> int:
         if self.requested is None:
-            raise ConfigError(
-                f"attention '{self.name}' needs 'kv_heads', the number of key/value heads: "
-                f"write {self.name}(kv_heads=2)"
-            )
+            raise ConfigError(f"attention '{self.name}' needs 'kv_heads': write for example {self.name}(kv_heads=2)")
         if why := self._misfit(num_heads, self.requested):
             raise ConfigError(f"attention '{self.name}': {why}")
         return self.requested
@@ -119,8 +114,8 @@ class KeyDriven(Grouped):
     name: ClassVar[str] = "kdgqa"
     shares = False
 
-    def __init__(self, dims: Dims | None, *, kv_heads: int | None, min_queries: int) -> None:
-        super().__init__(dims, kv_heads=kv_heads)
+    def __init__(self, dims: Dims | None, *, min_queries: int, **heads: Any) -> None:
+        super().__init__(dims, **heads)
         self.min_queries = min_queries
 
     def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
@@ -159,21 +154,12 @@ class DynamicKeyDriven(KeyDriven):
     pending: Tensor
     steps: Tensor
 
-    def __init__(
-        self,
-        dims: Dims | None,
-        *,
-        kv_heads: int | None,
-        min_queries: int,
-        window: int,
-        evolution: str,
-        alpha: float,
-    ) -> None:
-        super().__init__(dims, kv_heads=kv_heads, min_queries=min_queries)
+    def __init__(self, dims: Dims | None, *, window: int, evolution: str, alpha: float, **heads: Any) -> None:
+        super().__init__(dims, **heads)
         self.window, self.evolution, self.alpha = window, evolution, alpha
         self.process_group = None
         if dims is not None:
-            sizes = allocate(torch.ones(dims.kv_heads), dims.num_heads, min_queries)
+            sizes = allocate(torch.ones(dims.kv_heads), dims.num_heads, self.min_queries)
             self.register_buffer("norms", torch.zeros(dims.kv_heads))  # c
             self.register_buffer("sizes", sizes.float())
             self.register_buffer("pending", sizes.float())  # what the next training step will use
@@ -269,17 +255,13 @@ class Perturbed(Grouped):
         return perturbed
 
 
+_One = partial(Grouped, kv_heads=1)
+_SHARED = {"reshapes": True, **POINTWISE}
+
 PARTS = (
     Part("mha", "grouping", "one k/v head a query head", "Vaswani et al., 2017", MultiHead, **POINTWISE),
     Part(
-        "gqa",
-        "grouping",
-        "H/G query heads share a k/v head",
-        "Ainslie et al., 2023",
-        Grouped,
-        (KV_HEADS,),
-        reshapes=True,
-        **POINTWISE,
+        "gqa", "grouping", "H/G query heads share a k/v head", "Ainslie et al., 2023", Grouped, (KV_HEADS,), **_SHARED
     ),
     Part(
         "kdgqa",
@@ -325,13 +307,5 @@ PARTS = (
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         complexity="O(N·M·D) time, O(N·M) memory",
     ),
-    Part(
-        "mqa",
-        "grouping",
-        "all query heads share one k/v head",
-        "Shazeer, 2019",
-        partial(Grouped, kv_heads=1),
-        reshapes=True,
-        **POINTWISE,
-    ),
+    Part("mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", _One, **_SHARED),
 )

@@ -24,31 +24,36 @@ from ..cache import Cache
 from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast
 from ..kernels.unit import unit
 from .base import Dims, Family, local, result_type, widen
-from .part import CAUSAL, Part
+from .part import MIXING, Part
 
-CHUNK = 64
-"""Tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them."""
+CHUNK = 64  # tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them
 
 
 class Linear(Family):
     """φ(q)(φ(k)ᵀ v) / φ(q)·Σφ(k) with φ(x) = elu(x) + 1 ([R], eq. 6; Katharopoulos et al., 2020)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
-        dtype = result_type(q)
         with no_autocast(q.device.type):
-            keys = _hide(_feature(k), _relative(key_mask))
-            return _ratio(_sum_keys(_feature(q), keys, _with_ones(v), is_causal)).to(dtype)
+            out = self.attend(q, k, v, key_mask, is_causal, None)
+        return out.to(result_type(q))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`."""
-        dtype = result_type(q)
         with no_autocast(q.device.type):
-            keys = _hide(_feature(k), key_mask)
-            return _ratio(_continue(_feature(q), keys, _with_ones(v), cache)).to(dtype)
+            out = self.attend(q, k, v, key_mask, True, cache)
+        return out.to(result_type(q))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
+    ) -> Tensor:
+        """Return the output in float32 or wider; a cache changes only where the sums over keys begin."""
+        keys = _hide(_feature(k), _relative(key_mask) if cache is None else key_mask)
+        # [v, 1]: the sum of weights comes out of the same products as the weighted sum of values.
+        total = _sum_keys(_feature(q), keys, F.pad(widen(v), (0, 1), value=1.0), is_causal, cache)
+        weight = total[..., -1:]
+        return total[..., :-1] * weight.masked_fill(weight == 0, math.inf).reciprocal()
 
 
-class Cosine(Family):
+class Cosine(Linear):
     """q̄ (k̄ᵀ v) / n^σ(m_h), n the number of keys that the query sees ([C]; [R], eq. 11).
 
     m_h is learnable, one a head, and starts at 0.5. Weights can be negative and do not sum to 1.
@@ -58,35 +63,22 @@ class Cosine(Family):
         super().__init__(dims)
         self.stabiliser = nn.Parameter(torch.full((dims.num_heads, 1, 1), 0.5))  # m: [H, 1, 1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """See `Family.forward`."""
-        dtype = result_type(q)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
+    ) -> Tensor:
         seen, n, m = _seen(k, key_mask), q.shape[2], k.shape[2]
-        if is_causal:
+        count = seen.sum(-1, keepdim=True)  # [B, 1]
+        if cache is not None:
+            total, count = count, seen.cumsum(-1)  # [B, 1], [B, N]
+            if "count" in cache:
+                total, count = total + cache["count"], count + cache["count"]
+            cache["count"] = total
+        elif is_causal:
             end = torch.arange(m - n + 1, m + 1, device=q.device)  # [N]: one after the last key that each query may see
             count = F.pad(seen.cumsum(-1), (1, 0)).index_select(1, end.clamp(min=0))  # [B, N]
-        else:
-            count = seen.sum(-1, keepdim=True)
-        with no_autocast(q.device.type):
-            keys = _hide(unit(widen(k)), key_mask)
-            return self._divide(_sum_keys(unit(widen(q)), keys, widen(v), is_causal), count).to(dtype)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`."""
-        dtype = result_type(q)
-        seen = _seen(k, key_mask)
-        count, total = seen.cumsum(-1), seen.sum(-1, keepdim=True)  # [B, N], [B, 1]
-        if "count" in cache:
-            count, total = cache["count"] + count, cache["count"] + total
-        cache["count"] = total
-        with no_autocast(q.device.type):
-            keys = _hide(unit(widen(k)), key_mask)
-            return self._divide(_continue(unit(widen(q)), keys, widen(v), cache), count).to(dtype)
-
-    def _divide(self, total: Tensor, count: Tensor) -> Tensor:
-        """total [B, H, N, Dv] over n^σ(m), n from [B, N or 1]; where n is 0 the total is too."""
-        log_count = count.clamp(min=1).to(total.dtype).log()[:, None, :, None]
-        return total * torch.exp(-torch.sigmoid(local(self.stabiliser).to(total.dtype)) * log_count)
+        out = _sum_keys(unit(widen(q)), _hide(unit(widen(k)), key_mask), widen(v), is_causal, cache)
+        log_count = count.clamp(min=1).to(out.dtype).log()[:, None, :, None]  # of no key the sum is 0
+        return out * torch.exp(-torch.sigmoid(local(self.stabiliser).to(out.dtype)) * log_count)
 
 
 def _feature(x: Tensor) -> Tensor:
@@ -108,23 +100,11 @@ class _Feature(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        change: Tensor = out.clamp(max=1) * grad
-        return change
+        out: Tensor = ctx.saved_tensors[0]
+        return out.clamp(max=1) * grad
 
 
 _by_hand: Callable[[Tensor], Tensor] = _Feature.apply
-
-
-def _with_ones(v: Tensor) -> Tensor:
-    """[v, 1]: the sum of weights comes out of the same products as the weighted sum of values."""
-    return F.pad(widen(v), (0, 1), value=1.0)
-
-
-def _ratio(total: Tensor) -> Tensor:
-    """Weighted sums over sums of weights: [B, H, N, Dv + 1] -> [B, H, N, Dv]; 0 where no key has weight."""
-    weight = total[..., -1:]
-    return total[..., :-1] * weight.masked_fill(weight == 0, math.inf).reciprocal()
 
 
 def _seen(k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -152,15 +132,14 @@ def _hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
     return k.masked_fill(~mask, 0) if mask.dtype == torch.bool else k * mask.to(k.dtype).exp()
 
 
-def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Σ_j (q_i · k_j) v_j over the keys that i sees: [B, H, N, D], [B, H, M, D], [B, H, M, E] -> [B, H, N, E]."""
-    return _scan(q, k, v, None) if is_causal else q @ (k.transpose(-1, -2) @ v)
+def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cache: Cache | None) -> Tensor:
+    """Σ_j (q_i · k_j) v_j over the keys that i sees: [B, H, N, D], [B, H, M, D], [B, H, M, E] -> [B, H, N, E].
 
-
-def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-    """`_sum_keys` for only the new tokens, after those whose sum the cache holds; extends it."""
-    total = k.transpose(-1, -2) @ v  # [B, H, D, E]
-    before = None
+    With a cache, k and v are only the new tokens, after those whose sum it holds; it is extended.
+    """
+    if cache is None:
+        return _scan(q, k, v, None) if is_causal else q @ (k.transpose(-1, -2) @ v)
+    before, total = None, k.transpose(-1, -2) @ v  # [B, H, D, E]
     if "sum" in cache:
         before = cache["sum"]
         total = before + total
@@ -171,12 +150,7 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
 def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
     """q_i · (before + Σ_{j ≤ i + M − N} k_j v_jᵀ), in chunks of tokens that end at the last query and the last key.
 
-    Args:
-        q: [B, H, N, D], k: [B, H, M, D], v: [B, H, M, E].
-        before: [B, H, D, E] or None for zero.
-
-    Returns:
-        [B, H, N, E].
+    Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
     n, m = q.shape[2], k.shape[2]
     tokens = max(n, m) if is_tracing() or VERSION < (2, 4) else torch.sym_max(n, m)  # which Dynamo of 2.1 lacks
@@ -204,6 +178,8 @@ def _last_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, -start, 0)).contiguous()
 
 
+_SUMS = {"complexity": "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token", **MIXING}
+
 PARTS = (
     Part(
         "linear",
@@ -211,9 +187,7 @@ PARTS = (
         "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
         "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
         Linear,
-        reads=("tokens",),
-        **CAUSAL,
-        complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
+        **_SUMS,
     ),
     Part(
         "cosine",
@@ -222,8 +196,6 @@ PARTS = (
         "Cottention; Your Attention Matters, eq. 11",
         Cosine,
         learnable=True,
-        reads=("tokens",),
-        **CAUSAL,
-        complexity="O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token",
+        **_SUMS,
     ),
 )

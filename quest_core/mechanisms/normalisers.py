@@ -17,14 +17,11 @@ from torch import Tensor
 from ..kernels.blocks import block_rows, in_blocks
 from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, transform, wider
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, widen
-from .part import CAUSAL, POINTWISE, Option, Part
+from .part import MIXING, POINTWISE, Option, Part
 
-HIDDEN = -1e30
-"""Where sinkhorn's logits are hidden: a row or column of them has a finite sum, whose gradient is 0 and not NaN."""
-
-
+HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
+# Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
-"""Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones."""
 
 
 class Softmax(Normaliser):
@@ -42,7 +39,6 @@ class Softmax(Normaliser):
         dropout_p: float,
         grouped: bool,
     ) -> Tensor:
-        """See `Normaliser.forward`."""
         n, m = q.shape[2], k.shape[2]
         if is_causal and n == 1:
             is_causal = False  # the last query sees every key
@@ -72,7 +68,6 @@ class Softmax(Normaliser):
         return out if blind is None else out.masked_fill(blind, 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Normaliser.weights`."""
         if mask is None:
             return logits.softmax(-1)
         hidden = _hidden(mask)
@@ -97,7 +92,6 @@ class Sigmoid(Normaliser):
         self.bias = bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
-        """See `Normaliser.forward`."""
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return Normaliser.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
@@ -105,7 +99,6 @@ class Sigmoid(Normaliser):
         return in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Normaliser.weights`."""
         seen, shifted = _seen(mask, logits), widen(logits)
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
@@ -143,7 +136,6 @@ class Sinkhorn(Normaliser):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, grouped: bool, **how: Any
     ) -> Tensor:
-        """See `Normaliser.forward`."""
         if block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]) is None:
             return super().forward(q, k, v, scale=scale, mask=mask, grouped=grouped, **how)
         dropout_p = how["dropout_p"]
@@ -164,7 +156,6 @@ class Sinkhorn(Normaliser):
         return in_blocks(block, q, k, v, mask, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Normaliser.weights`."""
         z = self._masked(logits, mask)
         columns = self._columns(lambda factors: _column_sums(z, factors), _log_column_sum(mask, z))
         return _weights(z, columns).to(logits.dtype)
@@ -234,18 +225,10 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 _IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
+_FUSED = {"dropout": True, "fused": True, **POINTWISE}
 
 PARTS = (
-    Part(
-        "softmax",
-        "normaliser",
-        "exp(l) / Σ exp(l)",
-        "Vaswani et al., 2017",
-        Softmax,
-        dropout=True,
-        fused=True,
-        **POINTWISE,
-    ),
+    Part("softmax", "normaliser", "exp(l) / Σ exp(l)", "Vaswani et al., 2017", Softmax, **_FUSED),
     Part(
         "sigmoid",
         "normaliser",
@@ -253,10 +236,9 @@ PARTS = (
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
         (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
-        dropout=True,
-        reads=("tokens",),
-        **CAUSAL,
         complexity=_IN_BLOCKS,
+        dropout=True,
+        **MIXING,
     ),
     Part(
         "sinkhorn",

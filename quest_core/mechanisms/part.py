@@ -25,19 +25,16 @@ READS = {
 }
 """What the result of a query may depend on except itself and the keys that it sees."""
 
-_ONLY = {
-    "dropout": ("normaliser",),
-    "fused": ("normaliser",),
-    "unit_keys": ("score",),
-    "chained": ("score",),
-    "key_features": ("family",),
-}
+_ONLY = dict(dropout="normaliser", fused="normaliser", unit_keys="score", chained="score", key_features="family")
 
 CAUSAL: dict[str, Any] = {"causal": True, "cross": True, "cached": True}
 """The declaration of what attends causally, to other sequences, and with a cache."""
 
 POINTWISE: dict[str, Any] = {**CAUSAL, "reads": ()}
 """The declaration of a score that prepares each token of each head for itself."""
+
+MIXING: dict[str, Any] = {**CAUSAL, "reads": ("tokens",)}
+"""The declaration of what looks at several tokens outside of scaled_dot_product_attention."""
 
 
 @dataclass(frozen=True)
@@ -151,16 +148,25 @@ class Part:
             wanted = {"str": "a text", "bool": "True or False"}.get(str(item.type))
             if wanted and type(value).__name__ != item.type:
                 self._refuse(item.name, value, wanted)
-        if not NAME.fullmatch(self.name):
-            self._refuse("name", self.name, "letters, digits, '.', '-' and '_', starting with a letter")
-        if self.axis not in AXES:
-            self._refuse("axis", self.axis, one_of(self.axis, AXES))
-        for key in ("build", "reference"):
-            value = getattr(self, key)
-            if not callable(value) and (key == "build" or value is not None):
-                self._refuse(key, value, "a function")
-        if not isinstance(self.options, tuple) or not all(isinstance(option, Option) for option in self.options):
-            self._refuse("options", self.options, "a tuple of Option, such as (SCALE,)")
+        listed = isinstance(self.options, tuple) and all(isinstance(option, Option) for option in self.options)
+        features = self.key_features is None or (type(self.key_features) is int and self.key_features > 0)
+        causal = self.causal or not self.cached
+        known = isinstance(self.reads, tuple) and set(self.reads) <= set(READS)
+        for key, fits, wanted in (
+            ("name", NAME.fullmatch(self.name), "letters, digits, '.', '-' and '_', starting with a letter"),
+            ("axis", self.axis in AXES, one_of(self.axis, AXES)),
+            ("build", callable(self.build), "a function"),
+            ("reference", self.reference is None or callable(self.reference), "a function"),
+            ("options", listed, "a tuple of Option, such as (SCALE,)"),
+            ("reads", known, f"a tuple of {', '.join(READS)}"),
+            ("key_features", features, "a whole number of at least 1, or None"),
+            ("cached", causal, "for causal mechanisms only; declare causal=True too, or neither"),
+        ):
+            if not fits:
+                self._refuse(key, getattr(self, key), wanted)
+        for key, axis in _ONLY.items():
+            if getattr(self, key) and self.axis != axis:
+                self._refuse(key, getattr(self, key), f"for the axes {axis} only; this is a {self.axis}")
         for option in self.options:
             if not str(option.name).isidentifier() or option.name == "name":
                 self._refuse("the name of an option", option.name, "letters, digits and '_', but not 'name'")
@@ -170,15 +176,6 @@ class Part:
         names = [option.name for option in self.options]
         if len(set(names)) < len(names):
             self._refuse("options", names, "options of different names")
-        if not isinstance(self.reads, tuple) or not set(self.reads) <= set(READS):
-            self._refuse("reads", self.reads, f"a tuple of {', '.join(READS)}")
-        if self.key_features is not None and (type(self.key_features) is not int or self.key_features < 1):
-            self._refuse("key_features", self.key_features, "a whole number of at least 1, or None")
-        for key, axes in _ONLY.items():
-            if getattr(self, key) and self.axis not in axes:
-                self._refuse(key, getattr(self, key), f"for the axes {', '.join(axes)} only; this is a {self.axis}")
-        if self.cached and not self.causal:
-            self._refuse("cached", True, "for causal mechanisms only; declare causal=True too, or neither")
 
     def _refuse(self, key: str, value: Any, wanted: str) -> None:
         raise ConfigError(f"Part {self.name!r}: {key} is {value!r}; it is {wanted}")

@@ -65,7 +65,7 @@ class QKNormHS(Score):
 class QKNorm(Score):
     """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ with C_q, C_k learnable for every head and feature ([Q], table 1, last row).
 
-    With `shared`, one vector serves all heads: qknorm-ds, after ViT-22B.
+    With `shared`, one vector serves all heads.
     """
 
     def __init__(self, dims: Dims, *, scale: float | None, init: float | None, shared: bool = False) -> None:
@@ -83,63 +83,24 @@ class QKNorm(Score):
         return unit(k) * local(self.key_scale).to(k.dtype)
 
 
-_QKNORM_START = Option(
-    "init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own"
+QKNormDS = partial(QKNorm, shared=True)
+
+STARTS = (SCALE, QUERY_START, KEY_START)
+_QNORMSTARTS = (SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init"))
+_C_H = (
+    SCALE,
+    Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
+    Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
 )
+_C_Q = Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own")
+_LEARNED = {"learnable": True, **POINTWISE}
+_QK = "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C "
+
 PARTS = (
     Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), **POINTWISE),
-    Part(
-        "quest",
-        "score",
-        "q k̄ᵀ",
-        "QUEST, section 2.1",
-        Quest,
-        (SCALE, QUERY_START, KEY_START),
-        unit_keys=True,
-        **POINTWISE,
-    ),
-    Part(
-        "qnorm",
-        "score",
-        "q̄ kᵀ",
-        "QUEST, table 1",
-        QNorm,
-        (SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init")),
-        **POINTWISE,
-    ),
-    Part(
-        "qknorm-hs",
-        "score",
-        "C_h · q̄ k̄ᵀ",
-        "QUEST, table 1; Swin v2",
-        QKNormHS,
-        (
-            SCALE,
-            Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
-            Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
-        ),
-        unit_keys=True,
-        learnable=True,
-        **POINTWISE,
-    ),
-    Part(
-        "qknorm-ds",
-        "score",
-        "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C shared by heads",
-        "QUEST, table 1; ViT-22B",
-        partial(QKNorm, shared=True),
-        (SCALE, _QKNORM_START),
-        learnable=True,
-        **POINTWISE,
-    ),
-    Part(
-        "qknorm",
-        "score",
-        "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C for each head",
-        "QUEST, table 1, last row",
-        QKNorm,
-        (SCALE, _QKNORM_START),
-        learnable=True,
-        **POINTWISE,
-    ),
+    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, STARTS, unit_keys=True, **POINTWISE),
+    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, _QNORMSTARTS, **POINTWISE),
+    Part("qknorm-hs", "score", "C_h · q̄ k̄ᵀ", "QUEST, table 1; Swin v2", QKNormHS, _C_H, unit_keys=True, **_LEARNED),
+    Part("qknorm-ds", "score", _QK + "shared by heads", "QUEST, table 1; ViT-22B", QKNormDS, (SCALE, _C_Q), **_LEARNED),
+    Part("qknorm", "score", _QK + "for each head", "QUEST, table 1, last row", QKNorm, (SCALE, _C_Q), **_LEARNED),
 )

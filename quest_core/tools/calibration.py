@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,20 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.injection import inject
 from ..hosts.loading import adapter as find_adapter
+from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
 from .monitor import Monitor
+
+Run: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What one attention module was calibrated by, a value for each of its H heads.
+    """What one attention module was calibrated by, a value for each of its H heads."""
 
-    Attributes:
-        path: the module's dotted path.
-        key_norms: mean ‖k‖₂ over the visible keys of the batches.
-        factors: what the query projection was multiplied with.
-    """
-
-    path: str
-    key_norms: tuple[float, ...]
-    factors: tuple[float, ...]
+    path: str  # the module's dotted path
+    key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches
+    factors: tuple[float, ...]  # what the query projection was multiplied with
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def calibrate(
     attention: AttentionSpec = "quest",
     *,
     adapter: str | Adapter | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
+    forward: Run | None = None,
 ) -> tuple[nn.Module, CalibrationReport]:
     """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
 
@@ -114,8 +111,7 @@ def calibrate(
     batches = list(batches)
     if not batches:
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+    with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
         given = adapter if isinstance(adapter, Adapter) else None
@@ -132,20 +128,19 @@ def calibrate(
     return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
 
 
+def _refuse_uncalibratable(target: AttentionConfig) -> None:
+    mixing = [part.name for part in target.specs() if "heads" in part.reads]
+    if target.family or target["score"] != "quest":
+        raise _uncalibratable(target, "its score is not quest")
+    if mixing:
+        raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
+    if target.option("scale") == 0:
+        raise _uncalibratable(target, "with scale=0 queries have no effect")
+
+
 def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
     allowed = "'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
     return ConfigError(f"attention '{target}' cannot be calibrated: {why}; calibrate takes {allowed}")
-
-
-def _refuse_uncalibratable(target: AttentionConfig) -> None:
-    if target.family or target["score"] != "quest":
-        raise _uncalibratable(target, "its score is not quest")
-    mixing = [part.name for part in target.specs() if "heads" in part.reads]
-    if mixing:
-        why = f"'{mixing[0]}' gives query heads other key heads than they were trained with"
-        raise _uncalibratable(target, why)
-    if target.option("scale") == 0:
-        raise _uncalibratable(target, "with scale=0 queries have no effect")
 
 
 def _source(model: nn.Module) -> AttentionConfig:
@@ -163,10 +158,7 @@ def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """A parameter of two attention modules would be scaled twice, by factors of different layers."""
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
-            raise UnsupportedError(
-                f"'{one}' and '{other}' share parameters, so they cannot be scaled by the key norms of either; "
-                "use quest_core.inject and fine-tune without calibration"
-            )
+            raise UnsupportedError(f"'{one}' and '{other}' share parameters; inject and fine-tune without calibration")
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
@@ -174,11 +166,7 @@ def _run(model: nn.Module, batch: Any) -> Any:
 
 
 def _measure(
-    model: nn.Module,
-    owners: list[tuple[str, Adapter]],
-    batches: list[Any],
-    run: Callable[[nn.Module, Any], Any],
-    target: AttentionConfig,
+    model: nn.Module, owners: list[tuple[str, Adapter]], batches: list[Any], run: Run, target: AttentionConfig
 ) -> tuple[list[LayerCalibration], list[list[Tensor]]]:
     """The factors of every attention module of an injected standard model, and its outputs on every batch."""
     ratios, monitors = [], []
@@ -195,9 +183,7 @@ def _measure(
         monitors.append(Monitor(found[0], logits=False))
     outputs = [_tensors(run(model, batch)) for batch in batches]
     if not any(outputs):
-        raise InputError(
-            "the model's output holds no floating-point tensor to compare; say with forward= what to compare"
-        )
+        raise InputError("the model's output holds no floating-point tensor; say with forward= what to compare")
     layers = []
     for (path, _), ratio, monitor in zip(owners, ratios, monitors, strict=True):
         seen = list(monitor.collect().values())
@@ -220,9 +206,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, tuple | list) else []
 
 
-def _change(
-    model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Callable[[nn.Module, Any], Any]
-) -> float:
+def _change(model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Run) -> float:
     """RMS of the change of the outputs over the RMS of `before`."""
     change = total = 0.0
     for batch, old in zip(batches, before, strict=True):

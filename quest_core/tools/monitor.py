@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, InjectionError
 from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
-from ..layer import merge_masks
 from ..mechanism import Mechanism, Observation
-from ..mechanisms.base import Normaliser, logits
+from ..mechanisms.base import logits, merge_masks
 
-BLOCK = 2**19
-"""Logits held at a time."""
+BLOCK = 2**19  # logits held at a time
 
 
 class Monitor:
@@ -67,7 +65,9 @@ class Monitor:
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
         if every < 1:
             raise ConfigError(f"every is {every}; observe every n-th call with a whole number of at least 1")
-        found = {_name(path): module for path, module in model.named_modules() if isinstance(module, Mechanism)}
+        mechanisms = {path: module for path, module in model.named_modules() if isinstance(module, Mechanism)}
+        # Users know the attention that holds the mechanism.
+        found = {path.removesuffix(".mechanism") or "mechanism": module for path, module in mechanisms.items()}
         if not found:
             raise InjectionError(
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
@@ -126,13 +126,7 @@ class Monitor:
         self.remove()
 
 
-def _name(path: str) -> str:
-    """A mechanism is an implementation detail of the attention that holds it, which is what users know."""
-    return path.removesuffix(".mechanism") or "mechanism"
-
-
-_Seen: TypeAlias = dict[tuple[str, str], Tensor]
-"""(name, "max", "sum" or "count") -> a value a head."""
+_Seen: TypeAlias = dict[tuple[str, str], Tensor]  # (name, "max", "sum" or "count") -> a value a head
 
 
 def _add(seen: _Seen, more: _Seen) -> None:
@@ -179,9 +173,8 @@ class _Layer:
         return taken
 
     def observe(self, seen: Observation) -> None:
-        if is_compiling_without_dynamo():
-            return
-        self._outside_graphs(seen)
+        if not is_compiling_without_dynamo():
+            self._outside_graphs(seen)
 
     @torch.no_grad()
     def _count(self, seen: Observation) -> None:
@@ -257,12 +250,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of samples and queries: their logits, and the logarithms of their weights up to a constant a row.
 
-    Args:
-        q: [B, H, N, D] and k: [B, G, M, D], prepared, in float32 or wider.
-        mask: None, boolean or additive with four axes.
-
-    Yields:
-        Twice [b, H, n, M], −inf for hidden pairs.
+    Both are [b, H, n, M], −inf for hidden pairs; q [B, H, N, D] and k [B, G, M, D] are prepared, in float32 or wider.
     """
     batch, heads, n, _ = q.shape
     m = k.shape[2]
@@ -275,25 +263,14 @@ def _blocks(
         mask_some = mask if mask is None or mask.shape[0] == 1 else mask[first : first + samples]
         for start in range(0, n, rows):
             z = logits(q_some[:, :, start : start + rows], k_some, scale, heads != k.shape[1])
-            z = _hide(z, mask_some, start)
+            if mask_some is not None:
+                part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, start : start + rows]
+                z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
             if is_causal:
                 later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
                 z.masked_fill_(later, -math.inf)
-            yield z, z if mechanism.fused else _log_weights(mechanism.normaliser, z)
-
-
-def _hide(z: Tensor, mask: Tensor | None, start: int) -> Tensor:
-    """Masked logits of the queries from `start` on; z [b, H, n, M] is a block of [b, H, N, M]."""
-    if mask is None:
-        return z
-    mask = mask if mask.shape[2] == 1 else mask[:, :, start : start + z.shape[2]]
-    return z.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-
-
-def _log_weights(normaliser: Normaliser, z: Tensor) -> Tensor:
-    """Logarithms of the weights of masked logits z [b, H, n, m], which hold all keys that their rows see."""
-    # In float64, where weights of logits down to −700 are not 0 yet.
-    return normaliser.weights(z.double(), z > -math.inf).log().to(z.dtype)
+            # Weights in float64, where those of logits down to −700 are not 0 yet.
+            yield z, z if mechanism.fused else mechanism.normaliser.weights(z.double(), z > -math.inf).log().to(z.dtype)
 
 
 def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:

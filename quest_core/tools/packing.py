@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,19 +20,13 @@ from torch import Tensor
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..kernels.pytorch import autocast_dtype
-from ..mechanism import Mechanism, Observation, stateless
+from ..mechanism import Mechanism, stateless
 
+# The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
+# bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
 WASTE = 1.25
-"""The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m.
-
-The bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
-"""
-
-FLASH_CAPABILITY = (8, 0)
-"""PyTorch's flash kernels need this compute capability (Ampere) or a later one."""
-
-VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
-"""What PyTorch's variable-length attention must accept."""
+FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capability (Ampere) or a later one
+VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # what PyTorch's variable-length attention must accept
 
 
 class _Bucket(NamedTuple):
@@ -56,11 +51,9 @@ class _Take(NamedTuple):
         return taken if self.zeros is None else taken.index_fill_(0, self.zeros, 0)
 
 
-class _Moves(NamedTuple):
-    """Between packed tokens and the rows of all buckets, one behind the other."""
-
-    pad: _Take  # the rows [R]: each a token, or zeros
-    unpad: _Take  # the tokens [T]: each a row, or zeros if their sequence has no keys or no queries
+# Between packed tokens and the rows of all buckets, one behind the other. Padding takes the rows [R], each a token or
+# zeros; unpadding the tokens [T], each a row, or zeros if their sequence has no keys or no queries.
+_Moves: TypeAlias = tuple[_Take, _Take]
 
 
 class _Layout(NamedTuple):
@@ -111,7 +104,7 @@ class PackingPlan:
             if one != other:
                 raise InputError(f"cu_seqlens_q has {one} sequences and cu_seqlens_k {other}; both need as many")
             self.cu_seqlens_k, self._longest = cu_seqlens_k.to(torch.int32), (max_seqlen_q, max_seqlen_k)
-        self._layouts: dict[tuple[str, torch.device], _Layout] = {}
+        self._layouts: dict[tuple[float, torch.device], _Layout] = {}
 
     @property
     def is_self(self) -> bool:
@@ -143,14 +136,11 @@ class PackingPlan:
             max((m for _, m in self.lengths), default=0) if m is None else m,
         )
 
-    def layout(self, kind: str, device: torch.device) -> _Layout:
-        """The buckets of a `kind` that `_kind` names, on `device`."""
-        if (kind, device) not in self._layouts:
-            self._layouts[kind, device] = self._lay_out(kind, device)
-        return self._layouts[kind, device]
-
-    def _lay_out(self, kind: str, device: torch.device) -> _Layout:
-        groups = list(_group(self.lengths, kind))
+    def layout(self, waste: float, device: torch.device) -> _Layout:
+        """The buckets on `device`, whose padded area is at most `waste` times the real one: 1 pads nothing."""
+        if (waste, device) in self._layouts:
+            return self._layouts[waste, device]
+        groups = _group(self.lengths, waste)
         starts_q, starts_k = self.offsets
         moves_q, real_q = _moves(starts_q, groups, device)
         moves_k, real_k = (moves_q, real_q) if self.is_self else _moves(starts_k, groups, device)
@@ -158,30 +148,23 @@ class PackingPlan:
         for q, k in zip(real_q, real_k, strict=True):
             masks = (None if real.all() else real.to(device) for real in (q, k))
             buckets.append(_Bucket(len(q), q.shape[1], k.shape[1], *masks))
-        return _Layout(buckets, moves_q, moves_k)
+        made = self._layouts[waste, device] = _Layout(buckets, moves_q, moves_k)
+        return made
 
 
-def _group(lengths: Sequence[tuple[int, int]], kind: str) -> Iterable[list[int]]:
+def _group(lengths: Sequence[tuple[int, int]], waste: float) -> list[list[int]]:
     """The sequences of each bucket. One without queries gives nothing and one without keys zeros: both are left out."""
-    live = [b for b, (n, m) in enumerate(lengths) if n and m]
-    if kind == "whole":
-        return [live] if live else []
-    if kind == "alike":
-        alike: dict[tuple[int, int], list[int]] = {}
-        for b in live:
-            alike.setdefault(lengths[b], []).append(b)
-        return alike.values()
     groups: list[list[int]] = []
     closed = real = 0  # the padded area of all groups but the last, and the real area of all
     longest_n = longest_m = 0  # of the last group
     # Longest first: the padding that long sequences leave unused pays for joining the many lengths of short ones.
     # Equal lengths stay in the order of memory.
-    for b in sorted(live, key=lengths.__getitem__, reverse=True):
+    for b in sorted((b for b, (n, m) in enumerate(lengths) if n and m), key=lengths.__getitem__, reverse=True):
         n, m = lengths[b]
         real += n * m
         if groups:
             wide_n, wide_m = max(longest_n, n), max(longest_m, m)
-            if closed + (len(groups[-1]) + 1) * wide_n * wide_m <= WASTE * real:
+            if closed + (len(groups[-1]) + 1) * wide_n * wide_m <= waste * real:
                 groups[-1].append(b)
                 longest_n, longest_m = wide_n, wide_m
                 continue
@@ -211,7 +194,7 @@ def _moves(starts: list[int], groups: list[list[int]], device: torch.device) -> 
     def take(index: Tensor, zeros: Tensor) -> _Take:
         return _Take(index.to(device), zeros.nonzero().flatten().to(device) if zeros.any() else None)
 
-    return _Moves(take(token, ~real), take(row.clamp(min=0), row < 0)), reals
+    return (take(token, ~real), take(row.clamp(min=0), row < 0)), reals
 
 
 class _Pick(torch.autograd.Function):
@@ -235,8 +218,8 @@ class _Pick(torch.autograd.Function):
 _pick: Callable[..., Tensor] = _Pick.apply
 
 
-def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
-    """How sequences may share batches: "near" in length, exactly "alike" or the "whole" batch at once."""
+def _waste(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> float:
+    """How much padding sequences may share batches with: a little, none, or as much as one batch of all needs."""
     crossed = is_causal and not plan.is_self and any(n != m for n, m in plan.lengths)
     reads = mechanism.reads
     if "samples" in reads or mechanism.chained:  # the layer before hands over the values of one batch
@@ -248,9 +231,9 @@ def _kind(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> str:
                 f"attention '{mechanism.config}' cannot be packed: it looks at the whole batch at once, and {why}; "
                 "call it for one sequence at a time"
             )
-        return "whole"
+        return math.inf
     # Padding moves a causal diagonal when n ≠ m.
-    return "alike" if crossed or "length" in reads else "near"
+    return 1.0 if crossed or "length" in reads else WASTE
 
 
 def _mask(bucket: _Bucket, mechanism: Mechanism) -> Tensor | None:
@@ -317,7 +300,7 @@ def _in_buckets(
     for name, x, offsets in (("q", q, plan.offsets[0]), ("k", k, plan.offsets[1])):
         if x.shape[0] != offsets[-1]:
             raise InputError(f"{name} has {x.shape[0]} tokens, but its sequences end at {offsets[-1]}")
-    layout = plan.layout(_kind(mechanism, plan, is_causal), q.device)
+    layout = plan.layout(_waste(mechanism, plan, is_causal), q.device)
     if not layout.buckets:
         nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # zero, and part of the graph
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
@@ -326,24 +309,21 @@ def _in_buckets(
     try:
         for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
             if observer is not None:  # it must know which queries are padding, and that this is a piece of one call
-                mechanism.observer = functools.partial(_show, observer, bucket.queries, number)
+                more = {"real": bucket.queries, "piece": number}
+                mechanism.observer = lambda seen, more=more: observer(seen._replace(**more))
             mask = _mask(bucket, mechanism)
             out = mechanism(*batch, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
             outs.append(out.transpose(1, 2).flatten(0, 1))
     finally:
         mechanism.observer = observer
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return rows if layout.q is None else _pick(layout.q.unpad, layout.q.pad, rows)
-
-
-def _show(observer: Callable[[Observation], None], real: Tensor | None, piece: int, seen: Observation) -> None:
-    observer(seen._replace(real=real, piece=piece))
+    return rows if layout.q is None else _pick(*layout.q[::-1], rows)
 
 
 def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
     """Packed tokens [T, H, D] -> for each bucket a batch [size, H, N, D], a view of all rows."""
     moves = layout.k if keys else layout.q
-    rows = x if moves is None else _pick(moves.pad, moves.unpad, x)  # [R, H, D]
+    rows = x if moves is None else _pick(*moves, x)  # [R, H, D]
     widths = [bucket.m if keys else bucket.n for bucket in layout.buckets]
     sizes = [bucket.size * width for bucket, width in zip(layout.buckets, widths, strict=True)]
     pieces = [rows] if len(sizes) == 1 else rows.split(sizes)
@@ -374,7 +354,7 @@ def _varlen_applies(
 ) -> bool:
     """Whether the variable-length flash kernels compute this mechanism."""
     return (
-        flash_runs(q.device, _varlen_dtype(q))
+        flash_runs(q.device, autocast_dtype(q.device.type) or q.dtype)
         and _varlen_attn() is not None
         and mechanism.fused
         and not mechanism.reads
@@ -389,11 +369,6 @@ def _varlen_applies(
     )
 
 
-def _varlen_dtype(x: Tensor) -> torch.dtype:
-    """The type attention is computed in: that of autocast where it is on."""
-    return autocast_dtype(x.device.type) or x.dtype
-
-
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:
     """[T, H, Dv] by the variable-length kernels."""
     varlen_attn = _varlen_attn()
@@ -402,7 +377,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
     why = mechanism.grouping.mismatch(heads_q, heads_k)
     if why:
         raise InputError(f"attention '{mechanism.config}': {why}")
-    dtype = _varlen_dtype(q)
+    dtype = autocast_dtype(q.device.type) or q.dtype
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
     scaled_q = mechanism.score.query(q.transpose(0, 1)[None])[0].transpose(0, 1)
     scaled_k = mechanism.score.key(k.transpose(0, 1)[None])[0].transpose(0, 1)

@@ -85,9 +85,8 @@ class HeadParallel(ParallelStyle):
         for name, projection in whole.items():
             if type(projection) is not nn.Linear:
                 raise UnsupportedError(
-                    f"attention '{config}': HeadParallel gives the one key/value head to every rank, which {name} "
-                    f"must be a torch.nn.Linear, and here is {type(projection).__name__}; divide the module before its "
-                    "projections are replaced"
+                    f"attention '{config}': with one key/value head, {name} must be a torch.nn.Linear, and here is "
+                    f"{type(projection).__name__}; divide the module before its projections are replaced"
                 )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
             if heads % ranks and not (shared and name == "kv_heads"):
@@ -128,10 +127,8 @@ class HeadParallel(ParallelStyle):
         """A local [B, N, E] -> the whole of it on every rank, as a DTensor."""
         if x is None or isinstance(x, DTensor):
             return x
-        whole: Tensor = DTensor.from_local(x, mesh, [self.input_layout], run_check=False).redistribute(
-            placements=[Replicate()]
-        )
-        return whole
+        placed = DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
+        return placed.redistribute(placements=[Replicate()])
 
 
 class WholeLinear(nn.Linear):
