@@ -189,9 +189,11 @@ def test_another_environments_plugins_are_asked_for(fake: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend("")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != site])
     assert "fake/suite" not in catalogue().suites
-    found = catalogue([f"fake={python}"])
-    assert found.suites["fake/suite"].record.version == "1.2"
-    assert found.python(found.suites["fake/suite"]) == str(python)
+    for given, variable in (([f"fake={python}"], ""), ([], str(python))):
+        monkeypatch.setenv("QUEST_PYTHON_FAKE", variable) if variable else None
+        found = catalogue(given)
+        assert found.suites["fake/suite"].record.version == "1.2"
+        assert found.python(found.suites["fake/suite"]) == str(python)
     with pytest.raises(PluginError, match=r"has no plugin 'fak'; .*did you mean 'fake'"):
         catalogue([f"fak={python}"])
 

@@ -131,9 +131,9 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     paths: dict[str, str] = {}
     for name, (text, source) in chosen.items():
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
-        if not python.is_file() or not os.access(path, os.X_OK):
+        if not python.is_file() or not os.access(python, os.X_OK):
             raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is not an executable file")
-        there = {record.name: record for record in _describe(name, python)}
+        there = {record.name: record for record in _describe(name, python, source)}
         if name not in there:
             raise PluginError(
                 f"{source}: {text} has no plugin '{name}'; {one_of(name, there)}; "
@@ -154,14 +154,14 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     return Catalogue(records, dict(sorted(suites.items())), paths)
 
 
-def _describe(name: str, python: Path) -> list[Record]:
+def _describe(name: str, python: Path, source: str) -> list[Record]:
     done = subprocess.run(
         [str(python), worker.__file__, "describe"], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise PluginError(
-            f"--python {name}={python}: asking it for its plugins failed: {last}; "
+            f"{source}: asking {python} for the plugin '{name}' failed: {last}; "
             f"fix: {python} -m pip install quest-core quest-{name}"
         )
     return _records(json.loads(done.stdout.splitlines()[-1]))
