@@ -287,7 +287,9 @@ def test_a_worker_that_ends_between_two_cells_is_replaced(fake: Path) -> None:
     assert slot.process is None  # so that the next cell starts a worker, with a listener
 
 
-def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:
+def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "restarts": "it keeps weights only",'))
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
     command += ["--seeds", "0", "--set", "mode=hang", "--beat", "1", "--out", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -300,6 +302,10 @@ def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:
     assert "The same command resumes" in shown
     assert "[0/1] running one · standard · seed 0  0 % after" in shown
     _until(lambda: not any(map(_alive, _pids())))
+    assert app_main(["status", "out"]) == 0
+    shown = capfd.readouterr().out
+    assert "0 done, 0 running, 0 failed, 1 unfinished" in shown
+    assert "a stopped cell of fake/suite starts again: it keeps weights only" in shown
 
 
 def test_a_hung_cell_times_out(fake: Path) -> None:

@@ -47,6 +47,8 @@ class Suite:
     also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
     preload: tuple[str, ...] = ()  # modules that a worker imports once, before its first cell
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
+    device: str = ""  # "cuda": a run without --smoke needs one
+    restarts: str = ""  # why a stopped cell starts again; empty if it continues at its last epoch
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""
@@ -84,6 +86,8 @@ class Suite:
                 also=tuple(info.get("also", ())),
                 preload=tuple(info.get("preload", ())),
                 tasks_from_data=info.get("tasks_from_data"),
+                device=info.get("device", ""),
+                restarts=info.get("restarts", ""),
             )
         except KeyError as error:
             raise PluginError(
@@ -446,6 +450,19 @@ def check_data(suite: Suite, data: str | None) -> Path | None:
         wanted = f"; suite '{suite.name}' expects there: {suite.data}" if suite.data else ""
         raise ConfigError(f"--data is {data!r}, which does not exist{wanted}")
     return path
+
+
+def check_device(suite: Suite, python: str, smoke: bool) -> None:
+    """Raise ConfigError if a suite needs CUDA and `python`, in whose environment its cells run, has none."""
+    if suite.device != "cuda" or smoke:
+        return
+    code = "import torch; print(torch.cuda.is_available())"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.stdout.strip() != "True":
+        why = (done.stderr.strip().splitlines() or ["its PyTorch sees no CUDA device"])[-1]
+        raise ConfigError(
+            f"suite '{suite.name}' measures on a GPU, and {python} has none: {why}; --smoke tries it on the CPU"
+        )
 
 
 def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None) -> str:
