@@ -373,12 +373,15 @@ def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
 
 
 def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
+    """Neither the result nor the log can be written, as on a disk that is full."""
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     good = tasks.read_text()
-    tasks.write_text(f"import os, errno\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left on device')"
-                     f"\n\nos.fsync = full\n{good}")  # fmt: skip
+    tasks.write_text("import os, errno, traceback\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left "
+                     f"on device')\n\nos.fsync = traceback.print_exc = full\n{good}")  # fmt: skip
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
     assert app_main(command) == 1
+    (cell,) = load_all(Path("out"))
+    assert cell.error is None or "No space left on device; free some space" in cell.error
     tasks.write_text(good)
     assert app_main(command) == 0
 

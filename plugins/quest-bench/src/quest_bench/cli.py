@@ -274,7 +274,7 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
     sizes |= {f"values of {key}": len(values) for key, values in plan.settings.items() if len(values) > 1}
     grid = " × ".join(f"{size} {name if size > 1 else name[:-1]}" for name, size in sizes.items())
-    console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cells: {grid}")
+    console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cell{'s' * (len(cells) != 1)}: {grid}")
     if states["done"]:
         console.print(f"{states['done']} finished earlier and are kept, {len(cells) - states['done']} to run")
     if states["failed"]:
