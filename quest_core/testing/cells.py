@@ -17,7 +17,6 @@ from typing import Any
 from quest_core.benchmarks import Cell, Result, Run
 from quest_core.hosts.discovery import Record, discover, load_info
 
-
 SMOKE_S = 60.0
 """The most seconds of the processor that a cell may take with --smoke."""
 
