@@ -26,6 +26,21 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
 NO_DEVICE = 77  # exit status if nothing failed without a GPU; test harnesses read it as skipped
 RESULTS = ROOT / "runs" / "gpu"  # where table.py looks for step times and test results
+ATTENTIONS = (
+    "standard",
+    "quest",
+    "qnorm",
+    "qknorm-hs",
+    "qknorm-ds",
+    "qknorm",
+    "aft-simple",
+    "aft-local",
+    "aft-full",
+    "standard+gqa(kv_heads=4)",
+    "quest+gqa(kv_heads=4)",
+)
+SUITE = ["run", "gpu/attention", "--attention", ",".join(ATTENTIONS), "--seeds", "0-2"]
+"""Arguments of `quest bench`, without the folder."""
 
 
 def gpu(dev: Any, arguments: Sequence[str]) -> int:
@@ -50,6 +65,12 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=help_)
     options, chosen = parser.parse_known_args(arguments)
     version, cuda = _pytorch(dev)
+    bench = Path(sys.executable) if options.wheels is None else dev.STATE / "gpu" / dev.CORE / "bin" / "python"
+    if options.table and cuda and options.wheels is None and not _has_bench(bench):
+        raise dev.Failure(  # before the minutes that the tests take
+            f"--table runs a suite of quest-bench, which {sys.executable} lacks; install it (pip install -e . -e "
+            "plugins/quest-bench), or carry it along: ./dev gpu fetch FOLDER, then ./dev gpu --wheels FOLDER --table"
+        )
     sources = [
         str(ROOT),
         *(str(dev.PLUGINS / name / "src") for name in dev.plugins()),
@@ -73,8 +94,7 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
         keep_reports(stages, RESULTS)
     status: int = dev.summary(stages)
     if options.table:
-        measuring = [sys.executable, "-m", "integration_tests.gpu.table", "--out", "docs/results/gpu.md"]
-        status = dev.run([*measuring, *([] if cuda else ["--not-measured"])], None, env) or status
+        status = _table(dev, bench, cuda, env) or status
     if not cuda:
         print(
             f"./dev gpu: no CUDA device: the PyTorch {version} of {sys.executable} sees none. What ran above is the "
@@ -82,6 +102,24 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
     return status if cuda or status else NO_DEVICE
+
+
+def _has_bench(python: Path) -> bool:
+    """Whether `quest bench` and its suites are installed for `python`; a source on its path has no entry points."""
+    code = "import importlib.metadata as m; m.version('quest-bench'); import quest_bench.cli"
+    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+
+
+def _table(dev: Any, bench: Path, cuda: bool, env: dict[str, str]) -> int:
+    """Run the suite of attention on a GPU and write docs/results/gpu.md; without CUDA, what is to be measured."""
+    writing = [sys.executable, "-m", "integration_tests.gpu.table"]
+    if not cuda:
+        return int(dev.run([*writing, "--not-measured"], None, env))
+    run, quest = RESULTS / "attention", [str(bench), "-m", "quest_bench.cli"]
+    measured = dev.run([*quest, *SUITE, "--out", str(run)], None, env)  # 1: some cells failed, which the report shows
+    if measured > 1:
+        return int(measured)
+    return int(dev.run([*quest, "report", str(run)], None, env) or dev.run([*writing, "--run", str(run)], None, env))
 
 
 def keep_reports(stages: Sequence[Any], folder: Path) -> None:
@@ -132,7 +170,8 @@ def _ensure(dev: Any, name: str, position: str, wheels: Path, torch: str) -> Pat
     """Return the python of environment `name`: the running python's PyTorch `torch`, and the rest from `wheels`."""
     env = dev.environment(name)
     path = dev.STATE / "gpu" / name
-    requirements = ("-e", f"{ROOT}[test]") if name == dev.CORE else env.requirements
+    core = ("-e", f"{ROOT}[test]", "-e", str(dev.PLUGINS / dev.BENCH))  # the table is a suite of quest-bench
+    requirements = core if name == dev.CORE else env.requirements
     env = replace(env, name=f"{name} on a GPU", path=path, requirements=requirements)
     names = "\n".join(sorted(wheel.name for wheel in wheels.glob("*.whl")))
 
@@ -201,7 +240,8 @@ def fetch(dev: Any, arguments: Sequence[str]) -> int:
             constraints = Path(temporary, "constraints.txt")
             stand_ins = "".join(f"{pinned}+left.out\n" for pinned in left_out)
             constraints.write_text(dev.without_torch(env.constraints) + stand_ins)
-            requirements = [f"{ROOT}[test]"] if name == dev.CORE else [r for r in env.requirements if r != "-e"]
+            core = [f"{ROOT}[test]", str(dev.PLUGINS / dev.BENCH)]
+            requirements = core if name == dev.CORE else [r for r in env.requirements if r != "-e"]
             dev.install(maker, [*pip, "-c", str(constraints), *requirements])
             if env.nodeps:
                 dev.install(maker, [*pip, "--no-deps", "-r", str(env.nodeps)])

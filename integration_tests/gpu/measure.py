@@ -1,20 +1,15 @@
-"""Times, memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
+"""Ratios, memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
 
 from __future__ import annotations
 
-import contextlib
-import random
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
-Inside = Mapping[str, Callable[[], contextlib.AbstractContextManager[object]]]
-"""For some calls a context that they run in, entered once for all repetitions: entering it is not what is timed."""
 
 
 @dataclass(frozen=True)
@@ -26,44 +21,6 @@ class Timing:
     low: float
     high: float
     rounds: int
-
-
-def seconds(call: Call, device: str, repeats: int = 1) -> float:
-    """Seconds of one call, on the device's own clock."""
-    if not device.startswith("cuda"):
-        started = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - started) / repeats
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
-
-
-def in_turns(
-    calls: Mapping[str, Call], device: str, *, rounds: int, slice_seconds: float, inside: Inside | None = None
-) -> dict[str, list[float]]:
-    """Seconds of every call in every round. Calls take turns in shuffled order, each for about `slice_seconds`."""
-    context = {name: (inside or {}).get(name, contextlib.nullcontext) for name in calls}
-    repeats = {}
-    for name, call in calls.items():
-        with context[name]():
-            seconds(call, device, 2)  # compile, allocate
-            repeats[name] = max(1, min(1000, int(slice_seconds / max(seconds(call, device), 1e-7))))
-    order = random.Random(0)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        turn = list(calls)
-        order.shuffle(turn)
-        for name in turn:
-            with context[name]():
-                found[name].append(seconds(calls[name], device, repeats[name]))
-    return found
 
 
 def against(own: list[float], peer: list[float]) -> Timing:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import resource
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +16,9 @@ from typing import Any
 
 from quest_core.benchmarks import Cell, Result, Run
 from quest_core.hosts.discovery import Record, discover, load_info
+
+SMOKE_S = 60.0
+"""The most seconds of the processor that a cell may take with --smoke."""
 
 
 class _Kill(BaseException):
@@ -70,6 +74,10 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
 
     Returns:
         The cells that ran, in words.
+
+    Raises:
+        AssertionError: a cell returns no metric, or takes more than `SMOKE_S` seconds of the processor. A loaded
+            machine changes these less than elapsed ones.
     """
     declared = {name: suite for record in discover() for name, suite in _suites(record).items() if name in suites}
     ran: dict[tuple[str, str, str, str], None] = {}
@@ -96,9 +104,18 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
                 workdir = folder / str(len(ran))
                 workdir.mkdir()
                 (entry,) = entry_points(group="quest.benchmarks", name=name)
+                before = _processor_seconds()
                 result = entry.load()(Cell(name, task, attention, 0, True, None, options, workdir), lambda *_: None)
                 assert declared[name]["metric"] in result.metrics, f"{command}: {result.metrics}"
+                seconds = _processor_seconds() - before
+                assert seconds <= SMOKE_S, f"{' '.join(cell)}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
     return [" ".join(cell) for cell in ran]
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of those that it waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def committed_commands(results: Path) -> Iterator[str]:

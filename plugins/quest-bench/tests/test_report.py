@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html.parser
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from quest_bench import store, worker
+from quest_bench import groups, store, worker
 from quest_bench.cli import app_main
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
@@ -77,6 +79,42 @@ def test_numbers_are_right(fake: Path) -> None:
     assert rows["quest"].verdict == "better than standard (p = 0.007)"
     assert (rows["qnorm"].finished, rows["qnorm"].failed, rows["qnorm"].score.mean) == (2, 1, 51.5)
     assert rows["quest"].command == "quest bench run fake/suite/one --attention quest --seeds 0-2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0.0, 0.15])
+def test_a_null_report_says_better_or_worse_in_at_most_5_percent(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, failing: float
+) -> None:
+    """1,000 reports of two tasks, four attentions that are all alike and eight seeds, through the report's own code."""
+    rng = np.random.default_rng(20)
+    known = catalogue()
+    cell = {"suite": "fake/suite", "smoke": False, "data": None, "options": {}}
+    names = ["standard", "quest", "qnorm", "qknorm"]
+    run = {"suite": "fake/suite", "suite_info": known.suites["fake/suite"].info, "attentions": names, "seeds": "0-7"}
+    drawn: list[store.Stored] = []
+    monkeypatch.setattr(groups, "catalogue", lambda: known)
+    monkeypatch.setattr(groups, "load_cells", lambda out: drawn)
+    monkeypatch.setattr(store, "read_run", lambda out: [{**run, "tasks": ["one", "two"]}])
+    marked = 0
+    for _ in range(1000):
+        scores = rng.normal(0, 1, (2, 4, 8)) + rng.normal(0, 1, (2, 1, 8))  # a seed moves all attentions
+        scores[rng.random(scores.shape) < failing] = math.nan
+        drawn[:] = [
+            store.Stored(
+                Path("x"),
+                {**cell, "task": task, "attention": names[attention], "seed": seed},
+                {"metrics": {"score": score}, "seconds": 1.0},
+                None,
+            )
+            for place, task in enumerate(("one", "two"))
+            for (attention, seed), score in np.ndenumerate(scores[place])
+        ]
+        found = groups.read_groups(Path("out"), "standard")
+        said = [re.search(r"(is|are) (better|worse) than standard", group.conclusion) for group in found]
+        assert any(said) == any(row.mark for group in found for row in group.rows)
+        marked += any(said)
+    assert marked <= 50
 
 
 def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from quest_bench.groups import read_groups
 from quest_core.testing.cells import committed_commands, run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-SUITES = ["calibration/pydocs", "images/fashion-mnist", "toy/spurious"]
+FOLDERS = [path.parent for path in RESULTS.glob("**/results.parquet")]
+SUITES = ["calibration/pydocs", "gpu/attention", "images/fashion-mnist", "toy/spurious"]
 
 
 @pytest.mark.slow
@@ -46,10 +48,20 @@ def test_reports_name_no_script_of_a_plugin() -> None:
     assert list(RESULTS.parents[1].glob("plugins/*/benchmarks")) == []
 
 
-@pytest.mark.parametrize(
-    "folder", [path.parent for path in RESULTS.glob("**/results.parquet")], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_committed_results_can_be_read(folder: Path) -> None:
     groups = read_groups(folder, "standard")
     assert groups
     assert all(row.finished for group in groups for row in group.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_committed_reports_are_those_that_quest_bench_writes(folder: Path, tmp_path: Path) -> None:
+    path = folder / "report.md"
+    given = re.search(r"quest bench report --baseline (\S+)`", path.read_text())
+    shutil.copytree(folder, tmp_path / "run")
+    assert app_main(["report", str(tmp_path / "run"), *(["--baseline", given[1]] if given else [])]) == 0
+    old, new = ([line for line in one.read_text().splitlines() if "Written" not in line]
+                for one in (path, tmp_path / "run" / "report.md"))  # fmt: skip
+    assert new == old, f"stale; write it again: quest bench report {folder.relative_to(RESULTS.parents[1])}"

@@ -287,7 +287,9 @@ def test_a_worker_that_ends_between_two_cells_is_replaced(fake: Path) -> None:
     assert slot.process is None  # so that the next cell starts a worker, with a listener
 
 
-def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:
+def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "restarts": "it keeps weights only",'))
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
     command += ["--seeds", "0", "--set", "mode=hang", "--beat", "1", "--out", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -300,6 +302,10 @@ def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path) -> None:
     assert "The same command resumes" in shown
     assert "[0/1] running one · standard · seed 0  0 % after" in shown
     _until(lambda: not any(map(_alive, _pids())))
+    assert app_main(["status", "out"]) == 0
+    shown = capfd.readouterr().out
+    assert "0 done, 0 running, 0 failed, 1 unfinished" in shown
+    assert "a stopped cell of fake/suite starts again: it keeps weights only" in shown
 
 
 def test_a_hung_cell_times_out(fake: Path) -> None:
@@ -367,12 +373,15 @@ def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
 
 
 def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
+    """Neither the result nor the log can be written, as on a disk that is full."""
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     good = tasks.read_text()
-    tasks.write_text(f"import os, errno\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left on device')"
-                     f"\n\nos.fsync = full\n{good}")  # fmt: skip
+    tasks.write_text("import os, errno, traceback\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left "
+                     f"on device')\n\nos.fsync = traceback.print_exc = full\n{good}")  # fmt: skip
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
     assert app_main(command) == 1
+    (cell,) = load_all(Path("out"))
+    assert cell.error is None or "No space left on device; free some space" in cell.error
     tasks.write_text(good)
     assert app_main(command) == 0
 

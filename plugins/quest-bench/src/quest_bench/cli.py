@@ -23,6 +23,7 @@ from .plan import (
     Plan,
     catalogue,
     check_data,
+    check_device,
     hide_home,
     parse_attentions,
     parse_seeds,
@@ -99,6 +100,7 @@ def ls(python: Python = None) -> None:
         state = f"{suite.needs}: not installed" if host is None else f"{host.name}: {host.status}"
         good = host is not None and host.status == "ok" and suite.record.status == "ok"
         data = "needs --data" if suite.data_required else "--data optional" if suite.data else "brought along"
+        data += ", a GPU" if suite.device == "cuda" else ""
         table.add_row(
             Text(suite.name, style="cyan"),
             ", ".join(suite.tasks),
@@ -215,6 +217,10 @@ def run(
     if "suite" in checked:
         check("settings", lambda: parse_settings(checked["suite"], settings or []))
         check("data", lambda: check_data(checked["suite"], data))
+        check(
+            "device",
+            lambda: check_device(checked["suite"], available.python(checked["suite"]), smoke or cluster is not None),
+        )
     if "data" in checked or "suite" not in checked:
         check("tasks", lambda: select(available, suite, checked.get("data")))
     if problems:
@@ -268,7 +274,7 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
     sizes |= {f"values of {key}": len(values) for key, values in plan.settings.items() if len(values) > 1}
     grid = " × ".join(f"{size} {name if size > 1 else name[:-1]}" for name, size in sizes.items())
-    console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cells: {grid}")
+    console.print(f"[bold]{plan.suite.name}[/]  {len(cells)} cell{'s' * (len(cells) != 1)}: {grid}")
     if states["done"]:
         console.print(f"{states['done']} finished earlier and are kept, {len(cells) - states['done']} to run")
     if states["failed"]:
@@ -378,6 +384,10 @@ def status(
         given = cell.cell
         text = f"running {given['task']} · {given['attention']} · seed {given['seed']}  {''.join(last) or 'starting'}"
         console.print(f"{text}  ({who}{beat})", markup=False, soft_wrap=True)
+    waiting = {cell.cell["suite"] for cell in cells if cell.result is None}
+    reasons = {run["suite"]: run["suite_info"].get("restarts") for run in runs}
+    for suite in sorted(name for name in waiting if reasons.get(name)):
+        console.print(f"a stopped cell of {suite} starts again: {reasons[suite]}", markup=False, soft_wrap=True)
     for cause, failed in causes(cells):
         console.print(Text(f"{len(failed)} failed: {cause}  (first: {failed[0].folder / 'log.txt'})"), soft_wrap=True)
 

@@ -286,19 +286,21 @@ def frame(cells: Sequence[Stored]) -> pd.DataFrame:
 
 
 def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
-    """Cells that differ only in attention and seed, together; ordered as they were run, then by task and options."""
+    """Cells that differ only in attention and seed, together; ordered as they were run."""
     groups: dict[str, list[Stored]] = {}
     for cell in cells:
         same = {key: cell.cell[key] for key in ("suite", "task", "smoke", "data", "options")}
         groups.setdefault(json.dumps(encode(same), sort_keys=True), []).append(cell)
     suites = [run["suite"] for run in runs]
+    tasks = list(dict.fromkeys(task for run in runs for task in run["tasks"]))
 
     def order(members: list[Stored]) -> tuple[Any, ...]:
         cell = members[0].cell
         place = suites.index(cell["suite"]) if cell["suite"] in suites else len(suites)
         values = sorted(cell["options"].items())
         by_size = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in values]
-        return place, cell["suite"], cell["task"], by_size
+        task = tasks.index(cell["task"]) if cell["task"] in tasks else len(tasks)
+        return place, cell["suite"], task, cell["task"], by_size
 
     return sorted(groups.values(), key=order)
 

@@ -47,6 +47,8 @@ class Suite:
     also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
     preload: tuple[str, ...] = ()  # modules that a worker imports once, before its first cell
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
+    device: str = ""  # "cuda": a run without --smoke needs one
+    restarts: str = ""  # why a stopped cell starts again; empty if it continues at its last epoch
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""
@@ -84,6 +86,8 @@ class Suite:
                 also=tuple(info.get("also", ())),
                 preload=tuple(info.get("preload", ())),
                 tasks_from_data=info.get("tasks_from_data"),
+                device=info.get("device", ""),
+                restarts=info.get("restarts", ""),
             )
         except KeyError as error:
             raise PluginError(
@@ -131,9 +135,9 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     paths: dict[str, str] = {}
     for name, (text, source) in chosen.items():
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
-        if not python.is_file() or not os.access(path, os.X_OK):
+        if not python.is_file() or not os.access(python, os.X_OK):
             raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is not an executable file")
-        there = {record.name: record for record in _describe(name, python)}
+        there = {record.name: record for record in _describe(name, python, source)}
         if name not in there:
             raise PluginError(
                 f"{source}: {text} has no plugin '{name}'; {one_of(name, there)}; "
@@ -154,14 +158,14 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     return Catalogue(records, dict(sorted(suites.items())), paths)
 
 
-def _describe(name: str, python: Path) -> list[Record]:
+def _describe(name: str, python: Path, source: str) -> list[Record]:
     done = subprocess.run(
         [str(python), worker.__file__, "describe"], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise PluginError(
-            f"--python {name}={python}: asking it for its plugins failed: {last}; "
+            f"{source}: asking {python} for the plugin '{name}' failed: {last}; "
             f"fix: {python} -m pip install quest-core quest-{name}"
         )
     return _records(json.loads(done.stdout.splitlines()[-1]))
@@ -446,6 +450,19 @@ def check_data(suite: Suite, data: str | None) -> Path | None:
         wanted = f"; suite '{suite.name}' expects there: {suite.data}" if suite.data else ""
         raise ConfigError(f"--data is {data!r}, which does not exist{wanted}")
     return path
+
+
+def check_device(suite: Suite, python: str, smoke: bool) -> None:
+    """Raise ConfigError if a suite needs CUDA and `python`, in whose environment its cells run, has none."""
+    if suite.device != "cuda" or smoke:
+        return
+    code = "import torch; print(torch.cuda.is_available())"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.stdout.strip() != "True":
+        why = (done.stderr.strip().splitlines() or ["its PyTorch sees no CUDA device"])[-1]
+        raise ConfigError(
+            f"suite '{suite.name}' measures on a GPU, and {python} has none: {why}; --smoke tries it on the CPU"
+        )
 
 
 def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None) -> str:

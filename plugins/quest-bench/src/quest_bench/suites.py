@@ -96,18 +96,59 @@ SUITES: dict[str, dict[str, Any]] = {
         "needs": None,
     },
     "calibration/pydocs": {
-        "summary": "the gain of calibration when a pretrained character model is fine-tuned with QUEST",
+        "summary": "a pretrained character model fine-tuned with calibrated QUEST, and the gain of calibrating it; "
+        "standard attention needs none, so its gain is 0",
         "tasks": ["finetune"],
-        "metric": "gain",
+        "metric": "loss",
         "unit": "nats",
-        "higher_is_better": True,
+        "higher_is_better": False,
         "selection": "last",
-        "also": [{"metric": "first gain"}, {"metric": "loss", "higher_is_better": False}],
+        "also": [{"metric": "gain", "higher_is_better": True}, {"metric": "first gain", "higher_is_better": True}],
         "options": [
             _whole("pretrain", 1500, "steps of pretraining with standard attention"),
             _whole("finetune", 300, "steps of fine-tuning"),
             {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
         ],
+        "needs": None,
+    },
+    "gpu/attention": {
+        "summary": "attention on a GPU against the fastest back-end of scaled_dot_product_attention, in turns",
+        "tasks": [f"N={n}" for n in (25, 64, 197, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+        "metric": "time of sdpa",
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "forward time of sdpa"}],
+        "jobs": 1,
+        "device": "cuda",
+        "options": [
+            {
+                "name": "dtype",
+                "kind": "str",
+                "default": "bfloat16",
+                "choices": ("bfloat16", "float16", "float32"),
+                "doc": "type of the tensors",
+            },
+            _whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),
+            _whole("heads", 16, "query heads"),
+            _whole("dim", 64, "features of a head"),
+            _whole("rounds", 21, "how often each contender takes its turn", 2),
+            _whole("slice_ms", 20, "milliseconds that a turn lasts", 0),
+        ],
+        "needs": None,
+    },
+    "time-series-library": {
+        "summary": "thuml's Time-Series-Library: its own run.py with any command of its scripts whose model has its "
+        "FullAttention",
+        "tasks": [],
+        "metric": "accuracy",  # or that of the command's task
+        "selection": "paper",  # classification; forecasting and imputation choose on a validation split
+        "data": "a checkout of Time-Series-Library (--repo PATH) and commands in it (--cfg SCRIPT or SCRIPT#MODEL_ID)",
+        "data_required": True,
+        "tasks_from_data": "quest_bench.time_series_library:tasks",
+        "options": [
+            {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
+        ],
+        "restarts": "Time-Series-Library saves weights only, without its optimiser and its epoch",
         "needs": None,
     },
 }

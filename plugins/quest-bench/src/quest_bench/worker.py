@@ -407,18 +407,20 @@ class Server:
             os.close(reading)
 
     def _child(self, path: Path, errors: int) -> int:
-        log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         try:
+            log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
             run(path, self.send)
-        except BaseException as error:
-            traceback.print_exc()
-            os.write(errors, describe_error(error).encode(errors="replace")[:16384])
-            return 1
-        finally:
             sys.stdout.flush()
             sys.stderr.flush()
+        except BaseException as error:
+            os.write(errors, describe_error(error).encode(errors="replace")[:16384])
+            with contextlib.suppress(OSError):  # a full disk takes no traceback either
+                traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            return 1
         return 0
 
     def _wait(self, child: int, errors: int, path: Path, timeout: float | None, claim: int) -> str | None:
@@ -460,6 +462,8 @@ def describe_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         return f"{text.splitlines()[0]}; the cell ran out of memory: try fewer --jobs, or a smaller batch"
+    if "inline_container" in text:  # torch.save drops the system's own error
+        return f"{text.splitlines()[0]}; torch.save could not write, so the disk may be full: free some space"
     return text
 
 

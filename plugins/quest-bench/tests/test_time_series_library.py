@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from quest_bench.time_series_library import commands, read_metrics, run, tasks
+from quest_bench.time_series_library_attention import LibraryAttention
 from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
-from quest_tsai.bench.library import commands, read_metrics, run_library, tasks
-from quest_tsai.bench.library_attention import LibraryAttention
 
 SCRIPT = """
 export CUDA_VISIBLE_DEVICES=4
@@ -126,15 +126,31 @@ def test_the_commands_of_a_checkout_are_listed_and_checked(repo):
 
 def test_metrics_are_those_that_the_library_writes(repo, tmp_path):
     reported = []
-    first = run_library(cell(repo, tmp_path), lambda *what: reported.append(what))
+    first = run(cell(repo, tmp_path), lambda *what: reported.append(what))
     assert first.metrics["epochs"] == 2
     assert first.series["train_loss"] == [2.0, 1.0]
     assert np.isnan(first.series["test_loss"]).all()
     assert first.details["injected"] == "attention=quest in 2 modules (FullAttention)"
     assert [done for done, _ in reported] == [0.5, 1.0]
     assert not (repo / "results/setting").exists()
-    again, other = (run_library(cell(repo, tmp_path, seed=seed), lambda *_: None) for seed in (0, 1))
+    again, other = (run(cell(repo, tmp_path, seed=seed), lambda *_: None) for seed in (0, 1))
     assert again.metrics["accuracy"] == first.metrics["accuracy"] != other.metrics["accuracy"]
+
+
+def test_a_stopped_cell_starts_again(repo, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(cell(repo, tmp_path, "standard"), stop)
+    reported = []
+    again = run(cell(repo, tmp_path, "standard"), lambda *what: reported.append(what))
+    assert [done for done, _ in reported] == [0.5, 1.0]
+    (tmp_path / "other").mkdir()
+    assert (
+        again.metrics["accuracy"]
+        == run(cell(repo, tmp_path / "other", "standard"), lambda *_: None).metrics["accuracy"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +159,7 @@ def test_metrics_are_those_that_the_library_writes(repo, tmp_path):
 )
 def test_a_model_without_the_attention_is_refused(repo, tmp_path, model, words):
     with pytest.raises(PluginError, match=f"run.py ended with status 1: .*{words}"):
-        run_library(cell(repo, tmp_path, words=f"--model {model}"), lambda *_: None)
+        run(cell(repo, tmp_path, words=f"--model {model}"), lambda *_: None)
 
 
 def test_other_metric_files_are_read(tmp_path):
@@ -192,5 +208,5 @@ def test_standard_is_the_formula_of_the_library(output, masked):
 
 def test_the_checkout_is_left_alone(repo, tmp_path):
     before = sorted(str(path) for path in Path(repo).rglob("*") if "__pycache__" not in str(path))
-    run_library(cell(repo, tmp_path), lambda *_: None)
+    run(cell(repo, tmp_path), lambda *_: None)
     assert sorted(str(path) for path in Path(repo).rglob("*") if "__pycache__" not in str(path)) == before

@@ -1,6 +1,6 @@
 """Run Time-Series-Library's run.py with another attention.
 
-    python library_attention.py ATTENTION SEED [words for run.py]
+    python time_series_library_attention.py ATTENTION SEED [words for run.py]
 
 The library's models build `AttentionLayer(FullAttention(...), d_model, heads)`. Each `FullAttention` in such a layer
 becomes a mechanism of quest_core; projections stay. A model with any other attention is refused.

@@ -1,11 +1,13 @@
 """time-series-library: thuml's Time-Series-Library in a checkout, its own run.py with a command of one of its scripts.
 
 Each cell is one run of run.py in a folder of the cell. Metrics are read from the files that the library writes there.
-The library has no way to resume, so a stopped cell starts again. Its attention is replaced by `library_attention`.
+The library saves weights only, without its optimiser and its epoch, so a stopped cell starts again. Its attention is
+replaced by `time_series_library_attention`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -22,7 +24,7 @@ from quest_core.benchmarks import Cell, Progress, Result, own_trainer
 from quest_core.errors import PluginError
 
 SMOKE_EPOCHS = 1
-LAUNCHER = Path(__file__).with_name("library_attention.py")  # started by path, so that it does not import tsai
+LAUNCHER = Path(__file__).with_name("time_series_library_attention.py")
 METRICS = {
     "classification": ("accuracy", True, "paper"),
     "long_term_forecast": ("mse", False, "validation"),
@@ -95,7 +97,7 @@ def commands(script: Path) -> list[dict[str, str]]:
     return found
 
 
-def run_library(cell: Cell, progress: Progress) -> Result:
+def run(cell: Cell, progress: Progress) -> Result:
     """Train one command of a script with one attention and one seed in the library's own trainer.
 
     Args:
@@ -123,7 +125,8 @@ def run_library(cell: Cell, progress: Progress) -> Result:
     words = [word for key, value in command.items() for word in (key, *([value] if value else []))]
     words += [] if torch.cuda.is_available() else ["--no_use_gpu"]
     words += cell.options["set"].split()
-    epochs = int(command.get("--train_epochs", 10))
+    given = dict(itertools.pairwise(words))  # the last one counts, as in run.py
+    epochs = int(given.get("--train_epochs", 10))
     series: dict[str, list[float]] = {}
     started, report = time.perf_counter(), ""
     launch = [sys.executable, str(LAUNCHER), cell.attention, str(cell.seed)]
