@@ -192,7 +192,7 @@ def fit(
     """
     epochs, batch, warm, count = options["epochs"], options["batch"], options["warmup"], len(train[0])
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"], fused=True)
     steps = epochs * math.ceil(count / batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / (warm + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
@@ -499,9 +499,9 @@ def _idx(folder: Path, split: str) -> Source:
         path = next((p for p in (folder / f"{name}.gz", folder / name) if p.is_file()), None)
         if path is None:
             raise ConfigError(
-                f"no {name}.gz in '{folder}'; install Debian's package dataset-fashion-mnist, or name a folder as data: "
-                "the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version of "
-                "CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
+                f"no {name}.gz in '{folder}'; install Debian's package dataset-fashion-mnist, or name a folder as "
+                "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version "
+                "of CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
             )
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw

@@ -106,6 +106,22 @@ STABILITY_OPTIONS = [
     _SIZE,
     _PRECISION,
 ]
+ROBUSTNESS_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
+    {"name": "rate", "kind": "float", "default": 0.003, "minimum": 0.0, "doc": "highest learning rate"},
+    {**_TEST, "default": 3000},
+    _whole("shifted", 200, "test images that are corrupted or attacked"),
+    {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
+    {"name": "epsilon", "kind": "float", "default": 1.0, "minimum": 0.0, "doc": "budget of attacks, in 255ths"},
+    {
+        "name": "share",
+        "kind": "float",
+        "default": 0.9,
+        "minimum": 0.0,
+        "doc": "training images whose square is at the place of their class",
+    },
+    _SIZE,
+]
 
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
@@ -157,6 +173,19 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": STABILITY_OPTIONS,
         "data": IMAGE_DATA,
         "plots": "quest_bench.stability:plots",
+        "needs": None,
+    },
+    "robustness/images": {
+        "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",
+        "tasks": ["fog", "corruptions", "attacks", "autoattack", "patch"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "also": [{"metric": "relative accuracy"}],
+        "selection": "validation",
+        "options": ROBUSTNESS_OPTIONS,
+        "data": IMAGE_DATA,
+        "plots": "quest_bench.robustness:plots",
         "needs": None,
     },
     "calibration/pydocs": {
