@@ -110,7 +110,7 @@ ROBUSTNESS_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
     {"name": "rate", "kind": "float", "default": 0.003, "minimum": 0.0, "doc": "highest learning rate"},
     {**_TEST, "default": 3000},
-    _whole("shifted", 200, "test images that are corrupted or attacked"),
+    _whole("shifted", 100, "test images that are corrupted or attacked"),
     {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
     {"name": "epsilon", "kind": "float", "default": 1.0, "minimum": 0.0, "doc": "budget of attacks, in 255ths"},
     {
