@@ -132,14 +132,14 @@ def test_images_of_cifar_and_of_folders_are_read(tmp_path: Path) -> None:
             home.mkdir(parents=True)
             for place in range(records // 2):
                 Image.new("RGB", (20, 30), colour).save(home / f"{place}.png")
-    cifar = images.read(tmp_path / "cifar", options, draw)
+    cifar = images.load(tmp_path / "cifar", options, draw)
     assert cifar.train[0].shape == (6, 3, 32, 32)
     assert cifar.classes == 10
     torch.testing.assert_close(cifar.train[0][:, 0, 0, 0] * 255, 100 + cifar.train[1].float())
-    folders = images.read(tmp_path / "folders", options, draw)
+    folders = images.load(tmp_path / "folders", options, draw)
     assert folders.train[0].shape == (6, 3, 16, 16)
     assert folders.classes == 2
     assert (folders.train[0][:, 2].mean((1, 2)) == folders.train[1]).all()  # dogs are blue
     (tmp_path / "cifar" / "test.bin").write_bytes(b"short")
     with pytest.raises(ConfigError, match="binary version"):
-        images.read(tmp_path / "cifar", options, draw)
+        images.load(tmp_path / "cifar", options, draw)

@@ -93,38 +93,53 @@ class VisionTransformer(nn.Module):
 
     Args:
         attention: the attention of every block.
-        data: the images, for their size, channels, classes and statistics.
-        patch: pixels a side of a patch; the size of an image is a multiple.
+        size: pixels a side.
+        patch: pixels a side of a patch; `size` is a multiple.
         width: features E of a token.
         layers: blocks.
         heads: attention heads of a block.
+        channels: of an image.
+        classes: the number of logits.
         drop: stochastic depth, see `Block`.
+
+    Raises:
+        ConfigError: `patch` does not divide `size`.
     """
 
     mean: Tensor  # [C, 1, 1]
     deviation: Tensor  # [C, 1, 1]
 
     def __init__(
-        self, attention: str, data: Images, *, patch: int, width: int, layers: int, heads: int, drop: float = 0.0
+        self,
+        attention: str,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        channels: int = 1,
+        classes: int = 10,
+        drop: float = 0.0,
     ) -> None:
         super().__init__()
-        channels, size = data.train[0].shape[1:3]
         if size % patch:
             raise ConfigError(f"option patch is {patch}, which does not divide the {size} pixels of a side")
         self.patch = patch
-        self.register_buffer("mean", data.train[0].mean((0, 2, 3))[:, None, None])
-        self.register_buffer("deviation", data.train[0].std((0, 2, 3))[:, None, None])
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("deviation", torch.ones(channels, 1, 1))
         self.embedding = nn.Linear(channels * patch * patch, width)
         self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))  # [N, E]
         self.blocks = nn.ModuleList(Block(width, heads, attention, drop=drop) for _ in range(layers))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
-        self.classifier = nn.Linear(width, data.classes)
+        self.classifier = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.positions, std=0.02, a=-0.04, b=0.04)
         start(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images [B, C, S, S] in 0..1 -> class logits [B, classes]."""
+        """images [B, C, S, S], or [B, S, S] of one channel -> class logits [B, classes]."""
+        images = images[:, None] if images.dim() == 3 else images
         images = (images - self.mean) / self.deviation
         patches = images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [B, C, n, n, p, p]
         x = self.embedding(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)) + self.positions  # [B, N, E]
@@ -227,7 +242,7 @@ def fit(
         if not math.isfinite(mean_loss):
             progress(1.0, f"diverged in epoch {epoch + 1}")
             return Fit(found.series, found.best, True)
-        values = {"train_loss": mean_loss} | {name: accuracy(model, split) for name, split in splits.items()}
+        values = {"train_loss": mean_loss} | {name: accuracy(model, *split) for name, split in splits.items()}
         for name, value in (values | dict(watch(model) if watch else {})).items():
             found.series.setdefault(name, []).append(value)
         if found.best_epoch == epoch:
@@ -241,11 +256,11 @@ def fit(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, split: Split) -> float:
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     """Return the share of labels that are predicted correctly, in %."""
     model.eval()
-    pieces = zip(split[0].split(500), split[1].split(500), strict=True)
-    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / split[1].numel()
+    pieces = zip(inputs.split(500), labels.split(500), strict=True)
+    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / labels.numel()
 
 
 @torch.no_grad()
@@ -272,7 +287,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one attention with one seed, without a recipe.
 
     Args:
-        cell: `task` is "lr=" and a learning rate; `data` see `read`.
+        cell: `task` is "lr=" and a learning rate; `data` see `load`.
         progress: called after each epoch.
 
     Returns:
@@ -288,9 +303,9 @@ def run(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     draw = torch.Generator().manual_seed(cell.seed)
-    data = read(cell.data, options, draw)
+    data = load(cell.data, options, draw)
     torch.manual_seed(cell.seed)
-    model = VisionTransformer(cell.attention, data, **shape(options)).to(data.device)
+    model = build(cell.attention, data, options)
     probe = data.validation[0][:PROBE]
     first = observe(model, probe)
     found = fit(
@@ -327,7 +342,7 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     """Train one attention with the recipe that the task names, "vit" or "deit".
 
     Args:
-        cell: `data` see `read`.
+        cell: `data` see `load`.
         progress: called after each epoch.
 
     Returns:
@@ -341,11 +356,10 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     draw = torch.Generator().manual_seed(cell.seed)
-    data = read(cell.data, options, draw)
+    data = load(cell.data, options, draw)
     deit = cell.task == "deit"
     torch.manual_seed(cell.seed)
-    drop = 0.1 if deit else 0.0
-    model = VisionTransformer(cell.attention, data, **shape(options), drop=drop).to(data.device)
+    model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
     found = fit(
         model,
         data.train,
@@ -364,15 +378,20 @@ def recipe(cell: Cell, progress: Progress) -> Result:
         return Result({"accuracy": math.nan, "validation": math.nan, "diverged": 1.0}, found.series)
     model.load_state_dict(found.best)
     return Result(
-        {"accuracy": accuracy(model, data.test), "validation": max(found.series["validation"]), "diverged": 0.0},
+        {"accuracy": accuracy(model, *data.test), "validation": max(found.series["validation"]), "diverged": 0.0},
         found.series,
         {"best_epoch": found.best_epoch + 1},
     )
 
 
-def shape(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the options that are arguments of `VisionTransformer`."""
-    return {name: options[name] for name in ("patch", "width", "layers", "heads")}
+def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
+    """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
+    images = data.train[0]
+    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
+    channels, size = images.shape[1:3]
+    model = VisionTransformer(attention, size=size, channels=channels, classes=data.classes, drop=drop, **shape)
+    model.mean, model.deviation = (x[:, None, None].cpu() for x in (images.mean((0, 2, 3)), images.std((0, 2, 3))))
+    return model.to(data.device)
 
 
 def augment(x: Tensor, y: Tensor, classes: int, draw: torch.Generator) -> Split:
@@ -448,7 +467,7 @@ class Images:
         return self.train[0].device
 
 
-def read(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator) -> Images:
+def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator) -> Images:
     """Read the images of a folder.
 
     Args:
@@ -462,13 +481,13 @@ def read(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
     Raises:
         ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
     """
-    home = folder or DEBIAN
     if folder and (folder / "train").is_dir():
         sources = _folders(folder, options.get("size", 64))
     elif folder and any(folder.glob("*.bin")):
         sources = _cifar(folder)
     else:
-        sources = [_idx(home, "train"), _idx(home, "t10k")]
+        idx = [read(folder, split) for split in ("train", "t10k")]
+        sources = [(lambda chosen, images=images: images[chosen, None], labels) for images, labels in idx]
     (training, labels), (test, test_labels) = sources
     count, held_out = options["train"], options["validation"]
     if count + held_out > len(labels):
@@ -479,7 +498,9 @@ def read(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def split(pick: Callable[[Tensor], Tensor], of: Tensor, chosen: Tensor) -> Split:
-        return (pick(chosen).float() / 255).to(device), of[chosen].to(device)
+        images = pick(chosen)  # [n, C, S, S]
+        images = images if images.is_floating_point() else images.float() / 255
+        return images.to(device), of[chosen].to(device)
 
     return Images(
         split(training, labels, order[:count]),
@@ -490,16 +511,22 @@ def read(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
 
 
 Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
-"""Gives chosen images [n, C, S, S] as uint8, and the labels of all."""
+"""Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
 
 
-def _idx(folder: Path, split: str) -> Source:
+def read(folder: Path | None, split: str) -> Split:
+    """Return the images [n, 28, 28], float32 in 0..1, and the labels [n] of a split, "train" or "t10k".
+
+    Raises:
+        ConfigError: a file is missing or is not of the IDX format; the message says where the data can be had.
+    """
+    home = folder or DEBIAN
     found = []
     for name in (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"):
-        path = next((p for p in (folder / f"{name}.gz", folder / name) if p.is_file()), None)
+        path = next((p for p in (home / f"{name}.gz", home / name) if p.is_file()), None)
         if path is None:
             raise ConfigError(
-                f"no {name}.gz in '{folder}'; install Debian's package dataset-fashion-mnist, or name a folder as "
+                f"no {name}.gz in '{home}'; install Debian's package dataset-fashion-mnist, or name a folder as "
                 "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version "
                 "of CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
             )
@@ -511,7 +538,7 @@ def _idx(folder: Path, split: str) -> Source:
             raise ConfigError(f"'{path}' is not a complete IDX file of bytes; download it again")
         found.append(torch.frombuffer(bytearray(raw[4 + 4 * axes :]), dtype=torch.uint8).view(shape))
     images, labels = found
-    return (lambda chosen: images[chosen, None]), labels.long()
+    return images.float() / 255, labels.long()
 
 
 def _cifar(folder: Path) -> list[Source]:

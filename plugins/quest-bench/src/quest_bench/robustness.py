@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
-from .images import Fit, Images, Split, VisionTransformer, accuracy, fit, read, shape
+from .images import Fit, Images, Split, accuracy, build, fit, load
 
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -54,7 +54,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed and test it on shifted images.
 
     Args:
-        cell: `task` see above; `data` see `quest_bench.images.read`.
+        cell: `task` see above; `data` see `quest_bench.images.load`.
         progress: called after each epoch, and after the tests.
 
     Returns:
@@ -69,7 +69,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     options = dict(cell.options)
     if cell.smoke:
         options |= {"train": 128, "validation": 64, "test": 32, "shifted": 4, "epochs": 1, "layers": 1}
-    data = read(cell.data, options, torch.Generator().manual_seed(cell.seed))
+    data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     few = data.test[0][: options["shifted"]], data.test[1][: options["shifted"]]
     severity = options["severity"]
     trainings: dict[str, Callable[[Split], Split]] = {"clean": lambda split: split}
@@ -82,7 +82,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     saved = load_state(cell) or {"done": {}, "current": None}
     done: dict[str, Fit] = saved["done"]
     torch.manual_seed(cell.seed)
-    model = VisionTransformer(cell.attention, data, **shape(options)).to(data.device)
+    model = build(cell.attention, data, options)
     first = {name: value.clone() for name, value in model.state_dict().items()}
     for place, (name, change) in enumerate(trainings.items()):
         if name in done:
@@ -111,25 +111,25 @@ def run(cell: Cell, progress: Progress) -> Result:
         return model.eval()
 
     if cell.task == "patch":
-        clean = accuracy(after("patch"), patch(data.test, data.classes, 1.0))
-        scores = {"place_of_another_class": accuracy(model, patch(data.test, data.classes, 0.0))}
+        clean = accuracy(after("patch"), *patch(data.test, data.classes, 1.0))
+        scores = {"place_of_another_class": accuracy(model, *patch(data.test, data.classes, 0.0))}
     else:
-        clean = accuracy(after("clean"), data.test if cell.task == "fog" else few)
+        clean = accuracy(after("clean"), *(data.test if cell.task == "fog" else few))
     if cell.task == "fog":
-        foggy = corrupt(data.test[0], "fog", severity), data.test[1]
-        scores = {"trained_clean,_tested_in_fog": accuracy(model, foggy)}
-        scores["trained_in_fog,_tested_clean"] = accuracy(after("fog"), data.test)
-        scores["trained_and_tested_in_fog"] = accuracy(model, foggy)
+        foggy = corrupt(data.test[0], "fog", severity)
+        scores = {"trained_clean,_tested_in_fog": accuracy(model, foggy, data.test[1])}
+        scores["trained_in_fog,_tested_clean"] = accuracy(after("fog"), *data.test)
+        scores["trained_and_tested_in_fog"] = accuracy(model, foggy, data.test[1])
     if cell.task == "corruptions":
         scores = {}
         for name in CORRUPTIONS:
-            found_here = [accuracy(model, (corrupt(few[0], name, level), few[1])) for level in SEVERITIES]
+            found_here = [accuracy(model, corrupt(few[0], name, level), few[1]) for level in SEVERITIES]
             scores[name] = sum(found_here) / len(found_here)
     if cell.task in ("attacks", "autoattack"):
         scores = {}
         for name, attack in attacks(cell.task, model, data, options["epsilon"] / 255, cell.smoke).items():
             torch.manual_seed(cell.seed)
-            scores[name] = accuracy(model, (attack(*few), few[1]))
+            scores[name] = accuracy(model, attack(*few), few[1])
     progress(1.0, "tested")
     metrics = {"accuracy": sum(scores.values()) / len(scores), "clean": clean}
     metrics |= {f"accuracy/{name}": score for name, score in scores.items()}

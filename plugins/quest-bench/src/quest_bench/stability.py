@@ -23,7 +23,7 @@ import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 
 from . import calibration, images
-from .images import Block, Split, VisionTransformer, accuracy, fit, observe, shape, start
+from .images import Block, Split, accuracy, fit, observe, start
 
 WITHIN = 1.0
 """A rate is good if its accuracy is at most this far below that of the best rate, in points."""
@@ -50,12 +50,12 @@ class Problem:
 
 def vit(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
     """Return the Vision Transformer and its images."""
-    data = images.read(cell.data, options, draw)
+    data = images.load(cell.data, options, draw)
     return Problem(
         data.train,
         data.validation,
         data.test,
-        lambda: VisionTransformer(cell.attention, data, **shape(options)).to(data.device),
+        lambda: images.build(cell.attention, data, options),
         100 / data.classes,
     )
 
@@ -105,7 +105,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed at every learning rate.
 
     Args:
-        cell: `task` is "vit" or "pydocs"; `data` is for "vit", see `images.read`.
+        cell: `task` is "vit" or "pydocs"; `data` is for "vit", see `images.load`.
         progress: called after each epoch.
 
     Returns:
@@ -150,7 +150,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         done.append(
             {
                 "diverged": found.diverged,
-                "accuracy": problem.guess if found.diverged else accuracy(model, problem.test),
+                "accuracy": problem.guess if found.diverged else accuracy(model, *problem.test),
                 "validation": problem.guess if found.diverged else max(found.series["validation"]),
                 "series": found.series,
             }
