@@ -87,7 +87,7 @@ ATTENTIONS = (
     "standard", "quest(init=12)", "qnorm", "qknorm-ds", "elliptical-quest", "linear", "sigmoid", "cosine", "sinkhorn",
     "aft-conv",
 )  # fmt: skip
-"""What the suite is for: among them the five attentions of Your Attention Matters."""
+"""Those that the suite compares, among them the five attentions of Your Attention Matters."""
 
 
 def recipe(data: Path | None, attention: str, task: str, **options: object) -> Result:
