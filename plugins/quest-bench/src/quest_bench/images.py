@@ -207,7 +207,7 @@ def fit(
     """
     epochs, batch, warm, count = options["epochs"], options["batch"], options["warmup"], len(train[0])
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"], fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"])
     steps = epochs * math.ceil(count / batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / (warm + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
