@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from quest_bench import images
-from quest_bench.suites import IMAGE_OPTIONS
+from quest_bench.suites import IMAGE_OPTIONS, RECIPE_OPTIONS
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_core.testing.cells import check_resume
@@ -80,3 +81,65 @@ def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) 
     options = DEFAULTS | {"train": 200, "validation": 100, "epochs": 2, "layers": 1}
     cell = Cell("images/fashion-mnist", "lr=0.003", "quest", 0, False, data, options, tmp_path)
     check_resume(images.run, cell, tmp_path, share=0.5)
+
+
+ATTENTIONS = (
+    "standard", "quest(init=12)", "qnorm", "qknorm-ds", "elliptical-quest", "linear", "sigmoid", "cosine", "sinkhorn",
+    "aft-conv",
+)  # fmt: skip
+"""Those that the suite compares, among them the five attentions of Your Attention Matters."""
+
+
+def recipe(data: Path | None, attention: str, task: str, **options: object) -> Result:
+    defaults = {option["name"]: option["default"] for option in RECIPE_OPTIONS} | {"warmup": 0}
+    cell = Cell("images/recipes", task, attention, 0, True, data, defaults | options, Path(tempfile.mkdtemp()))
+    return images.recipe(cell, lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_trains_with_the_recipe_of_deit(data: Path, attention: str) -> None:
+    result = recipe(data, attention, "deit")
+    assert result.metrics["diverged"] == 0
+    assert math.isfinite(result.series["train_loss"][0])
+
+
+@pytest.mark.parametrize("precision", images.PRECISIONS)
+def test_a_recipe_trains_in_each_precision(data: Path, precision: str) -> None:
+    assert math.isfinite(recipe(data, "quest", "vit", precision=precision).series["train_loss"][0])
+
+
+def test_augmentation_keeps_probabilities_and_mixes_in_proportion() -> None:
+    x, y = torch.zeros(8, 1, 16, 16), torch.arange(8) % 4
+    x[4:] = 1  # the batch is mixed with its reverse, so each image is mixed with one of the other value
+    for seed in range(20):
+        mixed, target = images.augment(x.clone(), y, 4, torch.Generator().manual_seed(seed))
+        assert mixed.shape == x.shape
+        torch.testing.assert_close(target.sum(1), torch.ones(8))
+        assert (target >= 0.1 / 4 - 1e-6).all()
+
+
+def test_images_of_cifar_and_of_folders_are_read(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    options = {"train": 6, "validation": 2, "test": 3, "size": 16}
+    for name, records in (("train", 10), ("test", 5)):
+        (tmp_path / "cifar").mkdir(exist_ok=True)
+        labels = torch.arange(records, dtype=torch.uint8)[:, None]
+        pixels = (labels + 100).expand(-1, 3072)
+        table = torch.cat([torch.zeros_like(labels), labels, pixels], 1)  # CIFAR-100: coarse label, label, pixels
+        (tmp_path / "cifar" / f"{name}.bin").write_bytes(table.numpy().tobytes())
+        for label, colour in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
+            home = tmp_path / "folders" / name / label
+            home.mkdir(parents=True)
+            for place in range(records // 2):
+                Image.new("RGB", (20, 30), colour).save(home / f"{place}.png")
+    cifar = images.load(tmp_path / "cifar", options, draw)
+    assert cifar.train[0].shape == (6, 3, 32, 32)
+    assert cifar.classes == 10
+    torch.testing.assert_close(cifar.train[0][:, 0, 0, 0] * 255, 100 + cifar.train[1].float())
+    folders = images.load(tmp_path / "folders", options, draw)
+    assert folders.train[0].shape == (6, 3, 16, 16)
+    assert folders.classes == 2
+    assert (folders.train[0][:, 2].mean((1, 2)) == folders.train[1]).all()  # dogs are blue
+    (tmp_path / "cifar" / "test.bin").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="binary version"):
+        images.load(tmp_path / "cifar", options, draw)

@@ -1,9 +1,16 @@
-"""Suites images/*: a small Vision Transformer that classifies images, at one learning rate for each task.
+"""Suites images/*: a small Vision Transformer that classifies images, and what other suites train with it.
 
 The model is a pre-norm ViT (Dosovitskiy et al., 2021) whose tokens are averaged before the classifier. All Linear
 weights and the positions start from a normal distribution with standard deviation 0.02, truncated at two standard
 deviations, and all biases at 0. AdamW, a cosine schedule that starts at the full rate and ends at 0, no warm-up
-unless asked for, no augmentation, no dropout, no clipping of gradients.
+unless asked for, no dropout. Images are 0..1 and the model subtracts the mean of the training images and divides by
+their deviation, for each channel.
+
+images/fashion-mnist has no augmentation and no clipping of gradients. images/recipes has two recipes:
+
+- vit: gradients are clipped to norm 1, as in the ViT paper.
+- deit (Touvron et al., 2021): flips, shifts, mixup 0.8 or cutmix 1.0, random erasing 0.25, label smoothing 0.1 and
+  stochastic depth 0.1. RandAugment, repeated augmentation and distillation are left out.
 
 A part of the training images is held out. The reported test accuracy is that of the epoch with the best accuracy on
 these validation images; the test images choose nothing. A run whose loss is not finite ends, and counts as diverged.
@@ -11,11 +18,15 @@ these validation images; the test images choose nothing. A run whose loss is not
 
 from __future__ import annotations
 
+import copy
 import gzip
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,29 +38,58 @@ from quest_core.projections import Projected
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts the files."""
-CLASSES = 10
 PROBE = 512
 """Validation images on which logits and norms are measured."""
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Split: TypeAlias = tuple[Tensor, Tensor]
+"""Inputs [n, ...] and labels, [n] for images, [n, N] for text."""
 
 
 class Block(nn.Module):
-    """Pre-norm Transformer block: attention, then an MLP of four times the width."""
+    """Pre-norm Transformer block: attention, then an MLP of four times the width.
 
-    def __init__(self, width: int, heads: int, attention: str) -> None:
+    Args:
+        width: features E of a token.
+        heads: attention heads.
+        attention: its name.
+        causal: whether a token sees only itself and earlier ones.
+        drop: probability with which training skips a branch for a sample (stochastic depth).
+    """
+
+    def __init__(self, width: int, heads: int, attention: str, causal: bool = False, drop: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = quest_core.Attention(width, heads, attention)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.causal, self.drop = causal, drop
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, N, E] -> [B, N, E]."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self._kept(self.attention(self.norm1(x), is_causal=self.causal))
+        return x + self._kept(self.mlp(self.norm2(x)))
+
+    def _kept(self, branch: Tensor) -> Tensor:
+        if not (self.training and self.drop):
+            return branch
+        keep = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop  # [B, 1, 1]
+        return branch * keep / (1 - self.drop)
+
+
+def start(model: nn.Module) -> None:
+    """Initialise every Linear and Embedding; attentions that start in their own way, such as quest(init=12), do so."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Projected):
+            module.start()
 
 
 class VisionTransformer(nn.Module):
-    """Classify square grey images.
+    """Classify square images.
 
     Args:
         attention: the attention of every block.
@@ -58,42 +98,196 @@ class VisionTransformer(nn.Module):
         width: features E of a token.
         layers: blocks.
         heads: attention heads of a block.
+        channels: of an image.
+        classes: the number of logits.
+        drop: stochastic depth, see `Block`.
+
+    Raises:
+        ConfigError: `patch` does not divide `size`.
     """
 
-    def __init__(self, attention: str, *, size: int, patch: int, width: int, layers: int, heads: int) -> None:
+    mean: Tensor  # [C, 1, 1]
+    deviation: Tensor  # [C, 1, 1]
+
+    def __init__(
+        self,
+        attention: str,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        channels: int = 1,
+        classes: int = 10,
+        drop: float = 0.0,
+    ) -> None:
         super().__init__()
+        if size % patch:
+            raise ConfigError(f"option patch is {patch}, which does not divide the {size} pixels of a side")
         self.patch = patch
-        self.embedding = nn.Linear(patch * patch, width)
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("deviation", torch.ones(channels, 1, 1))
+        self.embedding = nn.Linear(channels * patch * patch, width)
         self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))  # [N, E]
-        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, drop=drop) for _ in range(layers))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
-        self.classifier = nn.Linear(width, CLASSES)
+        self.classifier = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.positions, std=0.02, a=-0.04, b=0.04)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
-                nn.init.zeros_(module.bias)
-        for module in self.modules():
-            if isinstance(module, Projected):
-                module.start()
+        start(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images [B, S, S] -> class logits [B, 10]."""
-        patches = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)  # [B, n, n, p, p]
-        x = self.embedding(patches.flatten(3).flatten(1, 2)) + self.positions  # [B, N, E]
+        """images [B, C, S, S], or [B, S, S] of one channel -> class logits [B, classes]."""
+        images = images[:, None] if images.dim() == 3 else images
+        images = (images - self.mean) / self.deviation
+        patches = images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [B, C, n, n, p, p]
+        x = self.embedding(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)) + self.positions  # [B, N, E]
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.classifier(self.norm(x).mean(1))
         return logits
 
 
-def run(cell: Cell, progress: Progress) -> Result:
-    """Train and evaluate one attention with one seed.
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fit:
+    """A finished training.
+
+    Attributes:
+        series: values by epoch: train_loss, the accuracy of each split, and what was watched.
+        best: the weights of the epoch with the best validation accuracy; of the start if it diverged in the first.
+        diverged: whether a loss was not finite. The series then end before that epoch.
+    """
+
+    series: dict[str, list[float]]
+    best: Mapping[str, Tensor]
+    diverged: bool
+
+    @property
+    def best_epoch(self) -> int:
+        """The first epoch with the best validation accuracy, from 0."""
+        return max(range(len(self.series["validation"])), key=self.series["validation"].__getitem__)
+
+
+def fit(
+    model: nn.Module,
+    train: Split,
+    splits: Mapping[str, Split],
+    options: Mapping[str, Any],
+    *,
+    rate: float,
+    draw: torch.Generator,
+    progress: Progress,
+    state: Mapping[str, Any] | None,
+    keep: Callable[[dict[str, Any]], None],
+    precision: str = "float32",
+    clip: float = math.inf,
+    change: Callable[[Tensor, Tensor], Split] | None = None,
+    watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+) -> Fit:
+    """Train with AdamW and a cosine schedule; stop at a loss that is not finite.
 
     Args:
-        cell: `task` is "lr=" and a learning rate; `data` a folder with the four IDX files of Fashion-MNIST (or MNIST),
-            compressed or not; None for Debian's package dataset-fashion-mnist.
+        model: inputs [B, ...] -> logits [B, classes] or [B, N, classes]; it ends with the weights of the last epoch.
+        train: the training split.
+        splits: evaluated after each epoch; "validation" is one of them and chooses the best epoch.
+        options: epochs, batch, warmup (steps) and weight_decay.
+        rate: the highest learning rate.
+        draw: gives the order of the samples.
+        progress: called after each epoch.
+        state: what `keep` was last given; None at a first start.
+        keep: called with the state after each epoch.
+        precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
+        clip: the largest norm of the gradients.
+        change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
+        watch: gives further values after each epoch.
+    """
+    epochs, batch, warm, count = options["epochs"], options["batch"], options["warmup"], len(train[0])
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"])
+    steps = epochs * math.ceil(count / batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / (warm + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+    found = Fit({name: [] for name in ("train_loss", *splits)}, copy.deepcopy(model.state_dict()), False)
+    if state:
+        found = Fit(state["series"], state["best"], False)
+        draw.set_state(state["draw"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for epoch in range(len(found.series["train_loss"]), epochs):
+        model.train()
+        losses = []
+        for picked in torch.randperm(count, generator=draw).split(batch):
+            x, y = train[0][picked], train[1][picked]
+            x, y = change(x, y) if change else (x, y)
+            with torch.autocast(device.type, PRECISIONS[precision], enabled=precision != "float32"):
+                logits = model(x).flatten(0, -2)
+            loss = F.cross_entropy(logits.float(), y if y.is_floating_point() else y.flatten())
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if clip < math.inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            losses.append(loss.detach())
+        mean_loss = torch.stack(losses).mean().item()
+        if not math.isfinite(mean_loss):
+            progress(1.0, f"diverged in epoch {epoch + 1}")
+            return Fit(found.series, found.best, True)
+        values = {"train_loss": mean_loss} | {name: accuracy(model, *split) for name, split in splits.items()}
+        for name, value in (values | dict(watch(model) if watch else {})).items():
+            found.series.setdefault(name, []).append(value)
+        if found.best_epoch == epoch:
+            found.best = copy.deepcopy(model.state_dict())
+        keep(
+            {"series": found.series, "best": found.best, "draw": draw.get_state()}
+            | {name: part.state_dict() for name, part in parts.items()}
+        )
+        progress((epoch + 1) / epochs, f"epoch {epoch + 1} validation {found.series['validation'][-1]:.2f}")
+    return found
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    """Return the share of labels that are predicted correctly, in %."""
+    model.eval()
+    pieces = zip(inputs.split(500), labels.split(500), strict=True)
+    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / labels.numel()
+
+
+@torch.no_grad()
+def observe(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+    """Return the largest logit, and the means of entropy in nats and of norms, over all layers and heads."""
+    model.eval()
+    monitor = quest_core.Monitor(model)
+    model(inputs)
+    seen: list[dict[str, Any]] = list(monitor.collect().values())
+    monitor.remove()
+
+    def every(name: str) -> list[float]:
+        return [value for layer in seen for value in layer.get(name, [math.nan])]
+
+    means = {name: every(key) for name, key in (("entropy", "entropy"), ("query_norm", "query_norm_mean"))}
+    means["key_norm"] = every("key_norm_mean")
+    return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}
+
+
+# --- the suites -----------------------------------------------------------------------------------------------------
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate one attention with one seed, without a recipe.
+
+    Args:
+        cell: `task` is "lr=" and a learning rate; `data` see `load`.
         progress: called after each epoch.
 
     Returns:
@@ -107,64 +301,28 @@ def run(cell: Cell, progress: Progress) -> Result:
     """
     options = dict(cell.options)
     if cell.smoke:
-        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2}
-    size, batch, epochs = 28, options["batch"], options["epochs"]
-    if size % options["patch"]:
-        raise ConfigError(f"option patch is {options['patch']}, which does not divide the {size} pixels of a side")
-    rate = float(cell.task.removeprefix("lr="))
-    images, labels = read(cell.data, "train")
-    test, test_labels = read(cell.data, "t10k")
+        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     draw = torch.Generator().manual_seed(cell.seed)
-    order = torch.randperm(len(images), generator=draw)
-    count, held_out = options["train"], options["validation"]
-    if count + held_out > len(images):
-        raise ConfigError(f"train + validation is {count + held_out}, and there are {len(images)} training images")
-    chosen, validation = order[:count], order[count : count + held_out]
-    mean, deviation = images[chosen].mean(), images[chosen].std()
-    images, test = (images - mean) / deviation, (test - mean) / deviation
-    if cell.smoke:
-        test, test_labels = test[:256], test_labels[:256]
-
+    data = load(cell.data, options, draw)
     torch.manual_seed(cell.seed)
-    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
-    model = VisionTransformer(cell.attention, size=size, **shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"])
-    steps, warm = epochs * math.ceil(count / batch), options["warmup"]
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / (warm + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
-    )
-    probe = images[validation[:PROBE]]
+    model = build(cell.attention, data, options)
+    probe = data.validation[0][:PROBE]
     first = observe(model, probe)
-    series: dict[str, list[float]] = {"train_loss": [], "validation": [], "accuracy": []}
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    if state := load_state(cell):
-        series = state["series"]
-        draw.set_state(state["draw"])
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    for epoch in range(len(series["train_loss"]), epochs):
-        model.train()
-        losses = []
-        for picked in chosen[torch.randperm(count, generator=draw)].split(batch):
-            loss = F.cross_entropy(model(images[picked]), labels[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.detach())
-        mean_loss = torch.stack(losses).mean().item()
-        if not math.isfinite(mean_loss):
-            progress(1.0, f"diverged in epoch {epoch + 1}")
-            missing = dict.fromkeys(("accuracy", "last_accuracy", "validation", "max_logit", "query_norm"), math.nan)
-            return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, series)
-        series["train_loss"].append(mean_loss)
-        series["validation"].append(accuracy(model, images[validation], labels[validation]))
-        series["accuracy"].append(accuracy(model, test, test_labels))
-        kept = {name: part.state_dict() for name, part in parts.items()}
-        save_state(cell, {"series": series, "draw": draw.get_state(), **kept})
-        progress((epoch + 1) / epochs, f"epoch {epoch + 1} validation {series['validation'][-1]:.2f}")
-    best = max(range(epochs), key=series["validation"].__getitem__)
-    last = observe(model, probe)
+    found = fit(
+        model,
+        data.train,
+        {"validation": data.validation, "accuracy": data.test},
+        options,
+        rate=float(cell.task.removeprefix("lr=")),
+        draw=draw,
+        progress=progress,
+        state=load_state(cell),
+        keep=lambda state: save_state(cell, state),
+    )
+    if found.diverged:
+        missing = dict.fromkeys(("accuracy", "last_accuracy", "validation", "max_logit", "query_norm"), math.nan)
+        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, found.series)
+    best, series, last = found.best_epoch, found.series, observe(model, probe)
     return Result(
         {
             "accuracy": series["accuracy"][best],
@@ -180,48 +338,197 @@ def run(cell: Cell, progress: Progress) -> Result:
     )
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that are classified correctly, in %."""
-    model.eval()
-    hits = sum(int((model(x).argmax(-1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
-    return 100 * hits / len(images)
+def recipe(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with the recipe that the task names, "vit" or "deit".
+
+    Args:
+        cell: `data` see `load`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split; NaN if the run
+        diverged), ``validation`` and ``diverged``. Series ``train_loss`` and ``validation`` by epoch.
+
+    Raises:
+        ConfigError: a size is invalid, or the data is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+    draw = torch.Generator().manual_seed(cell.seed)
+    data = load(cell.data, options, draw)
+    deit = cell.task == "deit"
+    torch.manual_seed(cell.seed)
+    model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
+    found = fit(
+        model,
+        data.train,
+        {"validation": data.validation},
+        options,
+        rate=options["rate"],
+        draw=draw,
+        progress=progress,
+        state=load_state(cell),
+        keep=lambda state: save_state(cell, state),
+        precision=options["precision"],
+        clip=math.inf if deit else 1.0,
+        change=(lambda x, y: augment(x, y, data.classes, draw)) if deit else None,
+    )
+    if found.diverged:
+        return Result({"accuracy": math.nan, "validation": math.nan, "diverged": 1.0}, found.series)
+    model.load_state_dict(found.best)
+    return Result(
+        {"accuracy": accuracy(model, *data.test), "validation": max(found.series["validation"]), "diverged": 0.0},
+        found.series,
+        {"best_epoch": found.best_epoch + 1},
+    )
 
 
-@torch.no_grad()
-def observe(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """Return the largest logit, the mean entropy in nats and the mean norm of queries, over all layers and heads."""
-    model.eval()
-    monitor = quest_core.Monitor(model)
-    model(images)
-    seen: list[dict[str, Any]] = list(monitor.collect().values())
-    monitor.remove()
-
-    def every(name: str) -> list[float]:
-        return [value for layer in seen for value in layer.get(name, [math.nan])]
-
-    norms, entropies = every("query_norm_mean"), every("entropy")
-    return {
-        "max_logit": max(every("max_logit")),
-        "entropy": sum(entropies) / len(entropies),
-        "query_norm": sum(norms) / len(norms),
-    }
+def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
+    """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
+    images = data.train[0]
+    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
+    channels, size = images.shape[1:3]
+    model = VisionTransformer(attention, size=size, channels=channels, classes=data.classes, drop=drop, **shape)
+    model.mean, model.deviation = (x[:, None, None].cpu() for x in (images.mean((0, 2, 3)), images.std((0, 2, 3))))
+    return model.to(data.device)
 
 
-def read(folder: Path | None, split: str) -> tuple[Tensor, Tensor]:
+def augment(x: Tensor, y: Tensor, classes: int, draw: torch.Generator) -> Split:
+    """Return a mini-batch with DeiT's augmentation that needs no image library.
+
+    Args:
+        x: images [B, C, S, S].
+        y: labels [B].
+        classes: their number.
+        draw: gives the random numbers.
+
+    Returns:
+        Images [B, C, S, S], and probabilities [B, classes] after label smoothing and mixing.
+    """
+    size, margin = x.shape[-1], max(1, x.shape[-1] // 8)
+
+    def chance(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, generator=draw).to(x.device)
+
+    def place(share: float) -> tuple[slice, slice]:
+        """A random square that covers a share of the image."""
+        side = round(size * math.sqrt(share))
+        top, left = (int(torch.randint(size - side + 1, (), generator=draw)) for _ in range(2))
+        return slice(top, top + side), slice(left, left + side)
+
+    flipped = chance(len(x)) < 0.5
+    x = torch.where(flipped[:, None, None, None], x.flip(-1), x)
+    down, right = (torch.randint(-margin, margin + 1, (len(x),), generator=draw).to(x.device) for _ in range(2))
+    grid = torch.arange(size, device=x.device)
+    rows, columns = (grid + down[:, None]) % size, (grid + right[:, None]) % size  # [B, S] each
+    x = x[torch.arange(len(x), device=x.device)[:, None, None], :, rows[:, :, None], columns[:, None]]  # [B, S, S, C]
+    x = x.permute(0, 3, 1, 2).contiguous()
+    target = torch.full((len(x), classes), 0.1 / classes, device=x.device)
+    target = target.scatter_add(1, y[:, None], torch.full((len(x), 1), 0.9, device=x.device))
+    seed = int(torch.randint(2**31, (), generator=draw))
+    cut = bool(torch.rand((), generator=draw) < 0.5)
+    share = float(np.random.default_rng(seed).beta(*((1.0, 1.0) if cut else (0.8, 0.8))))
+    if cut:
+        box = place(1 - share)
+        share = 1 - (box[0].stop - box[0].start) ** 2 / size**2
+        other = x.flip(0)
+        x[:, :, box[0], box[1]] = other[:, :, box[0], box[1]]
+    else:
+        x = share * x + (1 - share) * x.flip(0)
+    target = share * target + (1 - share) * target.flip(0)
+    for row in (chance(len(x)) < 0.25).nonzero().flatten().tolist():
+        box = place(0.02 + 0.31 * float(torch.rand((), generator=draw)))
+        x[row, :, box[0], box[1]] = torch.rand((), generator=draw)
+    return x, target
+
+
+# --- the data -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images [n, C, S, S], float32 in 0..1, and labels [n] of each split, on the device that trains.
+
+    Attributes:
+        train: drawn for each seed.
+        validation: further training images.
+        test: the first `test` images of the test split in an order that is the same for all seeds.
+        classes: the number of classes.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    classes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.train[0].device
+
+
+def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator) -> Images:
+    """Read the images of a folder.
+
+    Args:
+        folder: holds the four IDX files of Fashion-MNIST or MNIST, compressed or not; the binary version of CIFAR-10 or
+            CIFAR-100; or one folder of images for each class in `train/` and in `test/` or `val/`, as ImageNet has
+            them. None takes Debian's package dataset-fashion-mnist.
+        options: train and validation, numbers of images; test, 0 or left out for all; size, the pixels a side to which
+            images of folders are scaled.
+        draw: selects training and validation images.
+
+    Raises:
+        ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
+    """
+    if folder and (folder / "train").is_dir():
+        sources = _folders(folder, options.get("size", 64))
+    elif folder and any(folder.glob("*.bin")):
+        sources = _cifar(folder)
+    else:
+        idx = [read(folder, split) for split in ("train", "t10k")]
+        sources = [(lambda chosen, images=images: images[chosen, None], labels) for images, labels in idx]
+    (training, labels), (test, test_labels) = sources
+    count, held_out = options["train"], options["validation"]
+    if count + held_out > len(labels):
+        raise ConfigError(f"train + validation is {count + held_out}, and there are {len(labels)} training images")
+    order = torch.randperm(len(labels), generator=draw)
+    some = torch.randperm(len(test_labels), generator=torch.Generator().manual_seed(0))
+    some = some[: options.get("test") or len(some)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def split(pick: Callable[[Tensor], Tensor], of: Tensor, chosen: Tensor) -> Split:
+        images = pick(chosen)  # [n, C, S, S]
+        images = images if images.is_floating_point() else images.float() / 255
+        return images.to(device), of[chosen].to(device)
+
+    return Images(
+        split(training, labels, order[:count]),
+        split(training, labels, order[count : count + held_out]),
+        split(test, test_labels, some),
+        int(max(labels.max(), test_labels.max())) + 1,
+    )
+
+
+Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
+"""Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
+
+
+def read(folder: Path | None, split: str) -> Split:
     """Return the images [n, 28, 28], float32 in 0..1, and the labels [n] of a split, "train" or "t10k".
 
     Raises:
         ConfigError: a file is missing or is not of the IDX format; the message says where the data can be had.
     """
+    home = folder or DEBIAN
     found = []
     for name in (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"):
-        home = folder or DEBIAN
         path = next((p for p in (home / f"{name}.gz", home / name) if p.is_file()), None)
         if path is None:
             raise ConfigError(
-                f"no {name}.gz in '{home}'; install Debian's package dataset-fashion-mnist, or name a folder with the "
-                "four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist) as data"
+                f"no {name}.gz in '{home}'; install Debian's package dataset-fashion-mnist, or name a folder as "
+                "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version "
+                "of CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
             )
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -232,3 +539,49 @@ def read(folder: Path | None, split: str) -> tuple[Tensor, Tensor]:
         found.append(torch.frombuffer(bytearray(raw[4 + 4 * axes :]), dtype=torch.uint8).view(shape))
     images, labels = found
     return images.float() / 255, labels.long()
+
+
+def _cifar(folder: Path) -> list[Source]:
+    hundred = (folder / "train.bin").is_file()
+    names = [["train"], ["test"]] if hundred else [[f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]]
+    sources = []
+    for split in names:
+        raw = b""
+        for name in split:
+            path = folder / f"{name}.bin"
+            size = path.stat().st_size if path.is_file() else 0
+            if not size or size % (3073 + hundred):
+                raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
+            raw += path.read_bytes()
+        table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073 + hundred)
+        images = table[:, -3072:].unflatten(1, (3, 32, 32))
+        sources.append((lambda chosen, images=images: images[chosen], table[:, int(hundred)].long()))
+    return sources
+
+
+def _folders(folder: Path, size: int) -> list[Source]:
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    if test is None or not classes:
+        raise ConfigError(f"'{folder}' has train/ but not CLASS/ in it, or neither test/ nor val/")
+    sources = []
+    for home in (folder / "train", test):
+        files = [(p, i) for i, name in enumerate(classes) for p in sorted((home / name).glob("*")) if p.is_file()]
+        if not files:
+            raise ConfigError(f"'{home}' holds no images of the classes of train/: {', '.join(classes[:5])}, ...")
+        paths = [path for path, _ in files]
+        sources.append((_decoder(paths, size), torch.tensor([label for _, label in files])))
+    return sources
+
+
+def _decoder(paths: Sequence[Path], size: int) -> Callable[[Tensor], Tensor]:
+    from PIL import Image, ImageOps
+
+    def pick(chosen: Tensor) -> Tensor:
+        images = []
+        for index in chosen.tolist():
+            with Image.open(paths[index]) as image:
+                images.append(np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))))
+        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+    return pick

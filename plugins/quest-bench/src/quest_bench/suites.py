@@ -71,6 +71,57 @@ IMAGE_OPTIONS = [
     _whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
     {"name": "weight_decay", "kind": "float", "default": 0.05, "minimum": 0.0, "doc": "of AdamW, on every parameter"},
 ]
+IMAGE_DATA = (
+    "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
+    "test/CLASS/*.png; Debian's dataset-fashion-mnist by default"
+)
+_TEST = _whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
+_SIZE = _whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
+_PRECISION = {
+    "name": "precision",
+    "kind": "str",
+    "default": "float32",
+    "choices": ("float32", "bfloat16", "float16"),
+    "doc": "of autocast in training; float16 scales the loss",
+}
+
+
+def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, Any]]:
+    """Return options with other defaults."""
+    return [{**option, "default": defaults.get(option["name"], option["default"])} for option in options]
+
+
+RECIPE_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
+    {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "highest learning rate"},
+    _TEST,
+    _SIZE,
+    _PRECISION,
+]
+STABILITY_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
+    {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
+    _whole("rates", 5, "learning rates, half a decade apart", 2),
+    {"name": "lowest", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _SIZE,
+    _PRECISION,
+]
+ROBUSTNESS_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
+    {"name": "rate", "kind": "float", "default": 0.003, "minimum": 0.0, "doc": "highest learning rate"},
+    {**_TEST, "default": 3000},
+    _whole("shifted", 100, "test images that are corrupted or attacked"),
+    {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
+    {"name": "epsilon", "kind": "float", "default": 1.0, "minimum": 0.0, "doc": "budget of attacks, in 255ths"},
+    {
+        "name": "share",
+        "kind": "float",
+        "default": 0.9,
+        "minimum": 0.0,
+        "doc": "training images whose square is at the place of their class",
+    },
+    _SIZE,
+]
 
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
@@ -93,6 +144,48 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "selection": "validation",
         "options": IMAGE_OPTIONS,
+        "data": IMAGE_DATA,
+        "needs": None,
+    },
+    "images/recipes": {
+        "summary": "a small Vision Transformer with the recipes of ViT and DeiT",
+        "tasks": ["vit", "deit"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "options": RECIPE_OPTIONS,
+        "data": IMAGE_DATA,
+        "needs": None,
+    },
+    "stability/rates": {
+        "summary": "accuracy over learning rates up to divergence, of a Vision Transformer and of a language model",
+        "tasks": ["vit", "pydocs"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "also": [
+            {"metric": "best accuracy"},
+            {"metric": "range", "unit": "decades"},
+            {"metric": "diverged", "unit": "rates", "higher_is_better": False},
+        ],
+        "selection": "validation",
+        "options": STABILITY_OPTIONS,
+        "data": IMAGE_DATA,
+        "plots": "quest_bench.stability:plots",
+        "needs": None,
+    },
+    "robustness/images": {
+        "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",
+        "tasks": ["fog", "corruptions", "attacks", "autoattack", "patch"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "also": [{"metric": "relative accuracy"}],
+        "selection": "validation",
+        "options": ROBUSTNESS_OPTIONS,
+        "data": IMAGE_DATA,
+        "plots": "quest_bench.robustness:plots",
         "needs": None,
     },
     "calibration/pydocs": {

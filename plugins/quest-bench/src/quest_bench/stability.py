@@ -1,0 +1,254 @@
+"""Suite stability/rates: which learning rates a model survives, as in QUEST's figure A6 and sensitivity experiments.
+
+A cell trains one attention from the same weights at each of several learning rates, half a decade apart. A rate at
+which a loss is not finite has diverged: it stays in the result, with the accuracy of guessing. Nothing clips gradients.
+
+Task "vit" is the Vision Transformer of images/*, on Fashion-MNIST. Task "pydocs" is a causal model of the characters
+of Python's documentation topics; its accuracy is that of the next character in held-out text.
+
+Warm-up, depth and precision are options, for example `--set warmup=0,100 --set layers=4,12`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+
+from . import calibration, images
+from .images import Block, Split, accuracy, fit, observe, start
+
+WITHIN = 1.0
+"""A rate is good if its accuracy is at most this far below that of the best rate, in points."""
+CONTEXT = 64
+"""Characters that the language model sees."""
+WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data and model of a task.
+
+    Attributes:
+        make: builds the model.
+        guess: the accuracy of guessing, in %.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    make: Callable[[], nn.Module]
+    guess: float
+
+
+def vit(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
+    """Return the Vision Transformer and its images."""
+    data = images.load(cell.data, options, draw)
+    return Problem(
+        data.train,
+        data.validation,
+        data.test,
+        lambda: images.build(cell.attention, data, options),
+        100 / data.classes,
+    )
+
+
+def pydocs(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
+    """Return the language model and its text; the last tenth of the text is for validation and test."""
+    text, rest, vocabulary = calibration.corpus()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def windows(of: Tensor, count: int) -> Split:
+        first = torch.randint(len(of) - CONTEXT, (count, 1), generator=draw)
+        pieces = of[first + torch.arange(CONTEXT + 1)].to(device)  # [count, N + 1]
+        return pieces[:, :-1], pieces[:, 1:]
+
+    half = len(rest) // 2
+    return Problem(
+        windows(text, options["train"]),
+        windows(rest[:half], options["validation"]),
+        windows(rest[half:], options["test"]),
+        lambda: LanguageModel(cell.attention, vocabulary, options).to(device),
+        100 / vocabulary,
+    )
+
+
+class LanguageModel(nn.Module):
+    """A causal pre-norm Transformer over characters."""
+
+    def __init__(self, attention: str, vocabulary: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads = options["width"], options["heads"]
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads, attention, causal=True) for _ in range(options["layers"]))
+        quest_core.chain(self)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        start(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, N] -> logits [B, N, vocabulary]."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with one seed at every learning rate.
+
+    Args:
+        cell: `task` is "vit" or "pydocs"; `data` is for "vit", see `images.load`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics, with the test accuracy at the epoch that is best in validation: ``accuracy``, the mean over the rates,
+        and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate that is best in validation; ``range``, the
+        decades between the lowest and the highest rate around the best one that are `WITHIN` points of it, and half a
+        decade more because the rates are half a decade apart; and ``diverged``, a number of rates. Series
+        ``train_loss/lr=R`` and so on by epoch, also for the values of `WATCHED`.
+
+    Raises:
+        ConfigError: a size is invalid, or the data is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 128, "validation": 64, "test": 128, "epochs": 1, "layers": 2, "rates": 2}
+    draw = torch.Generator().manual_seed(cell.seed)
+    problem = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
+    probe = problem.validation[0][:128]
+    rates = [options["lowest"] * 10 ** (place / 2) for place in range(options["rates"])]
+    saved = load_state(cell) or {"done": [], "current": None}
+    done: list[dict[str, Any]] = saved["done"]
+    for rate in rates[len(done) :]:
+        place = len(done)
+        torch.manual_seed(cell.seed)
+        model = problem.make()
+        found = fit(
+            model,
+            problem.train,
+            {"validation": problem.validation},
+            options,
+            rate=rate,
+            draw=torch.Generator().manual_seed(cell.seed),
+            progress=lambda share, text, place=place: progress(
+                (place + share) / len(rates), f"lr {rates[place]:.2g} {text}"
+            ),
+            state=saved["current"],
+            keep=lambda state: save_state(cell, {"done": done, "current": state}),
+            precision=options["precision"],
+            watch=lambda model: observe(model, probe),
+        )
+        model.load_state_dict(found.best)
+        done.append(
+            {
+                "diverged": found.diverged,
+                "accuracy": problem.guess if found.diverged else accuracy(model, *problem.test),
+                "validation": problem.guess if found.diverged else max(found.series["validation"]),
+                "series": found.series,
+            }
+        )
+        saved["current"] = None
+        save_state(cell, {"done": done, "current": None})
+    names = [f"lr={rate:.2g}" for rate in rates]
+    scores = [one["accuracy"] for one in done]
+    chosen = max(range(len(done)), key=lambda place: done[place]["validation"])
+    return Result(
+        {
+            "accuracy": sum(scores) / len(scores),
+            **{f"accuracy/{name}": score for name, score in zip(names, scores, strict=True)},
+            "best accuracy": scores[chosen],
+            "range": width_of_range(scores),
+            "diverged": float(sum(one["diverged"] for one in done)),
+        },
+        {
+            f"{key}/{name}": values
+            for name, one in zip(names, done, strict=True)
+            for key, values in one["series"].items()
+        },
+        {"rates": rates, "diverged": [name for name, one in zip(names, done, strict=True) if one["diverged"]]},
+    )
+
+
+def width_of_range(scores: Sequence[float]) -> float:
+    """Return the decades of neighbouring rates, half a decade apart, that are within `WITHIN` points of the best.
+
+    Each rate stands for half a decade, so the result is at least 0.5.
+    """
+    best = max(range(len(scores)), key=scores.__getitem__)
+    low = high = best
+    while low and scores[low - 1] >= scores[best] - WITHIN:
+        low -= 1
+    while high + 1 < len(scores) and scores[high + 1] >= scores[best] - WITHIN:
+        high += 1
+    return (high - low + 1) / 2
+
+
+def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
+    """Title, caption and figure of: accuracy by learning rate, and the watched values over training.
+
+    Args:
+        rows: one row a cell, as in results.parquet.
+        results: the cells' decoded results, with what determines each cell.
+    """
+    from matplotlib.figure import Figure
+
+    attentions = list(dict.fromkeys(rows["attention"]))
+    rates = results[0]["details"]["rates"]
+    names = [f"lr={rate:.2g}" for rate in rates]
+
+    def drawn(axes: Any, attention: str, x: Sequence[float], lines: Sequence[Sequence[float]]) -> None:
+        """The mean over seeds, and a band from the lowest to the highest, as far as all seeds go."""
+        columns = list(zip(*lines, strict=False))
+        x = list(x)[: len(columns)]
+        colour = f"C{attentions.index(attention)}"
+        axes.plot(x, [sum(own) / len(own) for own in columns], color=colour, lw=1.5, label=attention, marker=".")
+        axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.16, lw=0)
+
+    by_rate = Figure(figsize=(7.2, 3.4), layout="constrained")
+    axes = by_rate.subplots()
+    for attention in attentions:
+        own = [cell["metrics"] for cell in results if cell["attention"] == attention]
+        drawn(axes, attention, rates, [[metrics[f"accuracy/{name}"] for name in names] for metrics in own])
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("test accuracy (%)")
+    by_rate.legend(loc="outside upper left", ncols=4, fontsize=8)
+
+    watched = Figure(figsize=(9.6, 1.7 * len(WATCHED) + 0.5), layout="constrained")
+    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True)
+    for line, key in zip(grid, WATCHED, strict=True):
+        for axes, name in zip(line, names, strict=True):
+            for attention in attentions:
+                own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
+                if all(own):
+                    drawn(axes, attention, range(1, 1 + max(map(len, own))), own)
+            if key != "entropy" and any(v > 0 for line in axes.lines for v in line.get_ydata() if math.isfinite(v)):
+                axes.set_yscale("log")
+            axes.set_title(name if key == WATCHED[0] else "", fontsize=8)
+            axes.tick_params(labelsize=7)
+        line[0].set_ylabel(key.replace("_", " "), fontsize=8)
+    watched.supxlabel("epoch", fontsize=9)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    watched.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8)
+    return [
+        (
+            "Accuracy by learning rate",
+            "Test accuracy at the epoch that is best in validation. Lines are means over seeds, bands reach from the "
+            "lowest to the highest. A rate that diverged counts as guessing.",
+            by_rate,
+        ),
+        (
+            "Logits and norms over training",
+            "After each epoch, on 128 validation inputs: the largest logit, and the means over layers and heads of the "
+            "entropy of the weights in nats and of the norms of queries and keys. Lines end where a seed diverged.",
+            watched,
+        ),
+    ]
