@@ -72,6 +72,31 @@ IMAGE_OPTIONS = [
     {"name": "weight_decay", "kind": "float", "default": 0.05, "minimum": 0.0, "doc": "of AdamW, on every parameter"},
 ]
 
+
+def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
+    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
+
+
+GQA_OPTIONS = [
+    _whole("train", 3000, "images of classes 0 to 4 for pretraining, drawn for each seed"),
+    _whole("uptrain_images", 1000, "those of them that up-training sees"),
+    _whole("downstream", 1000, "images of classes 5 to 9 for fine-tuning"),
+    _whole("validation", 1000, "further images of each half, for the curves"),
+    _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
+    _whole("uptrain", 3, "epochs of up-training"),
+    _whole("finetune", 3, "epochs of fine-tuning"),
+    _rate("pretrain_rate", 0.001, "learning rate of pretraining"),
+    _rate("uptrain_rate", 0.0003, "learning rate of up-training"),
+    _rate("finetune_rate", 0.001, "learning rate of fine-tuning"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _whole("batch", 32, "images in a mini-batch"),
+    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 3, "Transformer blocks"),
+    _whole("heads", 8, "query heads of a block", 2),
+    _whole("rounds", 20, "how often inference is timed"),
+]
+
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
         "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
@@ -93,6 +118,22 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "selection": "validation",
         "options": IMAGE_OPTIONS,
+        "needs": None,
+    },
+    "gqa/fashion-mnist": {
+        "summary": "grouped attentions up-trained from a multi-head checkpoint, on halves of Fashion-MNIST",
+        "tasks": ["half"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "last",
+        "also": [
+            {"metric": "fine-tuned"},
+            {"metric": "fine-tuned from gqa"},
+            {"metric": "time of gqa", "unit": "×", "higher_is_better": False},
+        ],
+        "jobs": 1,
+        "options": GQA_OPTIONS,
         "needs": None,
     },
     "calibration/pydocs": {
