@@ -68,7 +68,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """
     options = dict(cell.options)
     if cell.smoke:
-        options |= dict.fromkeys(("train", "uptrain_images", "downstream"), 128) | {"validation": 64}
+        options |= dict.fromkeys(("train", "uptrain_images", "downstream"), 128) | {"validation": 64, "test": 64}
         options |= dict.fromkeys(("pretrain", "uptrain", "finetune"), 1) | {"layers": 2, "rounds": 2}
     heads = options["heads"]
     grouped = [count for count in range(1, heads) if heads % count == 0]
@@ -171,8 +171,6 @@ def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
     """
     images, labels = read(cell.data, "train")
     test, test_labels = read(cell.data, "t10k")
-    if cell.smoke:
-        test, test_labels = test[:256], test_labels[:256]
     draw = torch.Generator().manual_seed(cell.seed)
     found = []
     mean = deviation = torch.zeros(())
@@ -185,7 +183,7 @@ def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
         chosen, rest = own[:count], own[count : count + held_out]
         if not late:
             mean, deviation = images[chosen].mean(), images[chosen].std()
-        kept = (test_labels >= SPLIT) == late
+        kept = ((test_labels >= SPLIT) == late).nonzero()[: options["test"], 0]
         found.append(
             Half(
                 (images[chosen] - mean) / deviation,

@@ -78,10 +78,11 @@ def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
 
 
 GQA_OPTIONS = [
-    _whole("train", 3000, "images of classes 0 to 4 for pretraining, drawn for each seed"),
-    _whole("uptrain_images", 1000, "those of them that up-training sees"),
-    _whole("downstream", 1000, "images of classes 5 to 9 for fine-tuning"),
-    _whole("validation", 1000, "further images of each half, for the curves"),
+    _whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
+    _whole("uptrain_images", 800, "those of them that up-training sees"),
+    _whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
+    _whole("validation", 500, "further images of each half, for the curves"),
+    _whole("test", 2000, "test images of each half, the first ones"),
     _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
     _whole("uptrain", 3, "epochs of up-training"),
     _whole("finetune", 3, "epochs of fine-tuning"),
@@ -94,7 +95,7 @@ GQA_OPTIONS = [
     _whole("width", 64, "features of a token"),
     _whole("layers", 3, "Transformer blocks"),
     _whole("heads", 8, "query heads of a block", 2),
-    _whole("rounds", 20, "how often inference is timed"),
+    _whole("rounds", 15, "how often inference is timed"),
 ]
 
 SUITES: dict[str, dict[str, Any]] = {
