@@ -1,8 +1,9 @@
 """explain/fashion-mnist: how well maps of a classifier's attention cover its object (QUEST, table 6).
 
-Each image of Fashion-MNIST lies at a random place of a larger canvas of uniform noise. Its pixels above 0 are the
-object's mask, exact by construction. A small Vision Transformer is trained to classify the canvas; the epoch with the
-best accuracy on held-out images is kept. Two maps over the tokens are computed for each test image:
+Each image of Fashion-MNIST lies at a random place of a larger canvas of uniform noise, aligned with the patches. Its
+pixels above 0 are the object's mask, exact by construction. A small Vision Transformer is trained to classify the
+canvas; the epoch with the best accuracy on held-out images is kept. Two maps over the tokens are computed for each
+test image:
 
 - AG-CAM (Leem and Seo, 2024): positive gradients of the true class's logit with respect to the attention weights,
   times the sigmoid of the attention logits, summed over heads and layers.
@@ -68,10 +69,11 @@ def run(cell: Cell, progress: Progress) -> Result:
     if count + held_out > len(images):
         raise ConfigError(f"train + validation is {count + held_out}, and there are {len(images)} training images")
     picked = torch.randperm(len(images), generator=draw)[: count + held_out]
-    canvases, _ = place(images[picked], size, options["noise"], draw)
+    canvases, _ = place(images[picked], size, options["patch"], options["noise"], draw)
     labels = labels[picked]
     test, test_labels = (part[: options["test"]] for part in read(cell.data, "t10k"))
-    test, masks = place(test, size, options["noise"], torch.Generator().manual_seed(0))  # the same for every seed
+    same = torch.Generator().manual_seed(0)  # every seed has the same test
+    test, masks = place(test, size, options["patch"], options["noise"], same)
     mean, deviation = canvases[:count].mean(), canvases[:count].std()
     canvases, shown, test = (canvases - mean) / deviation, test[:SHOWN], (test - mean) / deviation
 
@@ -111,12 +113,13 @@ def run(cell: Cell, progress: Progress) -> Result:
     return Result(metrics, curves, {"examples": examples, "object": 100 * masks.double().mean().item()})
 
 
-def place(images: Tensor, size: int, noise: float, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+def place(images: Tensor, size: int, step: int, noise: float, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Put each image at a random place of a canvas of uniform noise.
 
     Args:
         images: [n, s, s] in 0..1; pixels above 0 are the object.
         size: pixels S a side of a canvas.
+        step: places are multiples of this many pixels.
         noise: the background is uniform in 0..noise.
         draw: gives the places and the noise.
 
@@ -126,7 +129,7 @@ def place(images: Tensor, size: int, noise: float, draw: torch.Generator) -> tup
     n, side = images.shape[:2]
     canvases = noise * torch.rand(n, size, size, generator=draw)
     masks = torch.zeros(n, size, size, dtype=torch.bool)
-    corners = torch.randint(size - side + 1, (2, n, 1), generator=draw)
+    corners = step * torch.randint((size - side) // step + 1, (2, n, 1), generator=draw)
     rows, columns = corners + torch.arange(side)  # [n, s] each
     where = (torch.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :])
     masks[where] = images > 0
@@ -230,7 +233,7 @@ def pictures(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[t
             axes.imshow(some["images"][place_], cmap="gray", vmin=0, vmax=255)
             if kind:
                 pixels = to_pixels(torch.tensor(first[attention][kind][place_])[None], len(mask))[0]
-                axes.imshow(pixels, cmap="magma", alpha=0.75, vmin=0, vmax=1)
+                axes.imshow(pixels.numpy(), cmap="magma", alpha=0.75, vmin=0, vmax=1)
             axes.contour(mask, levels=[0.5], colors="#56b4e9", linewidths=0.8)
             axes.set_axis_off()
             if place_ == 0:

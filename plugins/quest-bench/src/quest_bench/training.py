@@ -33,6 +33,7 @@ def fit(
     measure: Callable[[], Mapping[str, float]],
     progress: Callable[[float, str], None],
     select: str | None = None,
+    best: Callable[[list[float]], float] = max,
 ) -> Curves:
     """Train with AdamW and a cosine schedule that starts at the full rate and ends at 0.
 
@@ -47,8 +48,9 @@ def fit(
         epochs, batch, rate, weight_decay: of this phase.
         measure: called after each epoch, with the model in evaluation and without gradients.
         progress: called after each epoch with the share of this phase.
-        select: the model ends with the weights of the epoch that has the highest of this measurement; None for the
-            last epoch.
+        select: the model ends with the weights of the epoch that has the best of this measurement; None for the last
+            epoch.
+        best: max or min.
 
     Returns:
         ``train_loss`` and what `measure` gives, by epoch.
@@ -62,9 +64,9 @@ def fit(
     torch.manual_seed(cell.seed)
     saved = load_state(cell) or {}  # sets the random generators as they were
     curves: Curves = {}
-    best: Mapping[str, Tensor] | None = None
+    kept: Mapping[str, Tensor] | None = None
     if state := saved.get(phase):
-        curves, best = state["curves"], state["best"]
+        curves, kept = state["curves"], state["kept"]
         for part in (model, optimizer, schedule):
             part.load_state_dict(state[type(part).__name__])
     for epoch in range(len(curves.get("train_loss", ())), epochs):
@@ -86,12 +88,12 @@ def fit(
             found = {"train_loss": mean, **measure()}
         for name, number in found.items():
             curves.setdefault(name, []).append(number)
-        if select and found[select] >= max(curves[select]):
-            best = copy.deepcopy(model.state_dict())
+        if select and curves[select].index(best(curves[select])) == epoch:
+            kept = copy.deepcopy(model.state_dict())
         parts = {type(part).__name__: part.state_dict() for part in (model, optimizer, schedule)}
-        save_state(cell, {**saved, phase: {"curves": curves, "best": best, **parts}})
+        save_state(cell, {**saved, phase: {"curves": curves, "kept": kept, **parts}})
         progress((epoch + 1) / epochs, f"{phase} epoch {epoch + 1} loss {mean:.3f}")
-    if best is not None:
-        model.load_state_dict(best)
+    if kept is not None:
+        model.load_state_dict(kept)
     model.eval()
     return curves
