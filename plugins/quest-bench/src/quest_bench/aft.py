@@ -86,7 +86,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         options |= {"images": 32, "epochs": 1, "layers": 1, "rounds": 2, "tokens": 512}
     training, validation, test = splits(cell, options)
     if cell.smoke:
-        training, validation, test = ((x[:16], y[:16]) for x, y in (training, validation, test))
+        training, validation, test = ((x[:8], y[:8]) for x, y in (training, validation, test))
     batch = max(1, options["tokens"] // training[0].shape[1])
 
     def build(attention: str) -> Decoder:
