@@ -37,7 +37,7 @@ def test_every_byte_is_predicted_from_those_before_it() -> None:
     tokens, following = aft.pieces(torch.arange(11), 3)
     assert tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert following.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    with pytest.raises(ConfigError, match="11 bytes, which is no piece of 11"):
+    with pytest.raises(ConfigError, match="11 bytes, fewer than a piece of 11 needs"):
         aft.pieces(torch.arange(11), 11)
 
 

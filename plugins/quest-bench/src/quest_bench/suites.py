@@ -81,7 +81,7 @@ GQA_OPTIONS = [
     _whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
     _whole("uptrain_images", 800, "those of them that up-training sees"),
     _whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
-    _whole("validation", 500, "further images of each half, for the curves"),
+    _whole("validation", 500, "further images of each half, which draw the curves"),
     _whole("test", 2000, "test images of each half, the first ones"),
     _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
     _whole("uptrain", 3, "epochs of up-training"),
