@@ -158,9 +158,7 @@ def pieces(text: Tensor, length: int) -> Split:
     """Cut a text into pieces: bytes [L] -> tokens [n, T] and the next ones [n, T]; the rest is left out."""
     n = (len(text) - 1) // length
     if not n:
-        raise ConfigError(
-            f"the text has {len(text)} bytes, fewer than a piece of {length} needs; choose a shorter length"
-        )
+        raise ConfigError(f"the text has {len(text)} bytes, fewer than a piece of {length} needs; shorten it")
     return text[: n * length].view(n, length), text[1 : n * length + 1].view(n, length)
 
 
