@@ -123,6 +123,60 @@ ROBUSTNESS_OPTIONS = [
     _SIZE,
 ]
 
+
+def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
+    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
+
+
+GQA_OPTIONS = [
+    _whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
+    _whole("uptrain_images", 800, "those of them that up-training sees"),
+    _whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
+    _whole("validation", 500, "further images of each half, which draw the curves"),
+    _whole("test", 2000, "test images of each half, the first ones"),
+    _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
+    _whole("uptrain", 3, "epochs of up-training"),
+    _whole("finetune", 3, "epochs of fine-tuning"),
+    _rate("pretrain_rate", 0.001, "learning rate of pretraining"),
+    _rate("uptrain_rate", 0.0003, "learning rate of up-training"),
+    _rate("finetune_rate", 0.001, "learning rate of fine-tuning"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _whole("batch", 32, "images in a mini-batch"),
+    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 3, "Transformer blocks"),
+    _whole("heads", 8, "query heads of a block", 2),
+    _whole("rounds", 15, "how often inference is timed"),
+]
+
+EXPLAIN_OPTIONS = [
+    _whole("train", 3000, "training images, drawn for each seed"),
+    _whole("validation", 500, "further training images, which choose the epoch"),
+    _whole("test", 1000, "test images, the first ones"),
+    _whole("epochs", 4, "passes over the training images"),
+    _whole("batch", 32, "images in a mini-batch"),
+    _rate("rate", 0.002, "learning rate of AdamW"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _rate("noise", 0.1, "the background is uniform between 0 and this; the object reaches 1"),
+    _whole("size", 42, "pixels a side of the canvas", 28),
+    _whole("patch", 7, "pixels a side of a patch; it divides the size"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 3, "Transformer blocks"),
+    _whole("heads", 4, "attention heads of a block"),
+]
+
+AFT_OPTIONS = [
+    _whole("epochs", 1, "passes over the training data"),
+    _whole("images", 2000, "training images; a quarter as many more for validation, half as many for the test"),
+    _whole("tokens", 1024, "bytes or pixels in a mini-batch"),
+    _rate("rate", 0.004, "learning rate of AdamW"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 2, "Transformer blocks"),
+    _whole("heads", 4, "attention heads of a block"),
+    _whole("rounds", 10, "how often a training step is timed"),
+]
+
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
         "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
@@ -186,6 +240,60 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": ROBUSTNESS_OPTIONS,
         "data": IMAGE_DATA,
         "plots": "quest_bench.robustness:plots",
+        "needs": None,
+    },
+    "gqa/fashion-mnist": {
+        "summary": "grouped attentions up-trained from a multi-head checkpoint, on halves of Fashion-MNIST",
+        "tasks": ["half"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "last",
+        "also": [
+            {"metric": "fine-tuned"},
+            {"metric": "fine-tuned from gqa"},
+            {"metric": "time of gqa", "unit": "×", "higher_is_better": False},
+        ],
+        "jobs": 1,
+        "options": GQA_OPTIONS,
+        "needs": None,
+    },
+    "explain/fashion-mnist": {
+        "summary": "maps of a classifier's attention against the exact masks of the objects",
+        "tasks": ["canvas"],
+        "metric": "AG-CAM IoU",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "also": [
+            {"metric": name}
+            for name in (
+                "AG-CAM Dice",
+                "AG-CAM pixel accuracy",
+                "AG-CAM pointing",
+                "rollout IoU",
+                "rollout pointing",
+                "accuracy",
+            )
+        ],
+        "paper": _PAPER["explain/fashion-mnist"],
+        "plots": "quest_bench.explain:pictures",
+        "options": EXPLAIN_OPTIONS,
+        "needs": None,
+    },
+    "aft/causal": {
+        "summary": "attention-free layers as byte and pixel models, in bits, with time and memory of standard's",
+        "tasks": ["text=64", "text=256", "text=1024", "image=14"],
+        "metric": "bits",
+        "unit": "bits",
+        "higher_is_better": False,
+        "selection": "validation",
+        "also": [
+            {"metric": "time of standard", "unit": "×"},
+            {"metric": "memory of standard", "unit": "×"},
+        ],
+        "jobs": 1,
+        "options": AFT_OPTIONS,
         "needs": None,
     },
     "calibration/pydocs": {

@@ -1,0 +1,181 @@
+"""aft/causal: attention-free layers that predict the next byte or pixel (AFT, tables 2 and 4 to 6).
+
+A task names the data and the length. "text=256" is Python's documentation topics as bytes, cut into pieces of 256
+bytes; the last tenth is the test, the tenth before it the validation. "image=14" is Fashion-MNIST averaged to 14×14
+pixels of 256 levels, row by row. The model is a causal pre-norm Transformer with learned positions; only its attention
+changes. The epoch with the best validation is kept, and its bits per byte or pixel on the test are reported.
+
+Windows are compared by attentions, such as ``aft-simple,aft-local(window=8),aft-local(window=32)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Progress, Result, beside_stock
+from quest_core.errors import ConfigError
+
+from .images import Block, read
+from .training import DivergedError, fit
+
+LEVELS = 256
+"""Values of a byte and of a pixel; the token after them starts an image."""
+PART = 16384
+"""Tokens of an evaluation that are held at a time."""
+Split = tuple[Tensor, Tensor]
+"""Tokens [n, T] and the next ones [n, T]."""
+
+
+class CausalBlock(Block):
+    """A block whose tokens attend only to themselves and to earlier ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, E] -> [B, T, E]."""
+        x = x + self.attention(self.norm1(x), is_causal=True)
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    """Predict the next token: tokens [B, T] -> logits [B, T, 256]."""
+
+    def __init__(self, attention: str, *, length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(LEVELS + 1, width)
+        self.positions = nn.Parameter(torch.empty(length, width))  # [T, E]
+        self.blocks = nn.ModuleList(CausalBlock(width, heads, attention) for _ in range(layers))
+        quest_core.chain(self)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, LEVELS)
+        for start in (self.token.weight, self.positions):
+            nn.init.normal_(start, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token."""
+        x = self.token(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate one attention with one seed, and compare its training step with that of standard attention.
+
+    Args:
+        cell: `task` is "text=" or "image=" and a length or pixels a side; `data` as in `images.run`, read by images.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics ``bits`` per byte or pixel of the test, ``train bits`` of the last epoch, and ``time of standard`` and
+        ``memory of standard``, ratios of a training step. Series ``train_loss`` (nats) and ``validation`` (bits).
+
+    Raises:
+        ConfigError: the length or the attention does not fit, or the data is missing.
+        InputError: the length is more than the attention's `max_length`.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"images": 32, "epochs": 1, "layers": 1, "rounds": 2, "tokens": 512}
+    training, validation, test = splits(cell, options)
+    if cell.smoke:
+        training, validation, test = ((x[:8], y[:8]) for x, y in (training, validation, test))
+    batch = max(1, options["tokens"] // training[0].shape[1])
+
+    def build(attention: str) -> Decoder:
+        torch.manual_seed(cell.seed)
+        shape = {name: options[name] for name in ("width", "layers", "heads")}
+        return Decoder(attention, length=training[0].shape[1], **shape)
+
+    model = build(cell.attention)
+    try:
+        curves = fit(
+            cell,
+            "training",
+            model,
+            lambda picked: loss(model, (training[0][picked], training[1][picked])),
+            len(training[0]),
+            epochs=options["epochs"],
+            batch=batch,
+            rate=options["rate"],
+            weight_decay=options["weight_decay"],
+            measure=lambda: {"validation": bits(model, validation)},
+            progress=progress,
+            select="validation",
+            best=min,
+        )
+    except DivergedError as error:
+        progress(1.0, str(error))
+        return Result({"bits": math.nan})
+    with torch.no_grad():
+        metrics = {"bits": bits(model, test), "train bits": curves["train_loss"][-1] / math.log(2)}
+    some = (training[0][:batch], training[1][:batch])
+
+    def step(timed: nn.Module) -> None:
+        loss(timed, some).backward()
+        timed.zero_grad()
+
+    stock = build("standard")
+    taken = beside_stock(
+        lambda: step(stock), lambda: step(model), rounds=options["rounds"], progress=lambda fraction, text: None
+    )
+    metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
+    return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})
+
+
+def splits(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split]:
+    """Return training, validation and test of the cell's task.
+
+    Raises:
+        ConfigError: the length does not fit, or the data is missing.
+    """
+    kind, _, number = cell.task.partition("=")
+    if kind == "text":
+        text = torch.frombuffer(
+            bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8
+        )
+        tenth = len(text) // 10
+        parts = text.long().split([len(text) - 2 * tenth, tenth, tenth])
+        return tuple(pieces(part, int(number)) for part in parts)  # type: ignore[return-value]
+    side, count = int(number), options["images"]
+    if 28 % side:
+        raise ConfigError(f"task {cell.task} averages 28×28 pixels; choose a divisor of 28: 1, 2, 4, 7, 14 or 28")
+    images, _ = read(cell.data, "train")
+    held_out, _ = read(cell.data, "t10k")
+    draw = torch.Generator().manual_seed(cell.seed)
+    chosen = images[torch.randperm(len(images), generator=draw)[: count + count // 4]]
+    return pixels(chosen[:count], side), pixels(chosen[count:], side), pixels(held_out[: count // 2], side)
+
+
+def pieces(text: Tensor, length: int) -> Split:
+    """Cut a text into pieces: bytes [L] -> tokens [n, T] and the next ones [n, T]; the rest is left out."""
+    n = (len(text) - 1) // length
+    if not n:
+        raise ConfigError(f"the text has {len(text)} bytes, fewer than a piece of {length} needs; shorten it")
+    return text[: n * length].view(n, length), text[1 : n * length + 1].view(n, length)
+
+
+def pixels(images: Tensor, side: int) -> Split:
+    """Average images [n, 28, 28] in 0..1 to side×side levels; an image follows the token 256."""
+    levels = (255 * F.adaptive_avg_pool2d(images, side)).round().long().flatten(1)  # [n, side²]
+    return torch.cat([torch.full_like(levels[:, :1], LEVELS), levels[:, :-1]], 1), levels
+
+
+def loss(model: nn.Module, batch: Split) -> Tensor:
+    """Return the mean cross-entropy in nats a token."""
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def bits(model: nn.Module, data: Split) -> float:
+    """Return the mean bits a token of all samples, by the model in evaluation."""
+    part = max(1, PART // data[0].shape[1])
+    both = zip(data[0].split(part), data[1].split(part), strict=True)
+    total = sum(loss(model, (x, y)).item() * y.numel() for x, y in both)
+    return total / data[1].numel() / math.log(2)

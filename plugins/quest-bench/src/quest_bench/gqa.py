@@ -1,0 +1,254 @@
+"""gqa/fashion-mnist: grouped attentions that start from a multi-head checkpoint (Key-Driven GQA, tables 2 to 5).
+
+A small Vision Transformer with multi-head attention is pretrained on classes 0 to 4 of Fashion-MNIST. For each number
+of key/value heads below that of query heads, its checkpoint is loaded into a model with the cell's grouping, which
+averages the key and value heads of a group (`quest_core.projections`), and is up-trained for equal steps on a part of
+the same images. With half the heads, the largest number that gqa can have, the up-trained model is fine-tuned with a
+new classifier on classes 5 to 9; so is one that takes the weights of an up-trained gqa and changes the grouping only
+then (table 4).
+
+A cell with multi-head attention is trained for the same steps without pooling. Nothing is selected: every number is of
+the last step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Progress, Result, beside_stock
+from quest_core.catalogue import parts
+from quest_core.checkpoints import accept
+from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError
+from quest_core.mechanism import Observation
+
+from .images import VisionTransformer, accuracy, read
+from .training import Curves, DivergedError, fit
+
+SPLIT = 5
+"""Classes below this one are pretrained and up-trained, the others fine-tuned."""
+PROBE = 256
+"""Images on which groups are counted and times measured."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """The images of half of the classes: x [n, 28, 28] and y [n], for training, validation and test."""
+
+    x: Tensor
+    y: Tensor
+    validation: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Pretrain, pool, up-train and fine-tune with one grouping and one seed.
+
+    Args:
+        cell: `attention` without `kv_heads`, which takes every divisor of the option heads; `data` as in `images.run`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics in %: ``accuracy`` after up-training with half the heads, ``accuracy/kv_heads=G`` for each G,
+        ``pooled/kv_heads=G`` before up-training on validation images, ``fine-tuned``, and ``fine-tuned from gqa``;
+        ``pretrained``; ``time of gqa`` and ``memory of gqa``, ratios at inference; ``non-uniform groups`` and ``first
+        non-uniform groups``, the share of layers in % after and before up-training with half the heads. Series of that
+        up-training: ``train_loss``, ``validation`` and ``non-uniform groups``.
+
+    Raises:
+        ConfigError: an option does not fit, or the data is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= dict.fromkeys(("train", "uptrain_images", "downstream"), 128) | {"validation": 64, "test": 64}
+        options |= dict.fromkeys(("pretrain", "uptrain", "finetune"), 1) | {"layers": 2, "rounds": 2}
+    heads = options["heads"]
+    grouped = [count for count in range(1, heads) if heads % count == 0]
+    if not grouped:
+        raise ConfigError(f"option heads is {heads}; grouping needs two heads or more")
+    config = AttentionConfig.parse(cell.attention)
+    if config.family or config.option("kv_heads") is not None:
+        raise ConfigError(f"attention '{config}' is a family or has kv_heads, which this suite chooses: {grouped}")
+    upstream, downstream = halves(cell, options)
+    try:
+        return _phases(cell, progress, options, config, grouped, upstream, downstream)
+    except DivergedError as error:
+        progress(1.0, str(error))
+        return Result({"accuracy": math.nan, "fine-tuned": math.nan, "fine-tuned from gqa": math.nan})
+
+
+def _phases(
+    cell: Cell,
+    progress: Progress,
+    options: Mapping[str, Any],
+    config: AttentionConfig,
+    grouped: list[int],
+    upstream: Half,
+    downstream: Half,
+) -> Result:
+    half = grouped[-1]
+    multi_head = config["grouping"] == "mha"
+    own = {count: with_heads(config, count) for count in ([half] if multi_head else grouped)}
+    plain = with_heads(regrouped(config, "gqa"), half)
+    is_gqa = own[half] == plain
+    planned = 2 + len(own) + (0 if is_gqa or multi_head else 2)
+    done = 0
+
+    def train(name: str, phase: str, model: VisionTransformer, data: Half, count: int) -> Curves:
+        nonlocal done
+        before, done = done, done + 1
+        return fit(
+            cell,
+            name,
+            model,
+            lambda picked: F.cross_entropy(model(data.x[picked]), data.y[picked]),
+            count,
+            epochs=options[phase],
+            batch=options["batch"],
+            rate=options[f"{phase}_rate"],
+            weight_decay=options["weight_decay"],
+            measure=lambda: {
+                "validation": accuracy(model, *data.validation),
+                "non-uniform groups": non_uniform(model, data.validation[0][:PROBE]),
+            },
+            progress=lambda share, text: progress((before + share) / planned, text),
+        )
+
+    base = regrouped(config, "mha")
+    pretrained = build(base, cell.seed, options)
+    train("pretraining", "pretrain", pretrained, upstream, options["train"])
+    metrics = {"pretrained": accuracy(pretrained, *upstream.test)}
+    models: dict[int, VisionTransformer] = {}
+    curves: Curves = {}
+    for count, attention in own.items():
+        models[count] = convert(pretrained, base, attention, cell.seed, options)
+        metrics[f"pooled/kv_heads={count}"] = accuracy(models[count], *upstream.validation)
+        first = non_uniform(models[count], upstream.validation[0][:PROBE])
+        curves = train(f"kv_heads={count}", "uptrain", models[count], upstream, options["uptrain_images"])
+        metrics[f"accuracy/kv_heads={count}"] = accuracy(models[count], *upstream.test)
+    if multi_head:  # nothing is pooled, so one model stands for every count
+        metrics |= {f"accuracy/kv_heads={count}": metrics[f"accuracy/kv_heads={half}"] for count in grouped}
+    metrics["accuracy"] = metrics[f"accuracy/kv_heads={half}"]
+    metrics["non-uniform groups"] = curves["non-uniform groups"][-1]
+    metrics["first non-uniform groups"] = first
+
+    late = models[half]  # for table 4
+    if not (is_gqa or multi_head):
+        shared = convert(pretrained, base, plain, cell.seed, options)
+        train("gqa", "uptrain", shared, upstream, options["uptrain_images"])
+        late = convert(shared, plain, own[half], cell.seed, options)
+    probe = upstream.validation[0][:PROBE]
+    stock, model = build(plain, cell.seed, options).eval(), models[half]
+    with torch.no_grad():
+        timed = beside_stock(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"], progress=_idle)
+    metrics |= {f"{name} of gqa": timed.metrics[f"{name} of stock"] for name in ("time", "memory")}
+    for name, model in {"fine-tuned": models[half], "fine-tuned from gqa": late}.items():
+        if name == "fine-tuned" or late is not models[half]:
+            nn.init.zeros_(model.classifier.weight)
+            nn.init.zeros_(model.classifier.bias)
+            train(name, "finetune", model, downstream, options["downstream"])
+        metrics[name] = accuracy(model, *downstream.test)
+    return Result(metrics, curves, {"parameters": sum(p.numel() for p in models[half].parameters())})
+
+
+def _idle(fraction: float, text: str) -> None:
+    """Report no progress of the timing, which takes seconds."""
+
+
+def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
+    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalised alike.
+
+    Raises:
+        ConfigError: more images are asked for than a half has, or the data is missing.
+    """
+    images, labels = read(cell.data, "train")
+    test, test_labels = read(cell.data, "t10k")
+    draw = torch.Generator().manual_seed(cell.seed)
+    found = []
+    mean = deviation = torch.zeros(())
+    for name, late in (("train", False), ("downstream", True)):
+        own = ((labels >= SPLIT) == late).nonzero()[:, 0]
+        own = own[torch.randperm(len(own), generator=draw)]
+        count, held_out = options[name], options["validation"]
+        if count + held_out > len(own):
+            raise ConfigError(f"{name} + validation is {count + held_out}, and these classes have {len(own)} images")
+        chosen, rest = own[:count], own[count : count + held_out]
+        if not late:
+            mean, deviation = images[chosen].mean(), images[chosen].std()
+        kept = ((test_labels >= SPLIT) == late).nonzero()[: options["test"], 0]
+        found.append(
+            Half(
+                (images[chosen] - mean) / deviation,
+                labels[chosen],
+                ((images[rest] - mean) / deviation, labels[rest]),
+                ((test[kept] - mean) / deviation, test_labels[kept]),
+            )
+        )
+    return found[0], found[1]
+
+
+def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:
+    """Return the same score and normaliser with another grouping, without the options of the old one."""
+    old = {option.name for option in parts()[config["grouping"]].options}
+    names = [name for axis, name in config.parts if axis != "grouping"]
+    kept = {name: value for name, value in config.options if name not in old}
+    return AttentionConfig.parse({"name": "+".join([*names, grouping]), **kept})
+
+
+def with_heads(config: AttentionConfig, kv_heads: int) -> AttentionConfig:
+    """Return the attention with this number of key/value heads; mha is returned as it is."""
+    if config["grouping"] == "mha":
+        return config
+    return AttentionConfig.parse({**config.to_dict(), "kv_heads": kv_heads})
+
+
+def build(attention: AttentionConfig, seed: int, options: Mapping[str, Any]) -> VisionTransformer:
+    """Return a fresh model."""
+    torch.manual_seed(seed)
+    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
+    return VisionTransformer(str(attention), size=28, **shape)
+
+
+def convert(
+    trained: nn.Module, trained_with: AttentionConfig, attention: AttentionConfig, seed: int, options: Mapping[str, Any]
+) -> VisionTransformer:
+    """Return a model with another attention and the weights of a trained one; loading averages key and value heads."""
+    model = build(attention, seed, options)
+    accept(model, trained_with)
+    model.load_state_dict(trained.state_dict())
+    return model.eval()
+
+
+def group_sizes(model: nn.Module, images: Tensor) -> list[list[int]]:
+    """Return how many query heads each key/value head serves, by layer, while a model in evaluation sees `images`."""
+    found: list[list[int]] = []
+    watched = [module for module in model.modules() if isinstance(module, quest_core.Mechanism)]
+
+    def observe(mechanism: quest_core.Mechanism, seen: Observation) -> None:
+        served = mechanism.grouping.assign(seen.k, seen.q.shape[1], seen.mask)
+        if served is None:  # equal, consecutive groups
+            found.append([seen.q.shape[1] // seen.k.shape[1]] * seen.k.shape[1])
+        else:
+            found.append(torch.bincount(served, minlength=seen.k.shape[1]).tolist())
+
+    for mechanism in watched:
+        mechanism.observer = lambda seen, mechanism=mechanism: observe(mechanism, seen)
+    with torch.no_grad():
+        model(images)
+    for mechanism in watched:
+        mechanism.observer = None
+    return found
+
+
+def non_uniform(model: nn.Module, images: Tensor) -> float:
+    """Return the share of layers whose groups differ in size, in %."""
+    sizes = group_sizes(model, images)
+    return 100 * sum(len(set(layer)) > 1 for layer in sizes) / len(sizes)
