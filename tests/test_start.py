@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.torch import MultiheadAttention
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Packed, Projected
+from quest_core.testing.configs import with_start
 
 
 def norms(part: Projected, role: str) -> Tensor:
@@ -246,3 +249,36 @@ def test_longer_key_projections_turn_more_slowly(optimizer: type[torch.optim.Opt
         after = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
         turned.append((after - before).norm().item())
     assert turned[0] / turned[1] == pytest.approx(4**power, rel=1e-3)
+
+
+# --- what configs and READMEs offer -----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent.parent
+SAID = re.compile(r"^[^#]*\battention(?:: |=)(\"[^\"]*\"|dict\([^()]*\)|[^\s\"']+)", re.MULTILINE)
+CONFIGS = [
+    path
+    for folder in ("plugins/quest-*/src/*/configs", "examples/graphgps", "examples/mmseg", "examples/pointcept")
+    for path in sorted(ROOT.glob(f"{folder}/**/*"))
+    if path.suffix in (".yaml", ".py") and any("quest" in said for said in SAID.findall(path.read_text()))
+    if path.name not in ("main.py", "train.py")
+]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_config_of_quest_offers_the_same_attention_with_a_start(path: Path) -> None:
+    """The tests of each plugin build the models."""
+    before, after = (
+        quest_core.AttentionConfig.parse(eval(said) if said.startswith(('"', "dict(")) else said)
+        for text in (path.read_text(), with_start(path))
+        for said in SAID.findall(text)
+    )
+    assert (after.name, dict(after.options)) == (before.name, {**dict(before.options), "init": 12})
+
+
+def test_every_plugin_has_configs_or_a_readme_that_offer_a_start() -> None:
+    assert len(CONFIGS) == 36
+    for page in ROOT.glob("plugins/quest-*/README.md"):
+        if page.parent.name != "quest-bench":
+            text = page.read_text()
+            assert "(init=12)" in text, page
+            assert "https://quest-attention.github.io/quest/start/" in text, page

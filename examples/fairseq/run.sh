@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Python's documentation topics as a language model: preprocess, train, evaluate, generate, all with fairseq's tools.
 #   examples/fairseq/run.sh [ATTENTION] [FOLDER]
+#   examples/fairseq/run.sh "quest(init=12)"  # queries start at norm 12; the default, null, is the paper's
 set -euo pipefail
 attention="${1:-quest}"
 out="$(mkdir -p "${2:-runs/fairseq}" && cd "${2:-runs/fairseq}" && pwd)"

@@ -5,6 +5,8 @@ data_preprocessor = dict(size=(64, 64))
 model = dict(
     type="quest_mmseg.EncoderDecoder",
     attention="quest",
+    # Queries that start at norm 12; the default, null, is the paper's:
+    # attention="quest(init=12)",
     pretrained=None,
     data_preprocessor=data_preprocessor,
     backbone=dict(img_size=(64, 64), patch_size=8, embed_dims=48, num_layers=4, num_heads=3),

@@ -1,6 +1,7 @@
 """QUEST attention in torch-pointcloud's Point Transformer V3, on generated lidar-like scenes of streets.
 
 python examples/pointcept/train.py --attention quest --epochs 4
+python examples/pointcept/train.py --attention "quest(init=12)"  # queries start at norm 12; null is the paper's
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
   python train.py --attention standard
   python train.py --attention quest
   python train.py --attention "quest+gqa(kv_heads=2)"
+  python train.py --attention "quest(init=12)"  # queries start at norm 12; the default, null, is the paper's
 
 Needs only quest-core; the text comes with Python.
 """
@@ -57,7 +58,7 @@ def main() -> None:
 
     torch.manual_seed(chosen.seed)
     model = CharacterModel(len(characters), length=128)
-    model, report = quest_core.inject(model, chosen.attention)  # before the optimizer
+    model, report = quest_core.inject(model, chosen.attention, fresh=True)  # before the optimizer
     print(report)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

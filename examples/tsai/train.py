@@ -1,6 +1,7 @@
 """QUEST attention in tsai's own trainer, on JapaneseVowels: nine speakers, 12 features, 7 to 29 time steps.
 
 python examples/tsai/train.py --attention quest --epochs 10
+python examples/tsai/train.py --attention "quest(init=12)"  # queries start at norm 12; null is the paper's
 """
 
 from __future__ import annotations

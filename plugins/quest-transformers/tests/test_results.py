@@ -1,4 +1,4 @@
-"""The commands of the README still run, shortened."""
+"""The commands of the README and of docs/results still run, shortened."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import pytest
 
 from quest_core.testing.cells import run_committed
 
-RESULTS = Path(__file__).parents[1]
-SUITES = ["time/transformers"]
+PLACES = (Path(__file__).parents[1], Path(__file__).parents[3] / "docs" / "results")
+SUITES = ["time/transformers", "transformers/bytes-lm"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_committed_command_runs(tmp_path: Path) -> None:
-    ran = run_committed(RESULTS, SUITES, tmp_path)
+    ran = []
+    for place in PLACES:
+        folder = tmp_path / place.name
+        folder.mkdir()
+        ran += run_committed(place, SUITES, folder)
     assert {cell.split()[0] for cell in ran} == set(SUITES)

@@ -20,6 +20,8 @@ data_preprocessor = dict(
 model = dict(
     type="quest_mmseg.EncoderDecoder",
     attention="quest",
+    # Queries that start at norm 12; the default, null, is the paper's:
+    # attention="quest(init=12)",
     data_preprocessor=data_preprocessor,
     backbone=dict(
         type="VisionTransformer",

@@ -1,4 +1,4 @@
-"""Configurations of Pointcept with another attention: its own file as `_base_`, and three lines.
+"""Configurations of Pointcept with another attention: its own file as `_base_`, three lines, and a start in a comment.
 
 Their base is a file in the same folder, so `install_configs` copies them into a checkout's configs/ folder.
 """
