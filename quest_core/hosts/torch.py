@@ -73,7 +73,9 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
         known = {name for name, _ in cls.projections.entries}
         if module._parameters.keys() - known or nn.utils.parametrize.is_parametrized(module):
-            raise InputError("weights are parametrised (weight_norm, pruning, ...); inject first, or remove that")
+            raise InputError(
+                "weights of this nn.MultiheadAttention are parametrised (weight_norm, ...); inject first, or undo that"
+            )
         config = AttentionConfig.parse(attention)
         made = cls.adopt(module, config, num_heads=module.num_heads, head_dim=module.head_dim, fresh=fresh)
         made._qkv_same_embed_dim = False
@@ -115,7 +117,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             return self._forward_nested(query, need_weights, average_attn_weights)
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise InputError(
-                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes; they need 3, or 2"
+                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes; all need 3, or 2 unbatched"
             )
         same_tokens, same_values = query is key, query is key is value
         batched = query.dim() == 3
