@@ -65,7 +65,7 @@ def check_resume(run: Run, cell: Cell, folder: Path, share: float = 0.01) -> Res
 
 
 def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[str]:
-    """Run every `quest bench run` command of committed results with --smoke: each attention of each suite once.
+    """Run every `quest bench run` command of committed results with --smoke: each attention and each task of a suite.
 
     Args:
         results: a folder with reports (`*.md`) and records (`run.json`).
@@ -95,20 +95,21 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             first = text.split(",")[0]
             options[key] = first if isinstance(options[key], str) else json.loads(first)
         asked = words[1][len(name) + 1 :]
-        for attention in re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest")):
-            for task in asked.split(",") if asked else declared[name]["tasks"]:
-                cell = (name, task, attention, json.dumps(options, sort_keys=True))
-                if cell in ran:
-                    continue
-                ran[cell] = None
-                workdir = folder / str(len(ran))
-                workdir.mkdir()
-                (entry,) = entry_points(group="quest.benchmarks", name=name)
-                before = _processor_seconds()
-                result = entry.load()(Cell(name, task, attention, 0, True, None, options, workdir), lambda *_: None)
-                assert declared[name]["metric"] in result.metrics, f"{command}: {result.metrics}"
-                seconds = _processor_seconds() - before
-                assert seconds <= SMOKE_S, f"{' '.join(cell)}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
+        attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
+        tasks = asked.split(",") if asked else declared[name]["tasks"]
+        for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
+            cell = (name, task, attention, json.dumps(options, sort_keys=True))
+            if cell in ran:
+                continue
+            ran[cell] = None
+            workdir = folder / str(len(ran))
+            workdir.mkdir()
+            (entry,) = entry_points(group="quest.benchmarks", name=name)
+            before = _processor_seconds()
+            result = entry.load()(Cell(name, task, attention, 0, True, None, options, workdir), lambda *_: None)
+            assert declared[name]["metric"] in result.metrics, f"{command}: {result.metrics}"
+            seconds = _processor_seconds() - before
+            assert seconds <= SMOKE_S, f"{' '.join(cell)}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
     return [" ".join(cell) for cell in ran]
 
 

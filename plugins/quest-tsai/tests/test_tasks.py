@@ -125,16 +125,26 @@ def test_own_data(tmp_path, nested):
     assert result.details["series_test"] == 8
 
 
-def write_ts(path, labels="ab", declared="a b"):
+def write_ts(path, labels="ab", declared="a b", count=10):
     lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 1"]
     lines += ["@equalLength true", "@seriesLength 4", f"@classLabel true {declared}", "@data"]
-    path.write_text("\n".join([*lines, *(f"{i},{i + 1},2,3:{labels[i % len(labels)]}" for i in range(10))]) + "\n")
+    path.write_text("\n".join([*lines, *(f"{i},{i + 1},2,3:{labels[i % len(labels)]}" for i in range(count))]) + "\n")
 
 
 def write_parquet(path, **columns):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     table = {"x": [[float(i), 1.0, 2.0] for i in range(10)], "label": list("ab" * 5), **columns}
     pd.DataFrame(table).to_parquet(path)
+
+
+def test_a_smoke_run_of_many_classes(tmp_path):
+    """As Handwriting: a shortened training lacks some classes of the test split."""
+    names = [f"c{i}" for i in range(90)]
+    write_ts(tmp_path / "Many_TRAIN.ts", names, " ".join(names), 270)
+    write_ts(tmp_path / "Many_TEST.ts", names, " ".join(names), 720)
+    assert set(tasks(tmp_path)) == {"Many"}
+    result = run_uea(cell(tmp_path, "Many", data=tmp_path), lambda *_: None)
+    assert 0 < result.details["series_test"] < 64
 
 
 def test_the_datasets_of_a_folder_are_listed_and_checked(tmp_path):

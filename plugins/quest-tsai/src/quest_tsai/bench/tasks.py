@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -290,11 +291,13 @@ def load(cell: Cell, padding: float) -> tuple[np.ndarray, np.ndarray, dict[str, 
     splits: dict[str, list[int]] = {}
     for name, path in zip(("train", "test"), find(cell.task, cell.data), strict=True):
         found, y = read(path)
-        step = max(1, len(found) // SMOKE_SERIES) if cell.smoke else 1
-        kept = found[::step]
+        kept: Sequence[int] = range(len(found))
+        if cell.smoke:  # a test series of a class that the shortened training lacks cannot be scored
+            kept = kept[:: max(1, len(found) // SMOKE_SERIES)]
+            kept = [i for i in kept if name == "train" or y[i] in labels]
         splits[name] = list(range(len(series), len(series) + len(kept)))
-        series += kept
-        labels += y[::step]
+        series += [found[i] for i in kept]
+        labels += [y[i] for i in kept]
     if cell.options["select"] == "validation":
         splits["train"], splits["validation"] = hold_out(splits["train"], labels, cell.seed)
     train = np.concatenate([series[i] for i in splits["train"]], axis=1)  # [features, all time steps]
