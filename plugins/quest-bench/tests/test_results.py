@@ -17,7 +17,14 @@ from quest_core.testing.cells import committed_commands, run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 FOLDERS = [path.parent for path in RESULTS.glob("**/results.parquet")]
-SUITES = ["calibration/pydocs", "gpu/attention", "images/fashion-mnist", "toy/spurious"]
+SUITES = [
+    "calibration/pydocs",
+    "explain/fashion-mnist",
+    "gpu/attention",
+    "gqa/fashion-mnist",
+    "images/fashion-mnist",
+    "toy/spurious",
+]
 
 
 @pytest.mark.slow
