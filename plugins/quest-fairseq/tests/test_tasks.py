@@ -120,3 +120,15 @@ def test_a_users_import_loads_no_benchmark_code() -> None:
     command = [sys.executable, "-c", USE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_stopped_cell_starts_again_in_its_folder(tmp_path: Path) -> None:
+    """fairseq-preprocess refuses a dictionary that is there already."""
+
+    def stop(fraction: float, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_pydocs(cell("lm/pydocs", "topics", tmp_path), stop)
+    assert (tmp_path / "data-bin" / "dict.txt").is_file()
+    assert run_pydocs(cell("lm/pydocs", "topics", tmp_path), lambda *_: None).metrics["perplexity"] > 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -206,6 +207,7 @@ def preprocess(folder: Path, splits: dict[str, Lines], dictionary: Path | None =
     from fairseq import options
     from fairseq_cli.preprocess import main
 
+    shutil.rmtree(folder, ignore_errors=True)  # fairseq refuses to overwrite what a stopped cell left
     texts = folder.with_name(f"{folder.name}-text")
     texts.mkdir(parents=True, exist_ok=True)
     for name, lines in splits.items():
