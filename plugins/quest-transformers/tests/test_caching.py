@@ -125,7 +125,7 @@ def test_the_cache_of_a_stock_model_is_normalised_in_each_step(name):
     stock, model, plain = build(name).eval(), build(name, attention="quest").eval(), build(name, attention="quest")
     plain.load_state_dict(model.state_dict())
     for module in plain.eval().modules():
-        module._forward_pre_hooks.clear()  # as if caches were left alone
+        module._forward_pre_hooks.clear()  # no cache is marked
     given = inputs(name)
     token = {"decoder_input_ids" if name in SEQ2SEQ_MODELS else "input_ids": torch.tensor([[4], [5]])}
     with torch.no_grad():

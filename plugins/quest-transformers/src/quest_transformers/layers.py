@@ -21,6 +21,7 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.replacement import sizes_of
 from quest_core.mechanism import Mechanism
+from quest_core.mechanisms.base import hide_lowest
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
 from .caching import OPTION, announce
@@ -156,6 +157,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made.mechanism.to(
         device=None if anchor.is_meta else anchor.device, dtype=anchor.dtype if anchor.is_floating_point() else None
     )
+    made.mechanism.hides_by_infinity = True  # `attend` sees to it
     made.rules = Rules.of(made.mechanism, anatomy)
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
@@ -310,6 +312,8 @@ def attend(
         implied = _order(module, mechanism, attention_mask, n, m)
     if rules.counts_queries and attention_mask is not None and n == m:
         attention_mask = _hide_queries(attention_mask)
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = hide_lowest(attention_mask)
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
@@ -361,9 +365,10 @@ def _hide_queries(mask: Tensor) -> Tensor:
 
 
 def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    """Add a learned bias, which hides nothing, to a mask. T5's is not contiguous."""
+    if mask is not None:
+        bias = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    return bias.contiguous()
 
 
 def mask(*arguments: Any, **options: Any) -> Tensor | None:
