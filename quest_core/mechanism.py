@@ -79,6 +79,9 @@ class Mechanism(Spelled):
         dims: the heads and features that its parts were built for; None for a function.
         reads: names of `mechanisms.part.READS`, as its parts declare them.
         chained, fused, unit_keys: as its parts declare them.
+        hides_by_infinity: an adapter sets it where additive masks hide by −inf only. Then they are not searched for the
+            lowest finite values, which hide too: that takes as long as a tenth of a small attention.
+        takes_unit_keys: whether `forward_with_unit_keys` is possible.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
@@ -121,6 +124,7 @@ class Mechanism(Spelled):
         super().__init__(config, keeps=dims is not None)
         self._second_derivative = second_derivative(str(config))
         self.observer: Callable[[Observation], None] | None = None
+        self.hides_by_infinity = False
         self.head_share = (0, 1)
         self.keys_divided = True
         if config.family is None:
@@ -136,6 +140,7 @@ class Mechanism(Spelled):
         self.chained = any(part.chained for part in specs)
         self.fused = any(part.fused for part in specs)
         self.unit_keys = any(part.unit_keys for part in specs)
+        self.takes_unit_keys = self.unit_keys and not any(part.reads for part in specs if part.axis != "normaliser")
         self._learns = any(part.learnable for part in specs)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
@@ -174,6 +179,30 @@ class Mechanism(Spelled):
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         q, k, v = self._group_and_score(q, k, v, mask, is_causal)
         return self._normalise(q, k, v, mask, is_causal, dropout_p)
+
+    def forward_with_unit_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0,
+    ) -> Tensor:
+        """As `forward`, for keys that are unit vectors already, as a host's cache may hold them.
+
+        They are not normalised again, and an observer is shown these keys.
+
+        Raises:
+            UnsupportedError: the mechanism needs other keys (`takes_unit_keys` is False), or as in `forward`.
+        """
+        if not self.takes_unit_keys:
+            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation; use forward")
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        prepared = self.score.query(q)
+        self._show(q, k, (prepared, k), mask, is_causal)
+        return self._normalise(prepared, k, v, mask, is_causal, dropout_p)
 
     def _group_and_score(
         self,
@@ -401,7 +430,7 @@ class Mechanism(Spelled):
                 why = None if heads == groups else f"q has {heads} heads and k has {groups}"
             if why:
                 raise InputError(f"attention '{self.config}': {why}")
-        return mask if mask is None or mask.dtype == torch.bool else hide_lowest(mask)
+        return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
 
     def _show(self, *seen: Any) -> None:
         if self.observer is not None:

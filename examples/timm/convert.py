@@ -61,6 +61,38 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return 100 * sum(right) / len(images)
 
 
+@torch.no_grad()
+def head_errors(stock: nn.Module, report: quest_core.CalibrationReport, images: Tensor) -> str:
+    """Return how far each head's output is from standard attention's on the same input, as a mean over all heads.
+
+    The error is relative to how much the output varies from token to token. The best factor of each head is searched
+    among powers of 1.25.
+    """
+    model, _ = quest_core.inject(copy.deepcopy(stock).eval(), "standard")
+    calls: list[tuple[Tensor, ...]] = []
+    for module in model.modules():
+        if isinstance(module, quest_core.Mechanism):
+            module.register_forward_hook(lambda _, given, out: calls.append((*given, out)))
+    model(images)
+    spreads, errors = [], []
+    for (q, k, v, out), layer in zip(calls, report.layers, strict=True):
+        norms = k.norm(dim=-1)  # [B, H, N]
+        spreads.append(norms.std((0, 2)) / norms.mean((0, 2)))
+        factors = [torch.ones(len(layer.factors)), torch.tensor(layer.factors)]
+        factors += [torch.full((len(layer.factors),), 1.25**power) for power in range(-8, 5)]
+        scale = (out - out.mean((0, 2), keepdim=True)).square().sum((0, 2, 3)).sqrt()  # [H]
+        error = [
+            (quest_core.attention(q * f[:, None, None], k, v) - out).square().sum((0, 2, 3)).sqrt() for f in factors
+        ]
+        found = torch.stack(error) / scale  # [factors, H]
+        errors.append(torch.stack([found[0], found[1], found.amin(0)]))
+    plain, calibrated, best = torch.cat(errors, 1).mean(1).tolist()
+    return (
+        f"error of a head's output: {plain:.2f} uncalibrated, {calibrated:.2f} calibrated, {best:.2f} with the best "
+        f"factor; a head's key norms vary by {torch.cat(spreads).mean():.2f} of their mean"
+    )
+
+
 def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return the test accuracy of each model before and after fine-tuning."""
     (images, labels), test = read(options.data, "train"), read(options.data, "t10k")
@@ -74,6 +106,7 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]
     plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
     converted, report = quest_core.calibrate(copy.deepcopy(stock), batches, options.attention)
     print(f"seed {seed}: {report}", flush=True)
+    print(f"  {head_errors(stock, report, torch.cat(batches))}", flush=True)
     found = {}
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("calibrated", converted)):
         before = accuracy(model, *test)

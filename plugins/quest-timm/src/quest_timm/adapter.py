@@ -70,7 +70,10 @@ class TimmAdapter(Adapter):
             return routed
         made = _replacement(site.module)
         assert made is not None
-        return made.adopt(site.module, config, num_heads=site.num_heads, head_dim=site.head_dim, fresh=site.fresh)
+        sizes = {"num_heads": site.num_heads, "head_dim": site.head_dim}
+        adopted = made.adopt(site.module, config, **sizes, fresh=site.fresh)
+        adopted.mechanism.hides_by_infinity = made.biased
+        return adopted
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, biases on the logits, or moving windows."""

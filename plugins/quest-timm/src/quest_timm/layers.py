@@ -25,6 +25,8 @@ class Replacement(HostAttention):
 
     host: ClassVar[type[nn.Module]]
     cross: ClassVar[bool] = False
+    biased: ClassVar[bool] = False
+    """Whether the forward makes all masks itself, and they hide by −inf only."""
     stacked: ClassVar[bool] = False
     """Whether each layer sees the tokens of the one before in the same order, which elliptical scores need."""
 
@@ -120,6 +122,7 @@ class BeitAttention(Replacement, beit.Attention):
     host = beit.Attention
     projections = Packed("qkv") + Separate(q="q_bias", v="v_bias")
     stacked = True
+    biased = True
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """[B, N, E] -> [B, N, E]; the biases, the shared one [H, N, N], are added to the logits."""
@@ -135,6 +138,7 @@ class WindowAttention(Replacement, swin_transformer.WindowAttention):
 
     host = swin_transformer.WindowAttention
     projections = Packed("qkv")
+    biased = True
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows.

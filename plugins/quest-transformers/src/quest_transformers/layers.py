@@ -21,7 +21,10 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.replacement import sizes_of
 from quest_core.mechanism import Mechanism
+from quest_core.mechanisms.base import hide_lowest
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
+
+from .caching import OPTION, announce
 
 INTERFACE = "quest_transformers"
 """The name under which `attend` and `mask` are registered with transformers."""
@@ -101,6 +104,12 @@ def examine(module: Any) -> Anatomy:
     )
 
 
+def _takes_cache(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return hands_on and "past_key_values" in parameters and isinstance(getattr(module, "layer_idx", None), int)
+
+
 def _first(holder: Any, names: tuple[str, ...]) -> Any:
     return next((value for name in names if (value := getattr(holder, name, None)) is not None), None)
 
@@ -148,11 +157,14 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made.mechanism.to(
         device=None if anchor.is_meta else anchor.device, dtype=anchor.dtype if anchor.is_floating_point() else None
     )
+    made.mechanism.hides_by_infinity = True  # `attend` sees to it
     made.rules = Rules.of(made.mechanism, anatomy)
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
     if getattr(host, "mechanism", None) is None:
         made.register_load_state_dict_pre_hook(before_load)
+        if _takes_cache(made):
+            made.register_forward_pre_hook(announce, with_kwargs=True)
     if hasattr(host, "num_key_value_groups"):
         made.num_key_value_groups = anatomy.num_heads // made.head_sizes.kv_heads
     if hasattr(host, "num_key_value_heads"):
@@ -206,12 +218,16 @@ class Rules:
         family: it never forms weights, so masks are of keys only.
         order: a mask does not make it causal, because it counts every token that any query sees.
         counts_queries: padding must not take part as a query either.
+        unit_keys: a cache may hold its keys after their normalisation; see quest_transformers.caching.
+        cross: the keys are those of another sequence.
     """
 
     scaling: float
     family: bool
     order: bool
     counts_queries: bool
+    unit_keys: bool
+    cross: bool
 
     @classmethod
     def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
@@ -222,6 +238,8 @@ class Rules:
             mechanism.family is not None,
             mechanism.family is not None or any(part.chained for part in specs),
             "queries" in mechanism.reads,
+            mechanism.takes_unit_keys,
+            anatomy.role == "cross",
         )
 
 
@@ -249,7 +267,8 @@ def attend(
         scaling: the host's factor on q·k.
         is_causal: without a mask, whether the first query sees only the first key; module.is_causal by default.
         position_bias: added to the logits, broadcastable to [B, H, N, M].
-        options: `output_attentions`; what transformers' sdpa ignores is ignored.
+        options: `output_attentions`, and the `Step` of quest_transformers.caching; what transformers' sdpa ignores is
+            ignored.
 
     Returns:
         The output [B, N, H, Dv], and the weights [B, H, N, M] if the call of the model wants them, else None.
@@ -267,6 +286,8 @@ def attend(
             "each model a config of its own, and change a built model with quest_core.inject"
         )
     rules: Rules = module.rules
+    step = options.get(OPTION)
+    unit_keys = step is not None and step.keys is key
     for name in _REFUSED:
         if options.get(name) is not None:
             raise UnsupportedError(
@@ -291,11 +312,14 @@ def attend(
         implied = _order(module, mechanism, attention_mask, n, m)
     if rules.counts_queries and attention_mask is not None and n == m:
         attention_mask = _hide_queries(attention_mask)
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = hide_lowest(attention_mask)
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
-    compute = mechanism.forward_with_weights if wanted else mechanism
+    compute: Any = mechanism.forward_with_unit_keys if unit_keys else mechanism
+    compute = mechanism.forward_with_weights if wanted else compute
     out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
     out, weights = out if isinstance(out, tuple) else (out, None)
     return out.transpose(1, 2).contiguous(), weights
@@ -341,9 +365,10 @@ def _hide_queries(mask: Tensor) -> Tensor:
 
 
 def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    """Add a learned bias, which hides nothing, to a mask. T5's is not contiguous."""
+    if mask is not None:
+        bias = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    return bias.contiguous()
 
 
 def mask(*arguments: Any, **options: Any) -> Tensor | None:

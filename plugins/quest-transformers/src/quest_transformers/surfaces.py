@@ -26,6 +26,7 @@ from quest_core.hosts.injection import REPORT, inject
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
 
+from .caching import LAYERS, keep_unit_keys
 from .choice import ROLES, Choice
 from .layers import INTERFACE, attend, examine, is_attention, mask
 
@@ -68,6 +69,8 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
         register = functools.partial(interface.register, INTERFACE, function)
         remove = functools.partial(interface._global_mapping.pop, INTERFACE)
         patches.once(interface.__name__, register, remove)
+    for layer in LAYERS:
+        patches.wrap(layer, "update", keep_unit_keys)
     patches.wrap(PreTrainedConfig, "_attn_implementation", _implementation)
     patches.put(PreTrainedConfig, "attention", property(_attention, _set_attention))
     patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)

@@ -1,11 +1,18 @@
-"""time/timm: forward and backward of a ViT-Tiny of four layers on images of 224×224, against stock timm."""
+"""time/timm: a training step of models of timm, torchvision and plain PyTorch, against their own attention.
+
+timm's models have 2 or 4 layers. timm's fused attention is on for all of them, which Swin has only as an experiment;
+CrossViT has none.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 import quest_core
@@ -13,30 +20,86 @@ import quest_timm  # noqa: F401  # timm accepts attention= from here on
 from quest_core.benchmarks import Cell, Progress, Result, beside_stock
 from quest_core.hosts.universal import UniversalAdapter
 
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", {"depth": 4}),
+    "deit3": ("deit3_small_patch16_224", {"depth": 4}),
+    "eva02": ("eva02_tiny_patch14_224", {"depth": 4}),
+    "beit": ("beit_base_patch16_224", {"depth": 2}),
+    "swin": ("swin_tiny_patch4_window7_224", {"depths": (2, 2)}),
+    "crossvit": ("crossvit_tiny_240", {}),
+}
+
+
+class Block(nn.Module):
+    """Attention as in nanoGPT, with its norm and its residual connection."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.norm, self.c_attn, self.c_proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.n_head, self.causal = heads, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, E] -> [B, N, E]."""
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.c_attn(self.norm(x)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return x + self.c_proj(out.transpose(1, 2).flatten(2))
+
+
+class Plain(nn.Module):
+    """A transformer that no adapter knows."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(256, 4, causal) for _ in range(4))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, 256] -> [B, N, 256]."""
+        for block, mlp in zip(self.blocks, self.mlps, strict=True):
+            x = block(x)
+            x = x + mlp(x)
+        return x
+
+
+def make_model(task: str) -> nn.Module:
+    """Return the stock model of a task."""
+    if task == "torchvision":
+        return torchvision.models.VisionTransformer(224, 16, 4, 4, 256, 1024)
+    if task in ("decoder-universal", "encoder-universal"):
+        return Plain(causal=task == "decoder-universal")
+    name, options = MODELS[task.removesuffix("-universal")]
+    return timm.create_model(name, **options)
+
 
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_core.benchmarks.beside_stock`.
 
     Args:
-        cell: `task` is the way of replacement: the plugin's layers, or a site around scaled_dot_product_attention.
+        cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter.
         progress: called after each round.
     """
-    rounds, images, device = (
-        cell.options["rounds"],
-        cell.options["batch"],
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
-    if cell.smoke:
-        rounds, images = 2, 1
+    timm.layers.set_fused_attn(True, experimental=True)
+    batch, rounds = (1, 2) if cell.smoke else (cell.options["batch"], cell.options["rounds"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(cell.seed)
-    x = torch.randn(images, 3, 224, 224, device=device)
-    stock, own = (timm.create_model("vit_tiny_patch16_224", depth=4).to(device) for _ in range(2))
-    adapter = UniversalAdapter(x) if cell.task == "universal" else "timm"
-    own = quest_core.inject(own, cell.attention, adapter=adapter, fresh=True)[0]
-    return beside_stock(*(partial(step, model, x) for model in (stock, own)), rounds=rounds, progress=progress)
+    size = 240 if cell.task == "crossvit" else 224
+    x = torch.randn(batch, 3, size, size, device=device)
+    if cell.task in ("decoder-universal", "encoder-universal"):
+        x = torch.randn(batch, 256, 256, device=device)
+    models = []
+    for own in (False, True):
+        torch.manual_seed(cell.seed)
+        model = make_model(cell.task).to(device)
+        if own:
+            adapter = UniversalAdapter(x) if cell.task.endswith("-universal") else None
+            model, _ = quest_core.inject(model, cell.attention, adapter=adapter, fresh=True)
+        models.append(model.train())
+    return beside_stock(*(partial(step, model, x) for model in models), rounds=rounds, progress=progress)
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward pass on images [B, 3, 224, 224]."""
+    """One forward and backward pass on images [B, 3, H, W] or tokens [B, N, E]."""
     model.zero_grad(set_to_none=True)
-    model(x).sum().backward()
+    model(x).square().mean().backward()

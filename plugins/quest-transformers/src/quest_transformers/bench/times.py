@@ -1,7 +1,11 @@
-"""time/transformers: forward and backward of small models, against transformers' own attn_implementation "sdpa"."""
+"""time/transformers: a training step, and decoding with a full cache, against transformers' attn_implementation "sdpa".
+
+Sizes: 4 layers (2 and 2 in encoder-decoders) of width 256; the decoders of the tasks decode-* have width 512.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,49 +15,82 @@ import transformers as hf
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.benchmarks import Cell, Progress, Result, beside_stock
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000,
+STEPS = 8  # tokens decoded in a round, one at a time
+VIT: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "intermediate_size": 1024,
-    "max_position_embeddings": 2048,
+    "attention_probs_dropout_prob": 0.0,
 }
-
-
-def make_model(task: str, attention: str) -> Any:
-    """Return a model without dropout of attention weights."""
-    if task == "bert":
-        return hf.AutoModel.from_config(
-            hf.BertConfig(**SIZES, attention_probs_dropout_prob=0.0), attn_implementation=attention
-        )
-    if task == "vit":
-        sizes = {name: SIZES[name] for name in list(SIZES)[1:5]}
-        config: Any = hf.ViTConfig(**sizes, image_size=128, patch_size=8)
-        return hf.AutoModel.from_config(config, attn_implementation=attention)
-    if task == "gpt2":
-        config = hf.GPT2Config(vocab_size=1000, n_embd=256, n_layer=4, n_head=4, n_positions=2048, attn_pdrop=0.0)
-    else:
-        config = hf.LlamaConfig(**SIZES, num_key_value_heads=2)
-    return hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+WORDS = {**VIT, "vocab_size": 1000, "max_position_embeddings": 4096}
+GROUPED = {**WORDS, "num_key_value_heads": 2}
+WIDE = {**WORDS, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+BART = {
+    "vocab_size": 1000, "d_model": 256, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024, "attention_dropout": 0.0,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 1000,
+    "d_model": 256,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+GPT2 = {"vocab_size": 1000, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 4096, "attn_pdrop": 0.0}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "bert": lambda: hf.BertConfig(**WORDS),
+    "roberta": lambda: hf.RobertaConfig(**WORDS),
+    "vit": lambda: hf.ViTConfig(**VIT, image_size=128, patch_size=8),
+    "gpt2": lambda: hf.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0),
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=64),
+    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=64),
+    "bart": lambda: hf.BartConfig(**BART),
+    "t5": lambda: hf.T5Config(**T5),
+    "decode-mha": lambda: hf.LlamaConfig(**WIDE, num_key_value_heads=8),
+    "decode-gqa": lambda: hf.LlamaConfig(**WIDE, num_key_value_heads=2),
+}
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_core.benchmarks.beside_stock`."""
-    options = {**cell.options, **({"length": 16, "batch": 1, "rounds": 2} if cell.smoke else {})}
+    options = {**cell.options, **({"length": 16, "batch": 1, "past": 16, "rounds": 2} if cell.smoke else {})}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    models = []
+    steps = []
     for attention in ("sdpa", cell.attention):
         torch.manual_seed(cell.seed)
-        models.append(make_model(cell.task, attention).to(device).train())
-    given = {"input_ids": torch.randint(0, 1000, (options["batch"], options["length"]), device=device)}
-    if cell.task == "vit":
-        given = {"pixel_values": torch.randn(options["batch"], 3, 128, 128, device=device)}
-    return beside_stock(*(partial(step, model, given) for model in models), rounds=options["rounds"], progress=progress)
+        model = hf.AutoModel.from_config(CONFIGS[cell.task](), attn_implementation=attention).to(device)
+        if cell.task.startswith("decode"):
+            ids = torch.randint(1000, (1, options["past"]), device=device)
+            steps.append(partial(decode, model.eval(), filled(model, ids), ids[:, :1]))
+            continue
+        ids = torch.randint(1000, (options["batch"], options["length"]), device=device)
+        given = {"input_ids": ids, **({"decoder_input_ids": ids} if cell.task in ("bart", "t5") else {})}
+        if cell.task == "vit":
+            given = {"pixel_values": torch.randn(options["batch"], 3, 128, 128, device=device)}
+        steps.append(partial(train, model.train(), given))
+    return beside_stock(*steps, rounds=options["rounds"], progress=progress)
 
 
-def step(model: Any, given: dict[str, torch.Tensor]) -> None:
+def train(model: Any, given: dict[str, torch.Tensor]) -> None:
     """One forward and backward pass."""
     model.zero_grad(set_to_none=True)
-    out = model(**given)
-    (out.logits if hasattr(out, "logits") else out.last_hidden_state).float().square().mean().backward()
+    model(**given).last_hidden_state.square().mean().backward()
+
+
+@torch.no_grad()
+def filled(model: Any, ids: torch.Tensor) -> Any:
+    """Return a cache with the tokens `ids` [B, N]."""
+    return model(input_ids=ids, past_key_values=hf.DynamicCache(config=model.config)).past_key_values
+
+
+@torch.no_grad()
+def decode(model: Any, cache: Any, token: torch.Tensor) -> None:
+    """Decode `token` [B, 1] `STEPS` times, and take these tokens out of the cache again."""
+    for _ in range(STEPS):
+        model(input_ids=token, past_key_values=cache)
+    cache.crop(-STEPS)

@@ -1,0 +1,113 @@
+"""Caches of transformers that hold unit keys, so that a step of decoding normalises only the keys of its own tokens.
+
+Normalising all keys of a cache in each step costs more than the step's attention. A layer of a cache that is empty when
+a quest module first sees it therefore receives unit keys. Three rules make it safe:
+
+- The mark is an attribute of the layer, so it is copied, reordered, cropped and pickled with the keys.
+- A marked layer takes keys only from a quest module, which announces each call. Other modules are refused.
+- A module uses keys as they are only if the tensor is the one that a marked layer returned in this call. All other keys
+  are normalised, which does not change unit keys.
+
+A layer that holds other keys already, or whose class is not one of `LAYERS`, keeps the host's keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from quest_core.errors import UnsupportedError
+from quest_core.kernels.unit import unit
+
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+"""Classes whose `update` returns the keys as they were given, with those before them; a subclass may not."""
+
+MARK = "quest_unit_keys"
+"""The attribute of a layer that holds unit keys: the `Step` that is under way, or None."""
+
+OPTION = "unit_keys"
+"""The argument under which a module hands the `Step` to its attention function."""
+
+
+class Step:
+    """One call of an attention module with a cache.
+
+    Attributes:
+        keys: all keys [B, G, M, D], as a marked layer returned them.
+    """
+
+    def __init__(self, keys: Tensor | None = None) -> None:
+        self.keys = keys
+
+
+def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Tell the layer of the cache that its next keys come from `module`; a forward pre-hook of every replacement."""
+    cache = options.get("past_key_values")
+    rules = module.rules
+    if cache is None or not rules.unit_keys:
+        return None
+    index, updated = module.layer_idx, False
+    if isinstance(cache, EncoderDecoderCache):
+        updated = rules.cross and cache.is_updated.get(index, False)
+        # A module of another attention that reads keys of a cross-attention cache has been refused in the decoder.
+        if rules.cross and not _marked(cache.self_attention_cache, index):
+            return None
+        cache = cache.cross_attention_cache if rules.cross else cache.self_attention_cache
+    elif rules.cross:
+        return None
+    layer = _layer(cache, index)
+    marked = hasattr(layer, MARK)
+    if module.mechanism.observer is not None:
+        if marked:
+            raise UnsupportedError(
+                f"the monitor of attention '{module.mechanism.config}' was attached after this cache was begun, which "
+                "holds unit keys, and reads keys before their normalisation; begin a new cache"
+            )
+        return None
+    if type(layer) not in LAYERS or (layer.is_initialized and not marked):
+        return None
+    step = Step(layer.keys if updated else None)
+    setattr(layer, MARK, None if updated else step)
+    return arguments, {**options, OPTION: step}
+
+
+def _layer(cache: Any, index: int) -> Any:
+    """Return a layer of a cache; it is made as `Cache.update` makes it."""
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index] if index < len(cache.layers) else None
+
+
+def _marked(cache: Any, index: int) -> bool:
+    return index < len(cache.layers) and hasattr(cache.layers[index], MARK)
+
+
+def keep_unit_keys(stock: Any) -> Any:
+    """Wrap the `update` of a class of `LAYERS`: a marked layer stores k/‖k‖."""
+
+    @functools.wraps(stock)
+    def update(self: Any, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any) -> Any:
+        if not hasattr(self, MARK):
+            return stock(self, key_states, value_states, *arguments, **options)
+        step: Step | None = getattr(self, MARK)
+        if step is None:
+            raise UnsupportedError(
+                "this cache holds the unit keys of a quest model, and a module with another attention extends it; "
+                "give every model a cache of its own"
+            )
+        setattr(self, MARK, None)
+        keys, values = stock(self, unit(key_states), value_states, *arguments, **options)
+        step.keys = keys
+        return keys, values
+
+    return update
