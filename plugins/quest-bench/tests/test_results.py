@@ -15,7 +15,7 @@ from quest_bench.groups import read_groups
 from quest_core.testing.cells import committed_commands, run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-SUITES = ["calibration/pydocs", "images/fashion-mnist", "toy/spurious"]
+SUITES = ["calibration/pydocs", "images/fashion-mnist", "robustness/images", "stability/rates", "toy/spurious"]
 
 
 @pytest.mark.slow

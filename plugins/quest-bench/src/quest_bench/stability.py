@@ -223,7 +223,7 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
     by_rate.legend(loc="outside upper left", ncols=4, fontsize=8)
 
     watched = Figure(figsize=(9.6, 1.7 * len(WATCHED) + 0.5), layout="constrained")
-    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True)
+    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True, sharey="row")
     for line, key in zip(grid, WATCHED, strict=True):
         for axes, name in zip(line, names, strict=True):
             for attention in attentions:
