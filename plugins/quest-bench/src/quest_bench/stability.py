@@ -23,7 +23,7 @@ import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 
 from . import calibration, images
-from .images import Block, Split, accuracy, fit, observe, start
+from .images import Block, Split, accuracy, fit, observe, part, start
 
 WITHIN = 1.0
 """A rate is good if its accuracy is at most this far below that of the best rate, in points."""
@@ -138,9 +138,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             options,
             rate=rate,
             draw=torch.Generator().manual_seed(cell.seed),
-            progress=lambda share, text, place=place: progress(
-                (place + share) / len(rates), f"lr {rates[place]:.2g} {text}"
-            ),
+            progress=part(progress, place, len(rates), f"lr {rate:.2g}"),
             state=saved["current"],
             keep=lambda state: save_state(cell, {"done": done, "current": state}),
             precision=options["precision"],
