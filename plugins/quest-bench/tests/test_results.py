@@ -23,6 +23,8 @@ SUITES = [
     "gpu/attention",
     "gqa/fashion-mnist",
     "images/fashion-mnist",
+    "robustness/images",
+    "stability/rates",
     "toy/spurious",
 ]
 

@@ -280,6 +280,11 @@ def observe(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}
 
 
+def part(progress: Progress, place: int, count: int, name: str) -> Progress:
+    """Return the progress of the `place`-th of `count` trainings in a cell."""
+    return lambda share, text: progress((place + share) / count, f"{name} {text}")
+
+
 # --- the suites -----------------------------------------------------------------------------------------------------
 
 
@@ -487,7 +492,7 @@ def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
         sources = _cifar(folder)
     else:
         idx = [read(folder, split) for split in ("train", "t10k")]
-        sources = [(lambda chosen, images=images: images[chosen, None], labels) for images, labels in idx]
+        sources = [(images[:, None].__getitem__, labels) for images, labels in idx]
     (training, labels), (test, test_labels) = sources
     count, held_out = options["train"], options["validation"]
     if count + held_out > len(labels):
@@ -544,7 +549,7 @@ def read(folder: Path | None, split: str) -> Split:
 def _cifar(folder: Path) -> list[Source]:
     hundred = (folder / "train.bin").is_file()
     names = [["train"], ["test"]] if hundred else [[f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]]
-    sources = []
+    sources: list[Source] = []
     for split in names:
         raw = b""
         for name in split:
@@ -555,7 +560,7 @@ def _cifar(folder: Path) -> list[Source]:
             raw += path.read_bytes()
         table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073 + hundred)
         images = table[:, -3072:].unflatten(1, (3, 32, 32))
-        sources.append((lambda chosen, images=images: images[chosen], table[:, int(hundred)].long()))
+        sources.append((images.__getitem__, table[:, int(hundred)].long()))
     return sources
 
 

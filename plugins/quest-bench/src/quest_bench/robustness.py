@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
-from .images import Fit, Images, Split, accuracy, build, fit, load
+from .images import Fit, Images, Split, accuracy, build, fit, load, part
 
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -55,7 +55,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` see above; `data` see `quest_bench.images.load`.
-        progress: called after each epoch, and after the tests.
+        progress: called after each epoch.
 
     Returns:
         Metrics ``accuracy`` (in %, the mean over the shifts) and ``relative accuracy``, with an item for each shift;
@@ -95,9 +95,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             options,
             rate=options["rate"],
             draw=torch.Generator().manual_seed(cell.seed),
-            progress=lambda share, text, place=place, name=name: progress(
-                0.9 * (place + share) / len(trainings), f"{name} {text}"
-            ),
+            progress=part(progress, place, len(trainings), name),
             state=saved["current"],
             keep=lambda state: save_state(cell, {"done": done, "current": state}),
         )
@@ -130,7 +128,6 @@ def run(cell: Cell, progress: Progress) -> Result:
         for name, attack in attacks(cell.task, model, data, options["epsilon"] / 255, cell.smoke).items():
             torch.manual_seed(cell.seed)
             scores[name] = accuracy(model, attack(*few), few[1])
-    progress(1.0, "tested")
     metrics = {"accuracy": sum(scores.values()) / len(scores), "clean": clean}
     metrics |= {f"accuracy/{name}": score for name, score in scores.items()}
     metrics |= {

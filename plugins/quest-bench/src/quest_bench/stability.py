@@ -23,7 +23,7 @@ import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 
 from . import calibration, images
-from .images import Block, Split, accuracy, fit, observe, start
+from .images import Block, Split, accuracy, fit, observe, part, start
 
 WITHIN = 1.0
 """A rate is good if its accuracy is at most this far below that of the best rate, in points."""
@@ -138,9 +138,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             options,
             rate=rate,
             draw=torch.Generator().manual_seed(cell.seed),
-            progress=lambda share, text, place=place: progress(
-                (place + share) / len(rates), f"lr {rates[place]:.2g} {text}"
-            ),
+            progress=part(progress, place, len(rates), f"lr {rate:.2g}"),
             state=saved["current"],
             keep=lambda state: save_state(cell, {"done": done, "current": state}),
             precision=options["precision"],
@@ -223,7 +221,7 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
     by_rate.legend(loc="outside upper left", ncols=4, fontsize=8)
 
     watched = Figure(figsize=(9.6, 1.7 * len(WATCHED) + 0.5), layout="constrained")
-    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True)
+    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True, sharey="row")
     for line, key in zip(grid, WATCHED, strict=True):
         for axes, name in zip(line, names, strict=True):
             for attention in attentions:
