@@ -15,7 +15,14 @@ from quest_bench.groups import read_groups
 from quest_core.testing.cells import committed_commands, run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-SUITES = ["calibration/pydocs", "explain/fashion-mnist", "gqa/fashion-mnist", "images/fashion-mnist", "toy/spurious"]
+SUITES = [
+    "aft/causal",
+    "calibration/pydocs",
+    "explain/fashion-mnist",
+    "gqa/fashion-mnist",
+    "images/fashion-mnist",
+    "toy/spurious",
+]
 
 
 @pytest.mark.slow
