@@ -18,6 +18,7 @@ from quest_core.testing.cells import committed_commands, run_committed
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 FOLDERS = [path.parent for path in RESULTS.glob("**/results.parquet")]
 SUITES = [
+    "aft/causal",
     "calibration/pydocs",
     "explain/fashion-mnist",
     "gpu/attention",
