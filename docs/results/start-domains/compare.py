@@ -19,6 +19,7 @@ DOMAINS = {  # folder -> its title, metric, and 1 where higher is better
     "handwriting": ("Handwriting, epoch of the validation split, %", "metric/accuracy", 1),
     "start-toy": ("toy with a shortcut, % of models", "metric/success_rate", 1),
     "start-bytes": ("bytes of Python's documentation, small Llama, perplexity", "metric/perplexity", -1),
+    "start-text": ("words of Python's documentation, fairseq, perplexity", "metric/perplexity", -1),
 }
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         gain, low, high = (f"{value:+.{digits}f}".replace("-", "−") for value in ((low + high) / 2, low, high))
         print(
             f"| {name} | {seeds} | {printed:.{digits}f} | {start:.{digits}f} | {gain} | {low} to {high} "
-            f"| {corrected[i]:.3f} |"
+            f"| {'<0.001' if corrected[i] < 0.001 else f'{corrected[i]:.3f}'} |"
         )
 
 
