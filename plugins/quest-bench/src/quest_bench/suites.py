@@ -235,7 +235,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "accuracy",
         "unit": "%",
         "higher_is_better": True,
-        "also": [{"metric": "relative accuracy"}],
+        "also": [{"metric": "relative accuracy"}, {"metric": "clean"}],
         "selection": "validation",
         "options": ROBUSTNESS_OPTIONS,
         "data": IMAGE_DATA,
