@@ -102,6 +102,12 @@ def is_eager() -> bool:
     return not (is_compiling() or is_exporting() or transform() is not None)
 
 
+def may_read(x: Tensor) -> bool:
+    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU."""
+    modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)()  # FakeTensorMode, make_fx, ...
+    return not modes and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+
+
 def is_recomputing() -> bool:
     """Whether a backward pass is running in this thread: activation checkpointing then repeats a forward pass."""
     if is_compiling():
