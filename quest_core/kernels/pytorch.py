@@ -31,12 +31,8 @@ if VERSION < (2, 3):
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is reading this code."""
-    compiler = getattr(torch, "compiler", None)
-    if hasattr(compiler, "is_compiling"):
-        return bool(torch.compiler.is_compiling())
-    return bool(torch._dynamo.is_compiling())  # PyTorch 2.1 and 2.2
+# Whether torch.compile or torch.export is reading this code. PyTorch 2.1 and 2.2 have no public name for it.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: torch._dynamo.is_compiling())
 
 
 def is_compiling_without_dynamo() -> bool:
@@ -144,26 +140,22 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
-def second_derivative(name: str) -> Callable[[Any], None]:
-    """Return the hook of attention `name` for `name_second_derivative`."""
-    return functools.partial(_refuse_second_derivative, name)
-
-
-def name_second_derivative(out: Tensor, hook: Callable[[Any], None]) -> None:
-    """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
-
-    Args:
-        out: what an attention returned; it requires a gradient.
-        hook: what `second_derivative` returned.
-    """
-    if is_compiling():
-        return
-    node = out.grad_fn
+def name_second_derivative(out: Tensor, name: str) -> None:
+    """Let a second derivative of `out`, which attention `name` returned, raise an error that says how to get one."""
+    node = None if is_compiling() else out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
-        node.register_prehook(hook)
+        getattr(node, "_register_hook_dict", lambda _: None)(_refusal(name))  # else PyTorch's own error remains
 
 
-def _refuse_second_derivative(name: str, grads: Any) -> None:
+@functools.cache
+def _refusal(name: str) -> Tensor:
+    """Return a tensor whose hooks all nodes of attention `name` share; a hook for each takes four times as long."""
+    carrier = torch.zeros((), device="cpu", requires_grad=True)
+    carrier.register_hook(functools.partial(_refuse_second_derivative, name))
+    return carrier
+
+
+def _refuse_second_derivative(name: str, grad: Tensor) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
