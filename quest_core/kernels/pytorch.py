@@ -47,9 +47,8 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_tracing() -> bool:
-    """Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen."""
-    return bool(torch._C._get_tracing_state())
+# Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen.
+is_tracing: Callable[[], object] = torch._C._get_tracing_state
 
 
 def size(x: Tensor, axis: int) -> int:
