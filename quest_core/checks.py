@@ -11,8 +11,8 @@ from .kernels.pytorch import autocast_dtype
 
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int | None, cached: int
-) -> None:
-    """Raise InputError unless q, k, v and mask fit together.
+) -> tuple[int, int]:
+    """Return the heads of q and of k; raise InputError unless q, k, v and mask fit together.
 
     Args:
         key_dim: the features that k must have; None for those of q.
@@ -49,3 +49,4 @@ def check_inputs(
                 f"attn_mask has shape {list(mask.shape)}; it needs [N, M] = [{n}, {m}] or something that broadcasts to "
                 f"[B, H, N, M] = [{batch}, {heads}, {n}, {m}] (a mask per sample [B, N, M] is written mask[:, None])"
             )
+    return heads, heads_k

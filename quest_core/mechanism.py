@@ -17,7 +17,7 @@ from .checkpoints import Spelled
 from .checks import check_inputs
 from .config import DEFAULTS, AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, PluginError, UnsupportedError
-from .kernels.pytorch import is_tracing, name_second_derivative, second_derivative, size, tokens_are_divided, transform
+from .kernels.pytorch import is_tracing, name_second_derivative, size, tokens_are_divided, transform
 from .mechanisms.base import (
     Dims,
     Family,
@@ -122,7 +122,7 @@ class Mechanism(Spelled):
                 "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
             )
         super().__init__(config, keeps=dims is not None)
-        self._second_derivative = second_derivative(str(config))
+        self._name = str(config)
         self.observer: Callable[[Observation], None] | None = None
         self.hides_by_infinity = False
         self.head_share = (0, 1)
@@ -215,7 +215,8 @@ class Mechanism(Spelled):
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv] as the dot product takes them: quest's k̄."""
-        raw, parts = (q, k), self._parts()
+        parts: Any = self._modules  # a module looks its own attributes up slowly
+        raw = q, k
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
         head = parts["grouping"].assign(k, q.shape[1], new)
         q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
@@ -230,7 +231,7 @@ class Mechanism(Spelled):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
         """softmax(scale · q kᵀ) v: the output [B, H, N, Dv]."""
-        parts = self._parts()
+        parts: Any = self._modules
         grouping = parts["grouping"]
         if grouping.needs_weights:
             return self._by_weights(q, k, v, mask, is_causal, dropout_p)[0]
@@ -239,7 +240,7 @@ class Mechanism(Spelled):
             q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouping.shares
         )
         if out.requires_grad:
-            name_second_derivative(out, self._second_derivative)
+            name_second_derivative(out, self._name)
         return out
 
     def _by_weights(
@@ -419,13 +420,11 @@ class Mechanism(Spelled):
                 "or dgqa"
             )
         if not is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
-            check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
-            heads, groups = q.shape[1], k.shape[1]
+            heads, groups = check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
             if self.family is None:
+                parts: Any = self._modules
                 shares = self.head_share[1]
-                why = self._parts()["grouping"].mismatch(
-                    heads * shares, groups * shares if self.keys_divided else groups
-                )
+                why = parts["grouping"].mismatch(heads * shares, groups * shares if self.keys_divided else groups)
             else:
                 why = None if heads == groups else f"q has {heads} heads and k has {groups}"
             if why:
@@ -435,10 +434,6 @@ class Mechanism(Spelled):
     def _show(self, *seen: Any) -> None:
         if self.observer is not None:
             self.observer(Observation(*seen))
-
-    def _parts(self) -> Any:
-        """Score, normaliser and grouping by name: a module looks its own attributes up slowly, and a call needs six."""
-        return self._modules
 
     def extra_repr(self) -> str:
         return str(self.config)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -127,3 +130,18 @@ def test_a_checkpoint_with_all_heads_is_pooled_on_load() -> None:
     again = Attention(12, 4, "quest+gqa(kv_heads=2)")
     again.load_state_dict(small.state_dict(), strict=True)
     assert torch.equal(again.v_proj.bias, small.v_proj.bias)
+
+
+@pytest.mark.parametrize("spec", ["quest", "standard"])
+def test_a_second_derivative_is_refused_by_name_beside_hooks_of_the_caller(spec: str) -> None:
+    made = quest_core.Mechanism(spec, num_heads=2, head_dim=4)
+    seen: list[str] = []
+    for mechanism in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        q, k, v = torch.randn(3, 1, 2, 5, 4).requires_grad_()
+        for call in "first", "second":
+            out = mechanism(q, k, v)
+            out.register_hook(lambda grad, call=call: seen.append(call))
+            torch.autograd.grad(out.sum(), v, retain_graph=True)
+            with pytest.raises(quest_core.UnsupportedError, match=f"attention '{spec}': a second derivative"):
+                torch.autograd.grad(out.sum(), v, create_graph=True)
+    assert seen == ["first", "second"] * 3  # each output has only its own

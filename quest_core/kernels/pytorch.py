@@ -30,12 +30,8 @@ if VERSION < (2, 3):
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is reading this code."""
-    compiler = getattr(torch, "compiler", None)
-    if hasattr(compiler, "is_compiling"):
-        return bool(torch.compiler.is_compiling())
-    return bool(torch._dynamo.is_compiling())  # PyTorch 2.1 and 2.2
+# Whether torch.compile or torch.export is reading this code. PyTorch 2.1 and 2.2 have no public name for it.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: torch._dynamo.is_compiling())
 
 
 def is_compiling_without_dynamo() -> bool:
@@ -50,9 +46,8 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_tracing() -> bool:
-    """Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen."""
-    return bool(torch._C._get_tracing_state())
+# Whether torch.jit.trace is recording: sizes are tensors, and what a comparison says is frozen.
+is_tracing: Callable[[], object] = torch._C._get_tracing_state
 
 
 def size(x: Tensor, axis: int) -> int:
@@ -101,6 +96,12 @@ def is_eager() -> bool:
     return not (is_compiling() or is_exporting() or transform() is not None)
 
 
+def may_read(x: Tensor) -> bool:
+    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU."""
+    modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)()  # FakeTensorMode, make_fx, ...
+    return not modes and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+
+
 def is_recomputing() -> bool:
     """Whether a backward pass is running in this thread: activation checkpointing then repeats a forward pass."""
     if is_compiling():
@@ -142,26 +143,22 @@ def same_random_state(model: torch.nn.Module) -> AbstractContextManager[Any]:
     return torch.random.fork_rng(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}))
 
 
-def second_derivative(name: str) -> Callable[[Any], None]:
-    """Return the hook of attention `name` for `name_second_derivative`."""
-    return functools.partial(_refuse_second_derivative, name)
-
-
-def name_second_derivative(out: Tensor, hook: Callable[[Any], None]) -> None:
-    """Let a second derivative of fused attention raise an error that says how to get one, in place of PyTorch's own.
-
-    Args:
-        out: what an attention returned; it requires a gradient.
-        hook: what `second_derivative` returned.
-    """
-    if is_compiling():
-        return
-    node = out.grad_fn
+def name_second_derivative(out: Tensor, name: str) -> None:
+    """Let a second derivative of `out`, which attention `name` returned, raise an error that says how to get one."""
+    node = None if is_compiling() else out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
-        node.register_prehook(hook)
+        getattr(node, "_register_hook_dict", lambda _: None)(_refusal(name))  # else PyTorch's own error remains
 
 
-def _refuse_second_derivative(name: str, grads: Any) -> None:
+@functools.cache
+def _refusal(name: str) -> Tensor:
+    """Return a tensor whose hooks all nodes of attention `name` share; a hook for each takes four times as long."""
+    carrier = torch.zeros((), device="cpu", requires_grad=True)
+    carrier.register_hook(functools.partial(_refuse_second_derivative, name))
+    return carrier
+
+
+def _refuse_second_derivative(name: str, grad: Tensor) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
