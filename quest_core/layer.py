@@ -55,7 +55,7 @@ class Attention(Projected):
         if num_heads < 1:
             raise ConfigError(f"num_heads is {num_heads}; it is a whole number of at least 1")
         if head_dim is None and embed_dim % num_heads:
-            raise ConfigError(f"embed_dim is {embed_dim}, which {num_heads} heads do not divide; give head_dim too")
+            raise ConfigError(f"embed_dim is {embed_dim}, which the {num_heads} heads do not divide; give head_dim")
         if not 0 <= dropout < 1:
             raise ConfigError(f"dropout is {dropout}; it is a probability in [0, 1)")
         self.config = AttentionConfig.parse(attention)

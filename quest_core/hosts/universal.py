@@ -177,7 +177,7 @@ def _check(site: Routed, call: _Arguments) -> None:
     wanted, given = (1 / math.sqrt(features) if scale is None else scale for scale in (known.scale, call.scale))
     if abs(wanted - given) > 1e-6 * abs(wanted):
         raise InputError(
-            f"'{known.path}' is called with scale={given}, injected for {wanted}; scale the queries instead"
+            f"'{known.path}' is called with scale={given}, and was injected for {wanted}; scale the queries instead"
         )
 
 

@@ -115,8 +115,9 @@ class Elliptical(Standard):
         before = previous._values.pop(thread, None)
         if before is None:
             raise UnsupportedError(
-                "elliptical attention found no values of the layer before it in this forward pass: it was skipped, or "
-                "copied. Run all layers in their order, and call quest_core.chain(model) after copying layers"
+                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                "skipped, or only this one was copied. Run all layers in their order, and call "
+                "quest_core.chain(model) after copying layers"
             )
         if self.training:
             self._step[thread] = (kept, before)
