@@ -79,9 +79,8 @@ class Mechanism(Spelled):
         dims: the heads and features that its parts were built for; None for a function.
         reads: names of `mechanisms.part.READS`, as its parts declare them.
         chained, fused, unit_keys: as its parts declare them.
-        hides_by_infinity: an adapter sets it where additive masks hide by −inf only. Then they are not searched for the
-            lowest finite values, which hide too: that takes as long as a tenth of a small attention.
-        takes_unit_keys: whether `forward_with_unit_keys` is possible.
+        hides_by_infinity: additive masks hide by −inf only, says an adapter; no search for lowest finite values then.
+        takes_unit_keys: whether `forward` may be given unit keys.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
@@ -156,6 +155,7 @@ class Mechanism(Spelled):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         dropout_p: float = 0,  # of 0.0 a dynamic graph makes an input, and is compiled twice
+        unit_keys: bool = False,
     ) -> Tensor:
         """The attention output.
 
@@ -165,6 +165,7 @@ class Mechanism(Spelled):
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             dropout_p: dropout on the weights; the caller passes 0 outside training.
+            unit_keys: `k` holds unit vectors, as a host's cache may, and is taken as it is; see `takes_unit_keys`.
 
         Returns:
             [B, H, N, Dv]; zeros for a query with no visible key.
@@ -173,36 +174,16 @@ class Mechanism(Spelled):
             InputError: naming the shape or type that does not fit.
             UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
         """
+        if unit_keys and not self.takes_unit_keys:
+            raise UnsupportedError(
+                f"attention '{self.config}' needs the keys before any normalisation (unit_keys=False)"
+            )
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             self._show(q, k, None, mask, is_causal)
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        q, k, v = self._group_and_score(q, k, v, mask, is_causal)
+        q, k, v = self._group_and_score(q, k, v, mask, is_causal, unit_keys=unit_keys)
         return self._normalise(q, k, v, mask, is_causal, dropout_p)
-
-    def forward_with_unit_keys(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0,
-    ) -> Tensor:
-        """As `forward`, for keys that are unit vectors already, as a host's cache may hold them.
-
-        They are not normalised again, and an observer is shown these keys.
-
-        Raises:
-            UnsupportedError: the mechanism needs other keys (`takes_unit_keys` is False), or as in `forward`.
-        """
-        if not self.takes_unit_keys:
-            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation; use forward")
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
-        prepared = self.score.query(q)
-        self._show(q, k, (prepared, k), mask, is_causal)
-        return self._normalise(prepared, k, v, mask, is_causal, dropout_p)
 
     def _group_and_score(
         self,
@@ -213,13 +194,17 @@ class Mechanism(Spelled):
         is_causal: bool,
         cache: Cache | None = None,
         residual: Tensor | None = None,
+        unit_keys: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv] as the dot product takes them: quest's k̄."""
         parts: Any = self._modules  # a module looks its own attributes up slowly
         raw = q, k
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
         head = parts["grouping"].assign(k, q.shape[1], new)
-        q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
+        if unit_keys:
+            q = parts["score"].query(q)
+        else:
+            q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
         if cache is not None:
             k, v = cache.append("k", k), cache.append("v", v)
         if head is not None:
@@ -388,14 +373,7 @@ class Mechanism(Spelled):
         )
 
     def _check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        cached: int = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, cached: int = 0
     ) -> Tensor | None:
         """Raise unless the arguments fit this mechanism; returns the mask, in which only −inf and False hide."""
         if self.start_is_due:

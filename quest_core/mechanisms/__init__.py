@@ -19,12 +19,5 @@ from .part import READS as READS
 from .part import Option as Option
 from .part import Part as Part
 
-PARTS = (
-    *scores.PARTS,
-    *elliptical.PARTS,
-    *normalisers.PARTS,
-    *groupings.PARTS,
-    *linear.PARTS,
-    *aft.PARTS,
-    *aft_conv.PARTS,
-)
+_FILES = (scores, elliptical, normalisers, groupings, linear, aft, aft_conv)
+PARTS = tuple(part for file in _FILES for part in file.PARTS)

@@ -280,4 +280,4 @@ def test_a_mechanism_that_needs_other_keys_refuses_unit_keys():
     mechanism = quest_core.Mechanism("qnorm", num_heads=2, head_dim=4)
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(UnsupportedError, match="'qnorm' needs the keys before any normalisation"):
-        mechanism.forward_with_unit_keys(q, q, q)
+        mechanism(q, q, q, unit_keys=True)

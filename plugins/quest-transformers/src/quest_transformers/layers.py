@@ -8,6 +8,7 @@ of its own that names `attend`; so nothing else that the model does changes.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -318,8 +319,7 @@ def attend(
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
-    compute: Any = mechanism.forward_with_unit_keys if unit_keys else mechanism
-    compute = mechanism.forward_with_weights if wanted else compute
+    compute = mechanism.forward_with_weights if wanted else functools.partial(mechanism, unit_keys=unit_keys)
     out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
     out, weights = out if isinstance(out, tuple) else (out, None)
     return out.transpose(1, 2).contiguous(), weights
