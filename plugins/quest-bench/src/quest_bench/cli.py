@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, QuestError
 
 from . import store
@@ -29,6 +30,7 @@ from .plan import (
     parse_seeds,
     parse_settings,
     select,
+    shortened,
     suite_of,
     write_seeds,
     write_value,
@@ -503,11 +505,16 @@ def scaling(
     """
     from . import scaling as bench
 
+    chosen = parse_attentions(attention or bench.DEFAULT)
+    if smoke:  # tables of positions take a gigabyte at 16384
+        longest, threads = 512, threads or 1
+        configs = map(AttentionConfig.parse, chosen)
+        chosen = [str(shortened(config, longest)) for config in configs]
     text = bench.run(
-        parse_attentions(attention or bench.DEFAULT),
+        chosen,
         out,
         threads=threads or cores(),
-        longest=512 if smoke else longest,
+        longest=longest,
         device=device,
         is_causal=causal,
         command=shlex.join(["quest", "bench", *map(portable, context.obj)]),

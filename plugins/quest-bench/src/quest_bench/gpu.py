@@ -23,6 +23,8 @@ from quest_core.benchmarks import Cell, Progress, Result, peak_mib
 from quest_core.errors import PluginError
 from quest_core.mechanism import kv_heads
 
+from .plan import shortened
+
 BACK_ENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 ON_CPU = ("flash", "math")
 MATH_UNTIL = 2048  # tokens; it keeps all weights
@@ -62,8 +64,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     length = min(length, SMOKE_LENGTH) if cell.smoke else length
     place: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, options["dtype"])} if cuda else {}
     config = quest_core.AttentionConfig.parse(cell.attention)
-    if config.option("max_length") is not None:
-        config = quest_core.AttentionConfig.parse({**config.to_dict(), "max_length": length})
+    config = shortened(config, length)
     groups = kv_heads(config, heads)
     batch = max(1, options["tokens"] // length)
     torch.manual_seed(cell.seed)

@@ -308,6 +308,13 @@ def parse_attentions(text: str) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
+def shortened(config: AttentionConfig, longest: int) -> AttentionConfig:
+    """Return an attention whose tables of positions, if it has them, end at `longest` tokens."""
+    if config.option("max_length") is None:
+        return config
+    return AttentionConfig.parse({**config.to_dict(), "max_length": longest})
+
+
 def parse_seeds(text: str, option: str = "--seeds") -> list[int]:
     """'0-4,7' -> [0, 1, 2, 3, 4, 7]; raises ConfigError for anything else."""
     seeds: list[int] = []
