@@ -107,7 +107,7 @@ class Part:
         cached: decoding with a Cache, in pieces of any size, equals the causal forward pass on all tokens.
         dropout: normaliser: its `forward` drops weights as `dropout_p` says.
         fused: normaliser: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
-        unit_keys: score: the keys that it prepares have norm 1.
+        unit_keys: score: it prepares keys as k/‖k‖, so that a host's cache may hold those.
         reads: keys of READS that a result depends on, except its own query and the keys that this query sees. All of
             them unless declared; () is a score that prepares each token of each head for itself.
         learnable: has parameters.

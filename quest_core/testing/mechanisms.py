@@ -245,8 +245,9 @@ class MechanismConformance:
         if (self.groups != HEADS or self.parts[0].key_features is not None) and not any(p.reshapes for p in self.parts):
             raise _Found(f"'{self.config}' has {self.groups} key heads for {HEADS}; say reshapes=True in its Part")
         if any(part.unit_keys for part in self.parts):
-            norms = made.last.score.key(self.inputs()[1]).norm(dim=-1)
-            self.equal(norms, torch.ones_like(norms), f"keys do not have norm 1. {self.declare('drop unit_keys')}")
+            k = self.inputs()[1]
+            wanted = k / k.norm(dim=-1, keepdim=True)
+            self.equal(made.last.score.key(k), wanted, f"keys are not k/‖k‖. {self.declare('drop unit_keys')}")
 
     def test_state(self) -> None:
         """Buffers change in training only where a part says `stateful`, and never in evaluation."""
