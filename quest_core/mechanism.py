@@ -103,7 +103,7 @@ class Mechanism(Spelled):
         chained, fused, unit_keys: as its parts declare them.
         hides_by_infinity: an adapter sets it where additive masks hide by −inf only. Then they are not searched for the
             lowest finite values, which hide too: that takes as long as a tenth of a small attention.
-        takes_unit_keys: whether `forward_with_unit_keys` is possible.
+        takes_unit_keys: whether a call may say that its keys are unit vectors already.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
         observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
@@ -178,6 +178,7 @@ class Mechanism(Spelled):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         dropout_p: float = 0,  # of 0.0 a dynamic graph makes an input, and is compiled twice
+        unit_keys: bool = False,
     ) -> Tensor:
         """The attention output.
 
@@ -187,44 +188,27 @@ class Mechanism(Spelled):
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             dropout_p: dropout on the weights; the caller passes 0 outside training.
+            unit_keys: k holds k/‖k‖, as a host's cache may, and is not normalised again. An observer sees these keys.
 
         Returns:
             [B, H, N, Dv]; zeros for a query with no visible key.
 
         Raises:
             InputError: naming the shape or type that does not fit.
-            UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
+            UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        if unit_keys and not self.takes_unit_keys:
+            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation")
         if self.family is not None:
             self._show(q, k, None, mask, is_causal)
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        q, k, v = self._group_and_score(q, k, v, mask, is_causal)
+        if unit_keys:
+            raw, q = q, self.score.query(q)
+            self._show(raw, k, (q, k), mask, is_causal)
+        else:
+            q, k, v = self._group_and_score(q, k, v, mask, is_causal)
         return self._normalise(q, k, v, mask, is_causal, dropout_p)
-
-    def forward_with_unit_keys(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0,
-    ) -> Tensor:
-        """As `forward`, for keys that are unit vectors already, as a host's cache may hold them.
-
-        They are not normalised again, and an observer is shown these keys.
-
-        Raises:
-            UnsupportedError: the mechanism needs other keys (`takes_unit_keys` is False), or as in `forward`.
-        """
-        if not self.takes_unit_keys:
-            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation; use forward")
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
-        prepared = self.score.query(q)
-        self._show(q, k, (prepared, k), mask, is_causal)
-        return self._normalise(prepared, k, v, mask, is_causal, dropout_p)
 
     def _group_and_score(
         self,

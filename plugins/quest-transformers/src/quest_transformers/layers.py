@@ -318,10 +318,12 @@ def attend(
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
-    compute: Any = mechanism.forward_with_unit_keys if unit_keys else mechanism
-    compute = mechanism.forward_with_weights if wanted else compute
-    out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
-    out, weights = out if isinstance(out, tuple) else (out, None)
+    call = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
+    weights = None
+    if wanted:
+        out, weights = mechanism.forward_with_weights(query, key, value, **call)
+    else:
+        out = mechanism(query, key, value, **call, **({"unit_keys": True} if unit_keys else {}))
     return out.transpose(1, 2).contiguous(), weights
 
 
