@@ -172,12 +172,10 @@ class Mechanism(Spelled):
 
         Raises:
             InputError: naming the shape or type that does not fit.
-            UnsupportedError: the mechanism cannot be causal, or has no weights to drop.
+            UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
         if unit_keys and not self.takes_unit_keys:
-            raise UnsupportedError(
-                f"attention '{self.config}' needs the keys before any normalisation (unit_keys=False)"
-            )
+            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation")
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             self._show(q, k, None, mask, is_causal)

@@ -110,7 +110,9 @@ class _Methods:
         self.mechanism = mechanism
         self.normaliser = _Weights(mechanism)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, unit_keys: bool = False, **options: Any) -> Tensor:
+        if unit_keys:  # normalised again, which changes nothing
+            assert torch.allclose(k.norm(dim=-1), k.new_ones(()))
         return self.forward_with_logits(q, k, v, **options)[0]
 
     def forward_with_logits(

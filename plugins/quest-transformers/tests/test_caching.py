@@ -276,8 +276,9 @@ def test_a_monitor_sees_the_hosts_keys_or_refuses():
     assert all(abs(norm - 1) > 1e-3 for norm in norms)
 
 
-def test_a_mechanism_that_needs_other_keys_refuses_unit_keys():
-    mechanism = quest_core.Mechanism("qnorm", num_heads=2, head_dim=4)
+@pytest.mark.parametrize("attention", ["standard", "qnorm", "cosine", "quest+kdgqa(kv_heads=2)"])
+def test_a_mechanism_that_needs_other_keys_refuses_unit_keys(attention):
+    mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=4)
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(UnsupportedError, match="'qnorm' needs the keys before any normalisation"):
+    with pytest.raises(UnsupportedError, match=r"needs the keys before any normalisation"):
         mechanism(q, q, q, unit_keys=True)

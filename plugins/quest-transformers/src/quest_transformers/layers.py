@@ -8,7 +8,6 @@ of its own that names `attend`; so nothing else that the model does changes.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -319,9 +318,12 @@ def attend(
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
-    compute = mechanism.forward_with_weights if wanted else functools.partial(mechanism, unit_keys=unit_keys)
-    out = compute(query, key, value, attn_mask=attention_mask, is_causal=implied, dropout_p=dropout)
-    out, weights = out if isinstance(out, tuple) else (out, None)
+    call = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
+    weights = None
+    if wanted:
+        out, weights = mechanism.forward_with_weights(query, key, value, **call)
+    else:
+        out = mechanism(query, key, value, **call, **({"unit_keys": True} if unit_keys else {}))
     return out.transpose(1, 2).contiguous(), weights
 
 
