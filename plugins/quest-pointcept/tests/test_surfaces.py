@@ -309,8 +309,8 @@ def test_elliptical_compares_each_point_with_itself(flash):
     metric = type(second.mechanism.score)._metric
     x, grid, batch = clouds(37, 12, 6)
 
-    def spy(own, before, *rest):
-        got["metric"] = metric(own, before, *rest)
+    def spy(*values, **masked):
+        got["metric"] = metric(*values, **masked)
         return got["metric"]
 
     second.mechanism.score._metric = spy
