@@ -390,6 +390,8 @@ def _items(
     items = []
     for key in keys:
         values = {attention: _values(cells, key) for attention, cells in results.items()}
+        if not any(math.isfinite(value) for found in values.values() for value in found.values()):
+            continue  # a column of another task in the table of results
         reference = values.get(baseline, {})
         differences = {a: compare(v, reference, True).difference for a, v in values.items() if a != baseline}
         items.append(
