@@ -114,8 +114,8 @@ def test_what_is_done_to_a_cache_is_done_to_its_unit_keys(name, change, kind, no
     normalised.clear()
     act, expect = CHANGES[change]
     cache = act(cache) or cache
-    if change == "reset" and cache.get_seq_length() != 0:
-        return  # an older transformers, where the reset of a dynamic cache keeps its length
+    if (change, kind) == ("reset", "dynamic") and cache.layers[0].keys is not None:
+        return  # an older transformers, where a dynamic cache keeps zeros of its old length
     ids, start = expect(IDS), {"crop": 4, "reset": 0}.get(change, 6)
     got = feed(model, cache, *[1] * (LENGTH - start), ids=ids[:, start:])
     assert set(normalised) == {1}
