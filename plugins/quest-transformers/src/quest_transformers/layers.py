@@ -318,7 +318,7 @@ def attend(
         attention_mask = _biased(position_bias, attention_mask)
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
-    call = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
+    call: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
     weights = None
     if wanted:
         out, weights = mechanism.forward_with_weights(query, key, value, **call)
