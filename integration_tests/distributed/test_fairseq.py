@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import random
 import re
 import subprocess
@@ -39,7 +40,9 @@ def run(*commands: list[object], folder: Path | None = None) -> str:
         for process in started:
             process.kill()
     for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+        # A rank that is done sometimes aborts while it exits, in gloo's threads, when the other one is gone.
+        ended = process.returncode == -signal.SIGABRT and "done training" in output
+        assert process.returncode == 0 or ended, output[-4000:]
     return outputs[0]
 
 
