@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
