@@ -40,17 +40,18 @@ def inverse_norm(x: Tensor, eager: bool) -> Tensor:
     The squares are summed in a type that they neither overflow nor underflow: float32 for float16, and in `eager` code
     for norms that prove to be moderate, else float64. Apple GPUs have none: there, norms of 1e-19 to 1e19 are right.
     """
-    narrow = x.dtype == torch.float16 or x.device.type == "mps"
+    narrow, quick = x.dtype == torch.float16 or x.device.type == "mps", None
     if not narrow and eager and may_read(x):  # a CPU takes up to four times as long for the sum in float64
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wider(x.dtype))
-        least, most = torch.aminmax(norm)
+        quick = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wider(x.dtype))
+        least, most = torch.aminmax(quick)
         if least.item() > 1e-10 and most.item() < 1e10:  # neither zero nor NaN
-            return norm.reciprocal_()
+            return torch.reciprocal(quick)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
     # Below the least normal float32 a norm counts as zero: its reciprocal would overflow. 1/inf and its derivatives are
     # 0. The number stands here because torch.compile takes a float of the module for an input, and compiles twice.
-    inverse = torch.threshold(norm, torch.finfo(torch.float32).tiny, math.inf).reciprocal()
-    return inverse.to(wider(x.dtype))
+    inverse = torch.threshold(norm, torch.finfo(torch.float32).tiny, math.inf).reciprocal().to(wider(x.dtype))
+    # No vector depends on whether another one is moderate.
+    return inverse if quick is None else torch.where((quick > 1e-10) & (quick < 1e10), quick.reciprocal(), inverse)
 
 
 class _Unit(torch.autograd.Function):
