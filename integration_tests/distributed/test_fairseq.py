@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +39,7 @@ def run(*commands: list[object], folder: Path | None = None) -> str:
         for process in started:
             process.kill()
     for process, output in zip(started, outputs, strict=True):
-        # A rank that is done sometimes aborts while it exits, in gloo's threads, when the other one is gone.
-        ended = process.returncode == -signal.SIGABRT and "done training" in output
-        assert process.returncode == 0 or ended, output[-4000:]
+        assert process.returncode == 0, re.sub(r"Extension modules: .*", "", output)[-4000:]
     return outputs[0]
 
 
