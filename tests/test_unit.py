@@ -217,10 +217,10 @@ def test_results_are_contiguous_or_in_the_order_of_a_projection() -> None:
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
 def test_no_vector_depends_on_whether_another_is_moderate(norm: float) -> None:
     moderate = torch.randn(5, 7, 16)
-    alone, beside = (moderate.clone().requires_grad_() for _ in range(2))
+    alone, joined = (moderate.clone().requires_grad_() for _ in range(2))
     extreme = torch.full((1, 7, 16), norm)
-    outs = unit(alone), unit(torch.cat([beside, extreme]))[:5]
+    outs = unit(alone), unit(torch.cat([joined, extreme]))[:5]
     assert torch.equal(*outs)
     for out in outs:
         out.square().mul(torch.arange(16)).sum().backward()
-    assert torch.equal(alone.grad, beside.grad)
+    assert torch.equal(alone.grad, joined.grad)
