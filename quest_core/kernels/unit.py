@@ -71,8 +71,8 @@ class _Unit(torch.autograd.Function):
         wide = out.to(inverse.dtype)
         total = None
         if grad is not None:  # d x̄ = (dx − (dx·x̄) x̄) / ‖x‖
-            scaled = inverse * grad
-            along = (scaled * wide).sum(-1, keepdim=True)  # [..., 1]
+            along = inverse * (wide * grad).sum(-1, keepdim=True)  # [..., 1]
+            scaled = inverse * grad  # in the memory that the product has just left: new pages take longer than the sum
             subtract = scaled.addcmul if torch.is_grad_enabled() else scaled.addcmul_
             total = subtract(wide, along, value=-1)
         if grad_inverse is not None:  # d 1/‖x‖ = −(dx·x̄) / ‖x‖²
