@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.replacement import sizes_of
+from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import surfaces
@@ -59,7 +59,7 @@ class TransformersAdapter(Adapter):
         if window is not None and (config.family or any(part.chained for part in config.specs())):
             return f"it looks at all tokens, and the model has a sliding window of {window}"
         try:
-            wanted = sizes_of(config, anatomy.num_heads, anatomy.head_dim, anatomy.kv_heads).kv_heads
+            wanted = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads).kv_heads
         except ConfigError:  # kv_heads is missing or does not divide the heads: an error of its own
             return None
         if anatomy.kv_heads % wanted:

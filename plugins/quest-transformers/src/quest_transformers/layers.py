@@ -19,8 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
-from quest_core.hosts.replacement import sizes_of
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import hide_lowest
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
@@ -144,7 +143,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made: Any = shallow_copy(host)
     made.config = copy.copy(host.config)
     made.config._attn_implementation_internal = INTERFACE
-    made.head_sizes = sizes_of(config, anatomy.num_heads, anatomy.head_dim, anatomy.kv_heads)
+    made.head_sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads)
     made.mechanism = Mechanism(
         config,
         num_heads=anatomy.num_heads,
