@@ -254,7 +254,7 @@ class MechanismConformance:
             self.equal(made.last.score.key(k), wanted, f"keys are not k/‖k‖. {self.declare('drop unit_keys')}")
 
     def test_hosts_set_the_grid(self) -> None:
-        """A family with a grid takes the extents and the prefix that a host assigns, and refuses tokens beside them."""
+        """A family with a grid uses the extents and the prefix that a host assigns, and no other number of tokens."""
         if not self.can("grid"):
             return
         family: Any = self.build().last.family

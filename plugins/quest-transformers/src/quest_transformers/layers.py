@@ -64,10 +64,20 @@ class Anatomy:
     projections: Projections | None
 
 
+def _named(module: nn.Module) -> tuple[str, ...]:
+    """The functions and attributes that the source of a module's forward names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def turns(module: nn.Module) -> bool:
+    """Whether a module's forward turns queries and keys by their positions."""
+    return any(name.startswith("apply_rotary") for name in _named(module))
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's forward calls the function that its config names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = () if code is None else code.co_names
+    names = _named(module)
     return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
