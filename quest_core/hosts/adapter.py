@@ -187,7 +187,7 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (asked.weights, part.weights, "the host reads attention weights and it has none"),
             (asked.dropout, part.drops, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
-            (part.ordered, asked.ordered, "it needs ordered tokens"),
+            ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
             (
                 asked.rotary,
                 part.compares or part.weights,

@@ -187,11 +187,6 @@ class Part:
         raise ConfigError(f"Part {self.name!r}: {key} is {value!r}; it is {wanted}")
 
     @property
-    def ordered(self) -> bool:
-        """Whether it needs an order of tokens, and so is refused on sets and graphs."""
-        return "order" in self.reads
-
-    @property
     def drops(self) -> bool:
         """Whether dropout on the weights is possible with it; scores and groupings leave that to the normaliser."""
         return self.dropout or self.axis in ("score", "grouping")
