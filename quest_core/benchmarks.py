@@ -192,12 +192,18 @@ def beside_stock(
     steps = {"stock": stock, "own": own}
     memory = {name: peak_mib(step) for name, step in steps.items()}
     taken: dict[str, list[float]] = {"stock": [], "own": []}
+    cuda = torch.cuda.is_available()
+    clock = time.perf_counter if cuda else time.process_time
+    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
     order = random.Random(0)  # does not advance the suite's generator
     for round_ in range(warm_up + rounds):
         for name in order.sample(list(steps), len(steps)):
-            seconds = step_seconds(steps[name])
+            wait()
+            started = clock()
+            steps[name]()
+            wait()
             if round_ >= warm_up:
-                taken[name].append(seconds)
+                taken[name].append(clock() - started)
         progress((round_ + 1) / (warm_up + rounds), f"round {round_ + 1}")
     ratios = [mine / theirs for mine, theirs in zip(taken["own"], taken["stock"], strict=True)]
     return Result(
@@ -211,18 +217,6 @@ def beside_stock(
         },
         series={"ratio": ratios},
     )
-
-
-def step_seconds(step: Callable[[], object]) -> float:
-    """Return the seconds that a call takes: of the processor on a CPU, of the clock on a GPU."""
-    cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda else time.process_time
-    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
-    wait()
-    started = clock()
-    step()
-    wait()
-    return clock() - started
 
 
 def peak_mib(step: Callable[[], object]) -> float:

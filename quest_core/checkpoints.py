@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import AttentionConfig, AttentionSpec
+from .config import STANDARD, AttentionConfig, AttentionSpec
 from .errors import CheckpointError
 from .notices import LOGGER, is_heard
 
@@ -56,7 +56,7 @@ def compare(
     Raises:
         CheckpointError: the checkpoint says another attention than `config` and `attention_from`.
     """
-    trained = "standard" if spelled is None else read(spelled)
+    trained = str(STANDARD) if spelled is None else read(spelled)
     if config.means(trained):
         return True
     if attention_from is not None and attention_from.means(trained):
@@ -113,7 +113,8 @@ class Spelled(nn.Module):
         """`keeps`: whether it adds anything to a state dict."""
         super().__init__()
         self.config = config
-        self.register_buffer(ENTRY, spell(config) if keeps and not config.means("standard") else None)
+        self.is_standard = config.is_standard
+        self.register_buffer(ENTRY, spell(config) if keeps and not self.is_standard else None)
         self.attention_from = None
         self.start_is_due = keeps and bool(config.starts)
 

@@ -4,7 +4,7 @@ All of these mean the same::
 
     "quest+gqa(kv_heads=4)"
     {"name": "quest+gqa", "kv_heads": 4}
-    {"name": "quest", "kv_heads": 4}              # an option that only one grouping has selects it
+    {"name": "quest", "kv_heads": 4}              # kv_heads without a grouping means gqa
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line hands it over
 
 A name is one or more parts joined by ``+``, at most one for each axis (score, normaliser, grouping); what is
@@ -98,13 +98,18 @@ class AttentionConfig:
             return given[key]
         return next((o.default for p in self.specs() for o in p.options if o.name == key), None)
 
-    def means(self, text: str) -> bool:
-        """Return whether `text` is this attention; False if it is unknown here.
+    @property
+    def is_standard(self) -> bool:
+        """Whether hosts compute it by themselves; adapters then keep their exact rounding and their checkpoints."""
+        return self.means(STANDARD)
+
+    def means(self, spec: AttentionSpec) -> bool:
+        """Return whether `spec` is this attention; False if it is unknown here.
 
         An omitted option equals its default. Options that only set the start of a fresh model are not compared.
         """
         try:
-            other = AttentionConfig.parse(text)
+            other = AttentionConfig.parse(spec)
         except ConfigError:
             return False
         compared = [o.name for part in self.specs() for o in part.options if o.starts is None]
@@ -133,6 +138,9 @@ class AttentionConfig:
 
 AttentionSpec: TypeAlias = str | Mapping[str, Any] | AttentionConfig
 """What every `attention=` argument accepts."""
+
+STANDARD = AttentionConfig(tuple(DEFAULTS.items()))
+"""The attention of every host: what a name that says nothing else means."""
 
 
 _TERM = r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*"  # name or name(...)
@@ -190,8 +198,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
                 f"drop {others}"
             )
     else:
-        # Fewer key/value heads are what grouping is.
-        if "grouping" not in chosen and "kv_heads" in options and "gqa" in known:
+        if "grouping" not in chosen and "kv_heads" in options:
             chosen["grouping"] = "gqa"
         chosen = DEFAULTS | chosen
 

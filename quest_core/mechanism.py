@@ -15,7 +15,7 @@ from .cache import Cache
 from .catalogue import parts
 from .checkpoints import Spelled
 from .checks import check_inputs
-from .config import DEFAULTS, AttentionConfig, AttentionSpec
+from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, PluginError, UnsupportedError
 from .kernels.pytorch import is_tracing, name_second_derivative, size, tokens_are_divided, transform
 from .mechanisms.base import (
@@ -78,7 +78,7 @@ class Mechanism(Spelled):
         config: what was asked for.
         dims: the heads and features that its parts were built for; None for a function.
         reads: names of `mechanisms.part.READS`, as its parts declare them.
-        chained, fused, unit_keys: as its parts declare them.
+        chained, fused, grid, unit_keys: as its parts declare them.
         hides_by_infinity: additive masks hide by −inf only, says an adapter; no search for lowest finite values then.
         takes_unit_keys: whether `forward` may be given unit keys.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
@@ -129,15 +129,13 @@ class Mechanism(Spelled):
         if config.family is None:
             self.family: Family | None = None
         for part in specs:
-            arguments = config.build_arguments(part)
-            if part.name == DEFAULTS["grouping"] and dims is not None and dims.kv_heads < dims.num_heads:
-                part, arguments = parts()["gqa"], {"kv_heads": dims.kv_heads}  # the host's own groups
-            self.add_module(part.axis, _build(part, dims, arguments))
+            self.add_module(part.axis, _build(part, dims, config.build_arguments(part)))
         self._key_features = specs[0].key_features
         self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
         self.chained = any(part.chained for part in specs)
         self.fused = any(part.fused for part in specs)
+        self.grid = any(part.grid for part in specs)
         self.unit_keys = any(part.unit_keys for part in specs)
         self.takes_unit_keys = self.unit_keys and not any(part.reads for part in specs if part.axis != "normaliser")
         self._learns = any(part.learnable for part in specs)
@@ -449,7 +447,13 @@ def _build(part: Part, dims: Dims | None, options: Mapping[str, Any]) -> Any:
     ) from failure
 
 
-def head_sizes(attention: AttentionSpec, num_heads: int, head_dim: int, value_dim: int | None = None) -> HeadSizes:
+def head_sizes(
+    attention: AttentionSpec,
+    num_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    host_kv_heads: int | None = None,
+) -> HeadSizes:
     """Return the sizes of the heads that `attention` projects to.
 
     Args:
@@ -457,13 +461,17 @@ def head_sizes(attention: AttentionSpec, num_heads: int, head_dim: int, value_di
         num_heads: query heads H.
         head_dim: features D of a query head.
         value_dim: features of a value head; D by default.
+        host_kv_heads: key/value heads of the host's own model, which stay if the attention leaves them to the host.
 
     Raises:
         ConfigError: its kv_heads does not divide `num_heads`.
     """
     config = AttentionConfig.parse(attention)
-    key_dim = next(config.specs()).key_features or head_dim
-    return HeadSizes(num_heads, kv_heads(config, num_heads), head_dim, key_dim, value_dim or head_dim)
+    specs = list(config.specs())
+    groups, shared = kv_heads(config, num_heads), None if host_kv_heads == num_heads else host_kv_heads
+    if shared is not None and not any(part.reshapes for part in specs):
+        groups = shared
+    return HeadSizes(num_heads, groups, head_dim, specs[0].key_features or head_dim, value_dim or head_dim, shared)
 
 
 def attention(

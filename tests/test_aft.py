@@ -562,7 +562,7 @@ def test_entropy_regulariser() -> None:
     model = torch.nn.Sequential(made, build("aft-conv(window=3)"), torch.nn.Linear(2, 2))
     torch.testing.assert_close(aft_conv.position_penalty(model), 0.001 * want)
     assert aft_conv.position_penalty(torch.nn.Linear(2, 2)) == 0
-    step = torch.autograd.grad(family.penalty(), tuple(family.parameters()))
+    step = torch.autograd.grad(aft_conv.position_penalty(family), tuple(family.parameters()))
     with torch.no_grad():
         for parameter, gradient in zip(family.parameters(), step, strict=True):
             parameter -= gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -169,9 +170,11 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
     ),
     "softmax": (toy(lambda dims: Squares(), "normaliser", fused=True, **NORMALISER), {"fused_is_softmax"}),
     "a family": (
-        toy(lambda dims: Mean(), "family", **LINEAR),
-        {"no_query_sees_the_future", "decoding_equals_the_forward_pass"},
+        toy(lambda dims: Mean(), "family", compares=True, **LINEAR),
+        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "queries_choose_among_keys"},
     ),
+    "a grid": (toy(lambda dims: Mean(), "family", grid=True, **LINEAR), {"declarations", "hosts_set_the_grid"}),
+    "a chain": (toy(Score, chained=True, **POINTWISE), {"declarations"}),
 }
 
 
@@ -211,6 +214,8 @@ def test_what_is_not_declared_is_refused_by_name(build: Any) -> None:
         packed = q[0].transpose(0, 1)
         with pytest.raises(UnsupportedError, match="'toy' cannot be packed"):
             quest_core.attention_packed(packed, packed, packed, "toy", cu_seqlens=torch.tensor([0, 2, 5]))
+        with pytest.raises(ConfigError, match="its score is not quest"):
+            quest_core.calibrate(torch.nn.MultiheadAttention(16, 2), [q], "toy")
         why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(ordered=False))
         assert why == "'toy' is not possible here: it needs ordered tokens"
 
@@ -247,8 +252,8 @@ def test_the_random_state_is_left_as_it_was() -> None:
         ({"reads": ["tokens"]}, "reads is .*; it is a tuple of tokens, queries"),
         ({"reads": ("token",)}, "reads is .*; it is a tuple of tokens, queries"),
         ({"cached": True}, "cached is True; it is for causal mechanisms only"),
-        ({"dropout": True}, "dropout is True; it is for the axes normaliser only; this is a score"),
-        ({"key_features": 1}, "key_features is 1; it is for the axes family only"),
+        ({"dropout": True}, "dropout is True; it is for the axis normaliser only; this is a score"),
+        ({"key_features": 1}, "key_features is 1; it is for the axis family only"),
         ({"reference": 3}, "reference is 3; it is a function"),
     ],
 )
@@ -256,3 +261,37 @@ def test_parts_that_cannot_be_are_refused(declared: dict[str, Any], message: str
     fields = {"name": "toy", "axis": "score", "summary": "a toy", "source": "a test", "build": Score, **declared}
     with pytest.raises(ConfigError, match=message):
         Part(**fields)
+
+
+def test_a_mechanism_from_elsewhere_is_treated_as_ours_that_declares_the_same() -> None:
+    """Core and adapters read declarations, and what a module does; a name or a class decides nothing."""
+
+    class Unit(Score):
+        def key(self, k: Tensor) -> Tensor:
+            return quest_core.mechanisms.unit(k)
+
+    class Following(Score):
+        def follow(self, previous: Score | None) -> None:
+            self.previous = (previous,)  # in a tuple, because a module would become a part of this one
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(2, 5, 16),) * 3]
+    stock = nn.MultiheadAttention(16, 2, batch_first=True)
+    ours, wanted = quest_core.calibrate(copy.deepcopy(stock), batches)
+    with known(toy(Unit, unit_keys=True, **POINTWISE)):
+        theirs, found = quest_core.calibrate(copy.deepcopy(stock), batches, "toy")
+    assert found.layers == wanted.layers
+    torch.testing.assert_close(theirs(*batches[0])[0], ours(*batches[0])[0])
+    with known(toy(Following, chained=True, **{**POINTWISE, "reads": ("tokens",)})):
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, dropout=0.0), 2, enable_nested_tensor=False)
+        model, _ = quest_core.inject(layers, "toy")
+        first, second = (module for module in model.modules() if isinstance(module, Following))
+        assert first.previous == (None,)
+        assert second.previous == (first,)
+    for compares in (False, True):
+        with known(toy(lambda dims: Mean(), "family", compares=compares, **LINEAR)):
+            why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(rotary=True))
+        assert (why is None) == compares
+        assert (
+            why is None or why == "'toy' is not possible here: its queries do not meet keys, where rotary positions act"
+        )

@@ -161,7 +161,7 @@ def test_more_queries_than_keys_leave_the_first_ones_blind() -> None:
 def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
     first, second = mechanism("elliptical-quest"), mechanism("elliptical-quest")
     model = nn.ModuleList([first, second])
-    quest_core.chain(model, ["0", "1"])
+    quest_core.chain(model, {"0": "all", "1": "all"})
     q, k, v = inputs(n=M)
     with Monitor(model) as monitor:
         first(q, k, v)

@@ -176,6 +176,29 @@ def test_import_contracts_cover_every_plugin() -> None:
 # --- tests and tools ------------------------------------------------------------------------------------------------
 
 
+def test_no_mechanism_is_known_by_its_name_or_class() -> None:
+    """What core and plugins ask of a mechanism is declared in its Part, or seen in what its module does."""
+    names = {part.name for part in quest_core.mechanisms.PARTS}
+    files = [path for path in (ROOT / "quest_core/mechanisms").glob("*.py") if path.stem not in ("base", "part")]
+    classes = {
+        node.name for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    }
+    sources = [*(ROOT / "quest_core").rglob("*.py"), *ROOT.glob("plugins/quest-*/src/**/*.py")]
+    leave_out = {"mechanisms", "testing", "bench", "quest_bench", "configs"}  # benchmarks choose what they compare
+    found = []
+    for path in (path for path in sources if not leave_out & set(path.relative_to(ROOT).parts)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                said = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)} & names
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
+                said = {c.id for c in ast.walk(node) if isinstance(c, ast.Name)} & classes
+            else:
+                continue
+            if said:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
 def test_cuda_tests_live_where_dev_gpu_looks() -> None:
     folders = [ROOT / "tests", ROOT / "integration_tests", *(p.parent / "tests" for p in PROJECTS)]
     marked = [

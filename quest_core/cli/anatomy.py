@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from ..config import AttentionConfig
 from ..errors import ConfigError, PluginError
+from ..hosts.adapter import Capabilities, refusal
 from ..hosts.universal import HEADS
 from ..packages import contained
 
@@ -231,8 +233,9 @@ class Anatomy:
         if self.built is None:
             return ""
         arguments = ", ".join(f"{key}={value}" for key, value in self.built.items())
-        refused = ["sinkhorn"] if self.causal else []
-        refused += ["linear"] if self.dropout and any(isinstance(value, float) for value in self.built.values()) else []
+        drops = self.dropout is not None and any(isinstance(value, float) for value in self.built.values())
+        asked = Capabilities(causal=self.causal, dropout=drops)
+        refused = [name for name in ("sinkhorn", "linear") if refusal(AttentionConfig.parse(name), asked)]
         lines = ["", "", f"class Test{self.name}(AdapterConformance):"]
         lines += [f"    adapter = {adapter}()", "    sites = 1"]
         if self.causal:

@@ -1,7 +1,7 @@
 """The contract that a plugin implements: where a host's attention is, and how to replace it.
 
 A plugin ships one :class:`Adapter`. Everything that is the same for all hosts (refusals, random state, atomic
-replacement, the report, checkpoints) lives in :mod:`quest_core.inject`, so an adapter stays small.
+replacement, the report, checkpoints) lives in :mod:`quest_core.hosts.injection`, so an adapter stays small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ..catalogue import parts
-from ..config import DEFAULTS, AttentionConfig
+from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..notices import LOGGER, Forward
 from ..projections import Projected
@@ -37,6 +37,7 @@ class Capabilities:
         regroups: the host's key/value projections may have fewer heads than the queries.
         dropout: the host drops attention weights in training.
         narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
+        rotary: the host turns queries and keys by their positions.
     """
 
     ordered: bool = True
@@ -47,6 +48,7 @@ class Capabilities:
     regroups: bool = True
     dropout: bool = False
     narrows_keys: bool = False
+    rotary: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,12 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (asked.weights, part.weights, "the host reads attention weights and it has none"),
             (asked.dropout, part.drops, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
-            (part.ordered, asked.ordered, "it needs ordered tokens"),
+            ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
+            (
+                asked.rotary,
+                part.compares or part.weights,
+                "its queries do not meet keys, where rotary positions act",
+            ),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
         ):
             if needs and not gives:
@@ -198,12 +205,8 @@ def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
     why = adapter.refusal(site, config)
     if why is None:
         return
-    able = [
-        part.name
-        for part in parts().values()
-        if part.name not in (DEFAULTS["normaliser"], DEFAULTS["grouping"])
-        and adapter.refusal(site, AttentionConfig.parse(part.name)) is None
-    ]
+    known = dict.fromkeys(str(AttentionConfig.parse(name)) for name in parts())  # softmax and mha are standard
+    able = [name for name in known if adapter.refusal(site, AttentionConfig.parse(name)) is None]
     where = f" at '{site.path}'" if site.path else ""
     raise UnsupportedError(
         f"attention '{config}' cannot be used in {type(site.module).__name__}{where} of {adapter.name}: {why}"

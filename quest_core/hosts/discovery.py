@@ -15,7 +15,6 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
-import re
 import runpy
 import sys
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from ..errors import PluginError, one_of
@@ -209,7 +209,7 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
     Raises:
         ValueError: no requirement, or more than one, is called like the host; or one cannot be read.
     """
-    chosen = []
+    chosen, called = [], canonicalize_name(host.replace(" ", "-"))
     try:
         marked = [(r, r.marker) for r in map(Requirement, entry.requires)]
     except InvalidRequirement as error:
@@ -218,7 +218,9 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
         if extra == "host" or extra.startswith("host-"):
             given, none = {"extra": extra}, {"extra": ""}
             candidates = [r for r, marker in marked if marker and marker.evaluate(given) and not marker.evaluate(none)]
-            named = [r for r in candidates if _alike(host, r.name)] if len(candidates) > 1 else candidates
+            named = candidates
+            if len(candidates) > 1:
+                named = [r for r in candidates if (name := canonicalize_name(r.name)) in called or called in name]
             if candidates and len({r.name for r in named}) != 1:
                 raise ValueError(
                     f"the extra '{extra}' requires {', '.join(r.name for r in candidates)}; write as 'host' which of "
@@ -226,11 +228,6 @@ def host_requirements(entry: Entry, host: str) -> list[Requirement]:
                 )
             chosen += named[:1]
     return chosen
-
-
-def _alike(host: str, distribution: str) -> bool:
-    one, other = (re.sub(r"[-_.\s]+", "-", name).lower() for name in (host, distribution))
-    return one in other or other in one
 
 
 def _accepts(requirement: Requirement, version: str) -> bool:

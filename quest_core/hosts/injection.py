@@ -210,7 +210,8 @@ def inject(
     for owner, site in chosen:
         require(owner, site, config)
     stacks = {site.path: site.stack or stack_of(site.path) for _, site in chosen}
-    if any(part.chained for part in config.specs()) and len(set(stacks.values())) == len(stacks):
+    chained = any(part.chained for part in config.specs())
+    if chained and len(set(stacks.values())) == len(stacks):
         raise InjectionError(
             f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
@@ -232,7 +233,7 @@ def inject(
 
     for (_, site), module in zip(chosen, made, strict=True):
         model = _swap(model, site.module, module)
-    if any(part.chained for part in config.specs()):
+    if chained:
         chain(model, stacks)
     for owner in {id(owner): owner for owner, _ in chosen}.values():
         owner.connect(model)

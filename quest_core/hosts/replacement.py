@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,10 +39,8 @@ class HostAttention(Projected):
         Args:
             host: the module to replace.
             config: the mechanism.
-            num_heads: query heads H.
-            head_dim: features D of a query head.
+            num_heads, head_dim, value_dim: as in `quest_core.mechanism.head_sizes`.
             num_kv_heads: key/value heads of the host's own model; `num_heads` by default.
-            value_dim: features of a value head; D by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
             fresh: the weights have only been initialised; see `quest_core.projections`.
 
@@ -52,49 +49,27 @@ class HostAttention(Projected):
         """
         made: Any = shallow_copy(host, cls)
         made.config, made.loaded = config, False
-        made.head_sizes = sizes_of(config, num_heads, head_dim, num_kv_heads, value_dim)
-        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": made.head_sizes.kv_heads}
-        made.mechanism = mechanism_for(host, config, **sizes, standard_scale=standard_scale)
+        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, num_kv_heads)
+        made.mechanism = mechanism_for(host, config, made.head_sizes, standard_scale)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
         return made  # type: ignore[no-any-return]
 
 
-def mechanism_for(host: nn.Module, config: AttentionConfig, **sizes: Any) -> Mechanism:
+def mechanism_for(host: nn.Module, config: AttentionConfig, sizes: HeadSizes, scale: float | None) -> Mechanism:
     """Return a mechanism on the device, in the type and in the mode of the module that it becomes a part of.
 
     Args:
         host: the module.
         config: the mechanism.
-        sizes: the other arguments of Mechanism.
+        sizes: of its heads.
+        scale: the host's factor on q·k; None for 1/√D.
     """
-    made = Mechanism(config, **sizes)
+    heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "num_kv_heads": sizes.kv_heads}
+    made = Mechanism(config, **heads, standard_scale=scale)
     weight = next((p for p in host.parameters() if p.is_floating_point()), None)
     if weight is not None:
         made.to(device=weight.device, dtype=weight.dtype)
     return made.train(host.training)
-
-
-def sizes_of(
-    config: AttentionConfig,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None = None,
-    value_dim: int | None = None,
-) -> HeadSizes:
-    """Return the sizes of the heads of a replacement; without a grouping the host's key/value heads stay.
-
-    Args:
-        config: the mechanism.
-        num_heads, head_dim, num_kv_heads, value_dim: as in `HostAttention.adopt`.
-
-    Raises:
-        ConfigError: kv_heads does not divide the query heads.
-    """
-    sizes = head_sizes(config, num_heads, head_dim, value_dim)
-    if num_kv_heads in (None, num_heads):
-        return sizes
-    kept = sizes.kv_heads if any(part.reshapes for part in config.specs()) else num_kv_heads
-    return replace(sizes, kv_heads=kept, host_kv_heads=num_kv_heads)
 
 
 def refuse_arguments(module: nn.Module, **given: Any) -> None:
@@ -117,7 +92,7 @@ def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
 
     Args:
         hidden: the host's, boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
-        real: boolean, False = padding, broadcastable to [B, H, N, M]; see `Mechanism.padding_mask`.
+        real: of the keys, boolean (False = padding) or additive, as `Mechanism.padding_mask` returns it.
     """
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
     return mask if real is None else merge_masks(mask, real)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
 from ..mechanism import Mechanism, head_sizes
-from ..mechanisms.base import merge_masks
 from ..projections import Packed, Separate
 from .adapter import Adapter, Capabilities, Site
-from .replacement import HostAttention
+from .replacement import HostAttention, one_mask
 
 
 class MultiheadAttention(HostAttention, nn.MultiheadAttention):
@@ -161,7 +160,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         sizes = self.head_sizes.widths
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and same_values:
-            if self.batch_first and self.training and self.config.name == "standard":
+            if self.batch_first and self.training and self.mechanism.is_standard:
                 # PyTorch projects tokens-first, and sums the gradients of weight and bias in the order that follows.
                 packed = F.linear(query.transpose(0, 1), self.in_proj_weight, bias)  # [N, B, 3·E]
                 q, k, v = packed.unflatten(-1, (3, self.embed_dim)).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
@@ -184,15 +183,15 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         if attn_mask is not None:
             shapes = ((n, m), (1, n, m), (rows, n, m))
             _check_mask("attn_mask", attn_mask, shapes, f"[N, M] = [{n}, {m}] or [B·H, N, M] = [{rows}, {n}, {m}]")
-            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
             if attn_mask.dim() == 3:
                 shared = attn_mask.shape[0] == 1
                 attn_mask = attn_mask[None] if shared else attn_mask.view(batch, self.num_heads, n, m)
-        if padding is None:
-            return attn_mask
-        _check_mask("key_padding_mask", padding, ((batch, m),), f"[B, M] = [{batch}, {m}]")
-        real = ~padding if padding.dtype == torch.bool else padding
-        return merge_masks(attn_mask, self.mechanism.padding_mask(real, same_tokens=same_tokens))
+        real = None
+        if padding is not None:
+            _check_mask("key_padding_mask", padding, ((batch, m),), f"[B, M] = [{batch}, {m}]")
+            keys = ~padding if padding.dtype == torch.bool else padding
+            real = self.mechanism.padding_mask(keys, same_tokens=same_tokens)
+        return one_mask(attn_mask, real)
 
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible.

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..config import DEFAULTS, AttentionConfig
+from ..config import AttentionConfig
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
-from ..mechanism import Mechanism, kv_heads
-from ..projections import shallow_copy
+from ..mechanism import Mechanism, head_sizes
+from ..projections import HeadSizes, shallow_copy
 from .adapter import Adapter, Capabilities, Site, refusal
 from .replacement import mechanism_for
 
@@ -49,6 +49,10 @@ class Call:
     dropout: bool = False  # weights were dropped
     repeated: bool = False  # one forward called the function more than once
     axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
+
+    def sizes(self, config: AttentionConfig) -> HeadSizes:
+        """Return the sizes of the heads that `config` asks for."""
+        return head_sizes(config, self.heads, self.head_dim, host_kv_heads=self.kv_heads)
 
     def joined(self, other: Call) -> Call:
         """Return what both calls of one module ask for.
@@ -274,15 +278,14 @@ def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
     """
     made: Any = shallow_copy(module, _routed_class(_host(module)))
     made.routed_call = call
-    sizes = {"num_heads": call.heads, "head_dim": call.head_dim, "num_kv_heads": _kv_heads(config, call)}
-    made.mechanism = mechanism_for(module, config, **sizes, standard_scale=call.scale)
+    made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale)
     return made  # type: ignore[no-any-return]
 
 
 def why_not(call: Call, config: AttentionConfig) -> str | None:
     """Return what `config` needs beyond the q, k and v of a call, or None."""
     try:
-        groups = _kv_heads(config, call)
+        groups = call.sizes(config).kv_heads
     except ConfigError:  # `route` says it
         groups = call.kv_heads
     if groups != call.kv_heads:
@@ -297,13 +300,6 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
     if config.family is not None and call.heads != call.kv_heads:
         return f"'{config.family}' needs as many key/value heads ({call.kv_heads}) as query heads ({call.heads})"
     return None
-
-
-def _kv_heads(config: AttentionConfig, call: Call) -> int:
-    """Return the key/value heads G: those that the grouping asks for, or the host's if it names no grouping."""
-    if config.family is not None or config["grouping"] == DEFAULTS["grouping"]:
-        return call.kv_heads
-    return kv_heads(config, call.heads)
 
 
 def within(path: str, others: Iterable[str]) -> bool:

@@ -130,10 +130,6 @@ class AttentionFreeConv(Family):
         log_p = functional.log_softmax(self.bias().flatten(1), 1)  # [h, positions]
         return -(log_p.exp() * log_p).sum()
 
-    def penalty(self) -> Tensor:
-        """`entropy_weight` · equation 9, which a trainer adds to its loss."""
-        return self.entropy_weight * self.entropy()
-
     def _positions(self) -> Tensor:
         """The biases to use: all, or by equation 10 one position a head, sampled softly while training."""
         w = self.bias()
@@ -232,8 +228,9 @@ def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
 
 
 def position_penalty(model: nn.Module) -> Tensor | float:
-    """The sum of `penalty` over every aft-conv layer of a model, 0 without any: add it to the loss."""
-    return sum((part.penalty() for part in model.modules() if isinstance(part, AttentionFreeConv)), 0.0)
+    """`entropy_weight` · equation 9, summed over every aft-conv of a model, 0 without any: add it to the loss."""
+    layers = (part for part in model.modules() if isinstance(part, AttentionFreeConv))
+    return sum((layer.entropy_weight * layer.entropy() for layer in layers), 0.0)
 
 
 PARTS = (
@@ -257,6 +254,7 @@ PARTS = (
         causal_reason="its convolution looks both ways along every axis of the grid",
         reads=("tokens", "order", "length"),
         key_features=1,
+        grid=True,
         complexity="O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile",
     ),
 )

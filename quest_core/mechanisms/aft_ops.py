@@ -170,8 +170,7 @@ class _Blocks:
         before = list(zip(*self._sums(self.before), strict=True))
         after = list(zip(*self._sums(self.after), strict=True))[::-1]
         for i, (rows, near) in enumerate(zip(self.rows, self.near, strict=True)):
-            pairs = [(self.k[near], self.s[near])]
-            pairs = before[i : i + 1] + pairs + after[i : i + 1]
+            pairs = [*before[i : i + 1], (self.k[near], self.s[near]), *after[i : i + 1]]
             m, s = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*pairs, strict=True))
             if self.left is None:
                 w = self.k.new_zeros(rows.stop - rows.start, near.stop - near.start)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from ..cache import Cache
 from ..errors import UnsupportedError
 from ..kernels.pytorch import is_compiling, is_recomputing, wider
 from ..kernels.unit import unit
-from .base import Dims, visible_keys
+from .base import Dims, Score, visible_keys
 from .part import MIXING, Part
 from .scores import SCALE, STARTS, Standard
 
@@ -189,25 +189,22 @@ def stack_of(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def chain(model: nn.Module, paths: Iterable[str] | Mapping[str, str] | None = None) -> None:
-    """Tell every elliptical layer of `model` which one comes before it.
+def chain(model: nn.Module, stacks: Mapping[str, str] | None = None) -> None:
+    """Tell every layer of `model` that reads what the one before left behind (elliptical) which one that is.
 
     Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
     ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
 
     Args:
-        paths: the attention modules in the order of the forward pass; that of ``model.named_modules()`` by default. As
-            a mapping, with the stack that each belongs to.
+        stacks: the path of each attention module, in the order of the forward pass, and the stack that it belongs to;
+            by default those of ``model.named_modules()``.
     """
-    modules = dict(model.named_modules())
-    stacks = paths if isinstance(paths, Mapping) else {}
-    latest: dict[str, Elliptical] = {}
-    if paths is None:
-        paths = [path for path, module in modules.items() if isinstance(module, Elliptical)]
-    for path in paths:
-        stack = stacks.get(path) or stack_of(path)
-        for name, score in modules.items():
-            if isinstance(score, Elliptical) and f"{name}.".startswith(f"{path}."):
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Score))
+    scores: dict[str, Any] = {name: score for name, score in found if hasattr(score, "follow")}
+    latest: dict[str, Score] = {}
+    for path, stack in ({name: stack_of(name) for name in scores} if stacks is None else stacks).items():
+        for name, score in scores.items():
+            if f"{name}.".startswith(f"{path}."):
                 score.follow(latest.get(stack))
                 latest[stack] = score
 

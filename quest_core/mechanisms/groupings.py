@@ -20,18 +20,6 @@ MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value he
 EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32
 
 
-class MultiHead(Grouping):
-    """Every query head has a key/value head of its own."""
-
-    def kv_heads(self, num_heads: int) -> int:
-        return num_heads
-
-    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        if kv_heads == num_heads:
-            return None
-        return f"q has {num_heads} heads and k has {kv_heads}; for shared key heads add a grouping, as in 'quest+gqa'"
-
-
 class Grouped(Grouping):
     """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2); mqa: all of them."""
 
@@ -59,6 +47,26 @@ class Grouped(Grouping):
             return None
         fitting = ", ".join(str(g) for g in range(1, num_heads + 1) if num_heads % g == 0)
         return f"kv_heads is {kv_heads}, which does not divide the {num_heads} heads; choose from: {fitting}"
+
+
+class MultiHead(Grouped):
+    """Every query head has a key/value head of its own, or those of a host that shares them in equal groups."""
+
+    name: ClassVar[str] = "mha"
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims, kv_heads=None if dims is None else dims.kv_heads)
+        self.shares = dims is not None and dims.kv_heads < dims.num_heads
+
+    def kv_heads(self, num_heads: int) -> int:
+        return num_heads
+
+    def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
+        if self.shares:
+            return super().mismatch(num_heads, kv_heads)
+        if kv_heads == num_heads:
+            return None
+        return f"q has {num_heads} heads and k has {kv_heads}; for shared key heads add a grouping, as in 'quest+gqa'"
 
 
 def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:

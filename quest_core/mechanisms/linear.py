@@ -32,15 +32,15 @@ CHUNK = 64  # tokens a chunk: N·C for the products inside chunks, N·D·Dv/C fo
 class Linear(Family):
     """φ(q)(φ(k)ᵀ v) / φ(q)·Σφ(k) with φ(x) = elu(x) + 1 ([R], eq. 6; Katharopoulos et al., 2020)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         with no_autocast(q.device.type):
-            out = self.attend(q, k, v, key_mask, is_causal, None)
+            out = self.attend(q, k, v, key_mask, is_causal, cache)
         return out.to(result_type(q))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        with no_autocast(q.device.type):
-            out = self.attend(q, k, v, key_mask, True, cache)
-        return out.to(result_type(q))
+        return self.forward(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
@@ -178,7 +178,8 @@ def _last_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, -start, 0)).contiguous()
 
 
-_SUMS = {"complexity": "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token", **MIXING}
+_COMPLEXITY = "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token"
+_SUMS: dict[str, Any] = {"complexity": _COMPLEXITY, "compares": True, **MIXING}
 
 PARTS = (
     Part(

@@ -25,7 +25,7 @@ READS = {
 }
 """What the result of a query may depend on except itself and the keys that it sees."""
 
-_ONLY = dict(dropout="normaliser", fused="normaliser", unit_keys="score", chained="score", key_features="family")
+_ONLY = {"normaliser": "dropout fused", "score": "unit_keys chained", "family": "key_features compares grid"}
 
 CAUSAL: dict[str, Any] = {"causal": True, "cross": True, "cached": True}
 """The declaration of what attends causally, to other sequences, and with a cache."""
@@ -113,9 +113,12 @@ class Part:
         learnable: has parameters.
         stateful: has buffers that change while training.
         stops_gradient: stops a gradient on purpose, so that gradients differ from finite differences.
-        chained: reads what the previous attention layer left behind.
+        chained: score: reads what the previous attention layer left behind; its module has the methods `follow` and
+            `arranged` of :class:`quest_core.mechanisms.elliptical.Elliptical`.
         reshapes: changes the shape of the host's projections.
         key_features: family: features of a key head where they differ from the query's.
+        compares: family: which share a key has depends on the query that asks, as in q·k; rotary positions act there.
+        grid: family: tokens lie on a grid; the options are `dims`, `grid` and `prefix`, and hosts assign the last two.
     """
 
     name: str
@@ -140,6 +143,8 @@ class Part:
     chained: bool = False
     reshapes: bool = False
     key_features: int | None = None
+    compares: bool = False
+    grid: bool = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless every field has its type and the fields fit together."""
@@ -164,9 +169,10 @@ class Part:
         ):
             if not fits:
                 self._refuse(key, getattr(self, key), wanted)
-        for key, axis in _ONLY.items():
-            if getattr(self, key) and self.axis != axis:
-                self._refuse(key, getattr(self, key), f"for the axes {axis} only; this is a {self.axis}")
+        for axis, keys in _ONLY.items():
+            for key in keys.split():
+                if getattr(self, key) and self.axis != axis:
+                    self._refuse(key, getattr(self, key), f"for the axis {axis} only; this is a {self.axis}")
         for option in self.options:
             if not str(option.name).isidentifier() or option.name == "name":
                 self._refuse("the name of an option", option.name, "letters, digits and '_', but not 'name'")
@@ -179,11 +185,6 @@ class Part:
 
     def _refuse(self, key: str, value: Any, wanted: str) -> None:
         raise ConfigError(f"Part {self.name!r}: {key} is {value!r}; it is {wanted}")
-
-    @property
-    def ordered(self) -> bool:
-        """Whether it needs an order of tokens, and so is refused on sets and graphs."""
-        return "order" in self.reads
 
     @property
     def drops(self) -> bool:

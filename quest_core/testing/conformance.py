@@ -7,6 +7,7 @@ another mechanism differs from `standard` only inside the module that the refere
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import re
@@ -26,7 +27,7 @@ from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
-from quest_core.mechanisms import POINTWISE, Part, Score
+from quest_core.mechanisms import PARTS, POINTWISE, Part, Score
 from quest_core.notices import LOGGER
 from quest_core.testing.mechanisms import known
 from quest_core.testing.truth import computed_by_truth, missing
@@ -488,6 +489,19 @@ class AdapterConformance(ABC):
             with pytest.raises(quest_core.UnsupportedError, match="Possible here: .*quest"):
                 quest_core.inject(model, attention, adapter=self.adapter)
             assert [type(m) for m in model.modules()] == before
+
+    def test_a_name_decides_nothing(self) -> None:
+        """A mechanism of another name that declares the same is taken or refused alike."""
+        sites = list(self.adapter.sites(self.stock()))
+        for part in PARTS:
+            twin = dataclasses.replace(part, name=f"conformance-{part.name}")
+            with known(twin):
+                for site in sites:
+                    ours, theirs = (
+                        self.adapter.refusal(site, quest_core.AttentionConfig.parse(name))
+                        for name in (part.name, twin.name)
+                    )
+                    assert ours == (theirs and theirs.replace("conformance-", "")), f"'{part.name}': {ours}; {theirs}"
 
     def test_capabilities_of_sites_are_within_those_of_the_adapter(self) -> None:
         """The adapter's widest offer refuses nothing that a site accepts."""

@@ -21,7 +21,7 @@ from ..cache import Cache
 from ..catalogue import parts
 from ..checkpoints import ENTRY
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import CheckpointError, ConfigError, QuestError, UnsupportedError, one_of
+from ..errors import CheckpointError, ConfigError, InputError, QuestError, UnsupportedError, one_of
 from ..kernels.pytorch import is_compiling
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import Dims
@@ -209,8 +209,8 @@ class MechanismConformance:
 
     def declare(self, what: str) -> str:
         """How a failure is mended where the mechanism is right and its declaration is not."""
-        names = ", ".join(f"'{part.name}'" for part in self.parts if part.name not in ("standard", "softmax", "mha"))
-        return f"Mend it, or in the Part of {names or repr(self.config.name)} {what}"
+        names = ", ".join(map(repr, self.config.name.split("+")))
+        return f"Mend it, or in the Part of {names} {what}"
 
     def reading(self, what: str) -> str:
         return self.declare(f"add '{what}' ({READS[what]}) to reads")
@@ -235,19 +235,54 @@ class MechanismConformance:
     # --- what is declared ------------------------------------------------------------------------------------------
 
     def test_declarations(self) -> None:
-        """The modules are what the Part says: parameters, shapes, unit keys."""
+        """The modules are what the Part says: parameters, shapes, unit keys, a chain of layers, a grid."""
         made = self.build()
         for part in self.parts:
             module: Any = getattr(made.last, part.axis)
             names = [name for name, _ in module.named_parameters()]
             if bool(names) != part.learnable:
                 raise _Found(f"'{part.name}' has parameters {names}; say learnable={bool(names)} in its Part")
+            if hasattr(module, "follow") != part.chained:
+                raise _Found(f"'{part.name}': say chained=True in its Part, if and only if its module has `follow`")
+            if part.grid and not ({"dims", "grid", "prefix"} <= {option.name for option in part.options}):
+                raise _Found(f"'{part.name}' has a grid; give it the options dims, grid and prefix")
         if (self.groups != HEADS or self.parts[0].key_features is not None) and not any(p.reshapes for p in self.parts):
             raise _Found(f"'{self.config}' has {self.groups} key heads for {HEADS}; say reshapes=True in its Part")
         if any(part.unit_keys for part in self.parts):
             k = self.inputs()[1]
             wanted = k / k.norm(dim=-1, keepdim=True)
             self.equal(made.last.score.key(k), wanted, f"keys are not k/‖k‖. {self.declare('drop unit_keys')}")
+
+    def test_hosts_set_the_grid(self) -> None:
+        """A family with a grid uses the extents and the prefix that a host assigns, and no other number of tokens."""
+        if not self.can("grid"):
+            return
+        family: Any = self.build().last.family
+        axes = [1] * (self.config.option("dims") - 1)
+        family.prefix = 1
+        for extent in (TOKENS - 1, TOKENS):
+            family.grid = (extent, *axes)
+            try:
+                family(*self.inputs(), key_mask=None, is_causal=False)
+                fits = True
+            except InputError:
+                fits = False
+            if fits != (extent == TOKENS - 1):
+                said = (
+                    f"{TOKENS} tokens with prefix=1 on an assigned grid of {extent} {'run' if fits else 'are refused'}"
+                )
+                raise _Found(f"{said}. Read `grid` and `prefix` in every call, or {self.declare('drop grid')}")
+
+    def test_queries_choose_among_keys(self) -> None:
+        """Where a family declares it, the share of a key depends on the query; elsewhere nothing is promised."""
+        if not self.can("compares"):
+            return
+        made, (q, k, v) = self.build(), self.inputs()
+        first = torch.zeros_like(v)
+        first[:, :, 0] = 1
+        one, other = (made(x, k, first) / made(x, k, torch.ones_like(v)) for x in (q, self.inputs(seed=2)[0]))
+        if torch.allclose(one, other):
+            raise _Found(f"the share of a key is that of every query. {self.declare('drop compares')}")
 
     def test_state(self) -> None:
         """Buffers change in training only where a part says `stateful`, and never in evaluation."""
@@ -629,13 +664,13 @@ class MechanismConformance:
         torch.save(made.last.state_dict(), stored)
         stored.seek(0)
         state = torch.load(stored, weights_only=True)
-        if (ENTRY in state) == self.config.means("standard"):
+        if (ENTRY in state) == self.config.is_standard:
             raise _Found(f"the state dict has no '{ENTRY}'; report this to quest_core")
         twin = self.build(seed=7)
         twin.load_state_dict(made.state_dict(), strict=True)
         self.equal(twin(*tensors), made(*tensors), "a state dict does not carry all that the output depends on")
         stranger = Mechanism("qnorm+sigmoid", num_heads=HEADS, head_dim=DIM)
-        if not self.config.means("standard") and not self.config.means("qnorm+sigmoid"):
+        if not self.config.is_standard and not self.config.means("qnorm+sigmoid"):
             try:
                 stranger.load_state_dict(state, strict=True)
             except CheckpointError:

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..config import AttentionConfig, AttentionSpec
+from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.injection import inject
 from ..hosts.loading import adapter as find_adapter
 from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
+from ..mechanisms.base import Dims
 from .monitor import Monitor
 
 Run: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -106,7 +107,7 @@ def calibrate(
         InjectionError, PluginError: as in inject.
     """
     target = AttentionConfig.parse(attention)
-    _refuse_uncalibratable(target)
+    refuse_uncalibratable(target)
     run = forward or _run
     batches = list(batches)
     if not batches:
@@ -128,9 +129,10 @@ def calibrate(
     return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
 
 
-def _refuse_uncalibratable(target: AttentionConfig) -> None:
+def refuse_uncalibratable(target: AttentionConfig) -> None:
+    """Raise ConfigError unless `calibrate` can fit this attention to standard attention."""
     mixing = [part.name for part in target.specs() if "heads" in part.reads]
-    if target.family or target["score"] != "quest":
+    if not (next(target.specs()).unit_keys and _leaves(target, "query")):
         raise _uncalibratable(target, "its score is not quest")
     if mixing:
         raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
@@ -146,12 +148,19 @@ def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
 def _source(model: nn.Module) -> AttentionConfig:
     """The attention that the model has now: standard, with the options that an injection gave it."""
     found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
-    if len(found) > 1 or any(config.family or config["score"] != "standard" for config in found):
+    if len(found) > 1 or not all(_leaves(config, "query") and _leaves(config, "key") for config in found):
         raise ConfigError(
             "calibrate starts from a model with one standard attention, but this one has: "
             f"{', '.join(sorted(map(str, found)))}; give it the model as it was pretrained"
         )
-    return found.pop() if found else AttentionConfig.parse("standard")
+    return found.pop() if found else STANDARD
+
+
+def _leaves(config: AttentionConfig, role: str) -> bool:
+    """Whether the dot products take "query" or "key" as the projections made it."""
+    part, x = next(config.specs()), torch.ones(1, 1, 1, 1)
+    pointwise = part.axis == "score" and not part.reads
+    return pointwise and getattr(part.build(Dims(1, 1, 1), **config.build_arguments(part)), role)(x) is x
 
 
 def _refuse_shared(model: nn.Module, paths: list[str]) -> None:

@@ -5,6 +5,7 @@ Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here;
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -70,16 +71,14 @@ class HeadParallel(ParallelStyle):
             raise InputError("the heads of this Attention are divided already")
         # With a single key/value head for several query heads, every rank holds a copy of it.
         shared = config.family is None and module.kv_heads == 1 < module.num_heads
-        for part in config.specs():
-            if "heads" in part.reads:
+        fixes = {"heads": "gqa or mha, or divide the data"}
+        if shared:
+            fixes["group"] = f"a number of kv_heads that {ranks} divides, or mqa"
+        for part, read in itertools.product(config.specs(), fixes):
+            if read in part.reads:
                 raise UnsupportedError(
-                    f"attention '{config}': '{part.name}' reads {READS['heads']}, which tensor parallelism divides "
-                    "among ranks; choose gqa or mha, or divide the data"
-                )
-            if shared and "group" in part.reads:
-                raise UnsupportedError(
-                    f"attention '{config}': '{part.name}' reads {READS['group']}, which tensor parallelism divides "
-                    f"among ranks; choose a number of kv_heads that {ranks} divides, or mqa"
+                    f"attention '{config}': '{part.name}' reads {READS[read]}, which tensor parallelism divides "
+                    f"among ranks; choose {fixes[read]}"
                 )
         whole = {name: module.get_submodule(name) for name in ("k_proj", "v_proj")} if shared else {}
         for name, projection in whole.items():

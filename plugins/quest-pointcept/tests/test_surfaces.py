@@ -261,7 +261,7 @@ def test_the_axes_combine(score, normaliser, grouping):
         ("aft-local(max_length=7)", {}, r"patches have 8 points and max_length is 7; write aft-local\(max_length=8\)"),
         ("aft-simple", {"enable_rpe": True}, "relative position bias is added to scores"),
         ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
-        ("aft-full", {"rotary": True}, "rotary positions act where queries meet keys"),
+        ("aft-full", {"rotary": True}, "queries do not meet keys, where rotary positions act"),
         ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
     ],
 )

@@ -67,6 +67,8 @@ class TestEva(Images):
 
 
 class TestEvaSeparate(Images):
+    refused = ("aft-simple",)  # its queries do not meet keys, where rotary positions act
+
     def make_model(self):
         return Eva(**SMALL, use_rot_pos_emb=True, qkv_fused=False, swiglu_mlp=True, head_init_scale=1.0)
 

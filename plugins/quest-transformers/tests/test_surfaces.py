@@ -298,7 +298,10 @@ def test_what_looks_at_all_tokens_is_refused_where_a_mask_hides_some():
     arguments = {k: v for k, v in inputs("gpt2", padded=True).items() if k != "position_ids"}
     with pytest.raises(UnsupportedError, match="cannot see which of 16 keys are of the past.*static cache"):
         model.generate(**arguments, max_new_tokens=8, cache_implementation="static", pad_token_id=0)
-    with pytest.raises(UnsupportedError, match="needs a key/value head for each of the 4 query heads, and has 2"):
-        hf.AutoModelForCausalLM.from_config(
-            hf.LlamaConfig(**{**LLAMA, "attention_dropout": 0.0}), attn_implementation="linear"
-        )
+    config = {**LLAMA, "attention_dropout": 0.0}
+    for attention, why in (
+        ("linear", "needs a key/value head for each of the 4 query heads, and has 2"),
+        ("aft-simple", "its queries do not meet keys, where rotary positions act"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**config), attn_implementation=attention)

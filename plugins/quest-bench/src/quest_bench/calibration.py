@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
-from quest_core.errors import ConfigError
+from quest_core.tools.calibration import refuse_uncalibratable
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 64, 96, 16
 PRETRAIN_RATE = 3e-3
@@ -112,12 +112,14 @@ def run(cell: Cell, progress: Progress) -> Result:
         ``loss`` and ``loss without calibration`` at the steps in the details.
 
     Raises:
-        ConfigError: the attention is neither standard nor quest.
+        ConfigError: the attention is neither standard nor one that can be calibrated.
     """
-    if cell.attention not in ("standard", "quest"):
-        raise ConfigError(f"calibration is from standard attention to quest; '{cell.attention}' is neither")
+    config = quest_core.AttentionConfig.parse(cell.attention)
+    stock = config.is_standard
+    if not stock:
+        refuse_uncalibratable(config)
     pretrain, finetune = (4, 4) if cell.smoke else (cell.options["pretrain"], cell.options["finetune"])
-    arms = ["loss", "loss without calibration"] if cell.attention == "quest" else ["loss"]
+    arms = ["loss"] if stock else ["loss", "loss without calibration"]
     total = pretrain + finetune * len(arms)
     text, rest, vocabulary = corpus()
     held_out = [draw(rest, torch.Generator().manual_seed(1000 + i)) for i in range(2 if cell.smoke else 12)]
@@ -141,12 +143,12 @@ def run(cell: Cell, progress: Progress) -> Result:
         if arm in curves:
             continue
         tuned: nn.Module = copy.deepcopy(model)
-        if cell.attention == "quest" and arm == "loss":
-            tuned, made = quest_core.calibrate(tuned, samples)
+        if not stock and arm == "loss":
+            tuned, made = quest_core.calibrate(tuned, samples, config)
             details["factors"] = {layer.path: layer.factors for layer in made.layers}
             details |= {"change": made.calibrated, "change without calibration": made.uncalibrated}
-        elif cell.attention == "quest":
-            tuned, _ = quest_core.inject(tuned, "quest")
+        elif not stock:
+            tuned, _ = quest_core.inject(tuned, config)
         rate, before = cell.options["rate"], pretrain + place * finetune
         curves[arm] = train(tuned, text, held_out, finetune, rate, 100 + cell.seed, report(before))
         save_state(cell, {"model": model.state_dict(), "curves": curves})

@@ -95,7 +95,7 @@ def _phases(
     downstream: Half,
 ) -> Result:
     half = grouped[-1]
-    multi_head = config["grouping"] == "mha"
+    multi_head = not any(part.reshapes for part in config.specs())
     own = {count: with_heads(config, count) for count in ([half] if multi_head else grouped)}
     plain = with_heads(regrouped(config, "gqa"), half)
     is_gqa = own[half] == plain
@@ -204,8 +204,8 @@ def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:
 
 
 def with_heads(config: AttentionConfig, kv_heads: int) -> AttentionConfig:
-    """Return the attention with this number of key/value heads; mha is returned as it is."""
-    if config["grouping"] == "mha":
+    """Return the attention with this number of key/value heads; one without a grouping is returned as it is."""
+    if not any(part.reshapes for part in config.specs()):
         return config
     return AttentionConfig.parse({**config.to_dict(), "kv_heads": kv_heads})
 

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import quest_core
 from quest_core.errors import ConfigError
 
-from .speed import BROADCAST, BROADCAST_BYTES, PEER, broadcast_aft, broadcast_fits, keep_freed_memory
+from .speed import BROADCAST, BROADCAST_BYTES, PEER, averages, broadcast_aft, broadcast_fits, keep_freed_memory
 from .worker import machine
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -210,7 +210,7 @@ def run(
     lengths = tuple(n for n in LENGTHS if n <= longest)
     if not lengths:
         raise ConfigError(f"--longest is {longest}; the shortest length is {LENGTHS[0]}")
-    naive = [BROADCAST] if any("aft-" in attention for attention in attentions) else []
+    naive = [BROADCAST] if any(map(averages, attentions)) else []
     names = [PEER, *naive, *attentions]
     columns = (TextColumn("scaling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -87,6 +87,11 @@ def broadcast_aft(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return torch.sigmoid(q) * (weights * v.unsqueeze(2)).sum(3)
 
 
+def averages(attention: quest_core.AttentionSpec) -> bool:
+    """Return whether queries do not meet keys in an attention, so that `broadcast_aft` is the naive form of it."""
+    return not any(part.compares or part.weights for part in quest_core.AttentionConfig.parse(attention).specs())
+
+
 def broadcast_fits(batch: int, heads: int, n: int, dim: int) -> bool:
     """Whether `broadcast_aft` may run at this shape."""
     return 4 * batch * heads * n * n * dim <= BROADCAST_BYTES
@@ -143,7 +148,7 @@ class Plan:
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device is {self.device!r}, but this torch ({torch.__version__}) sees no GPU")
         for config in map(quest_core.AttentionConfig.parse, self.attentions):
-            if config.family is None and config["grouping"] != "mha":
+            if config.family is None and any(part.reshapes for part in config.specs()):
                 raise ConfigError(f"attention '{config}': speed compares equal shapes, and a grouping has fewer keys")
 
     def smoke(self) -> Plan:
@@ -204,7 +209,7 @@ def contenders(plan: Plan, peer: str, shape: Shape) -> dict[str, Attend]:
         from torch.nn.attention.flex_attention import flex_attention
 
         found[FLEX] = torch.compile(flex_attention, dynamic=False)
-    if any((config.family or "").startswith("aft") for config in configs) and broadcast_fits(*shape):
+    if any(map(averages, configs)) and broadcast_fits(*shape):
         w = torch.zeros(n, n, **place)
         found[BROADCAST] = lambda q, k, v: broadcast_aft(q, k, v, w)
     return {**found, **{str(config): made(config) for config in configs}}

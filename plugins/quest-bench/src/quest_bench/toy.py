@@ -197,7 +197,7 @@ class Models:
     ) -> None:
         self.block = block
         config = AttentionConfig.parse(attention)
-        if config.family or (config["grouping"], config["normaliser"]) != ("mha", "softmax"):
+        if config.family or config.name != config["score"]:
             raise ConfigError(
                 f"attention '{config}': toy/spurious studies the scores of one softmax head; name only a score, "
                 "for example 'quest'"
@@ -206,11 +206,7 @@ class Models:
             raise ConfigError(
                 f"attention '{config}' reads what the previous layer left behind, but toy/spurious has one layer"
             )
-        given = config.to_dict()
-        if config["score"] == "qknorm-ds":
-            # Sharing the scales among the heads of a one-head model is having them for each head.
-            given["name"] = given["name"].replace("qknorm-ds", "qknorm")
-        self.mechanism = quest_core.Mechanism(given, num_heads=len(weight_seeds), head_dim=DIM)
+        self.mechanism = quest_core.Mechanism(config, num_heads=len(weight_seeds), head_dim=DIM)
 
         states = {}
         for seed in set(weight_seeds):
@@ -223,15 +219,16 @@ class Models:
         self.weights = {
             name: nn.Parameter(value) for name, value in side_by_side.items() if not name.startswith("mechanism.")
         }
-        for name, parameter in self.mechanism.named_parameters():
-            first = side_by_side.get(f"mechanism.{name}")
-            if first is None or first.squeeze(1).shape != parameter.shape:
+        for name, parameter in list(self.mechanism.named_parameters()):
+            own = side_by_side[f"mechanism.{name}"].squeeze(1)
+            # Sharing a parameter among the heads of a one-head model is having it for each head.
+            if own.shape[1:] != parameter.shape[1:] or len(parameter) not in (1, len(own)):
                 raise ConfigError(
                     f"attention '{config}': its parameter '{name}' is not one for each head, so models cannot be "
                     "trained side by side as heads"
                 )
-            with torch.no_grad():
-                parameter.copy_(first.squeeze(1))
+            owner, _, leaf = name.rpartition(".")
+            self.mechanism.get_submodule(owner).register_parameter(leaf, nn.Parameter(own))
         self.eye = torch.eye(DIM).expand(len(weight_seeds), DIM, DIM)
 
     def parameters(self) -> list[nn.Parameter]:

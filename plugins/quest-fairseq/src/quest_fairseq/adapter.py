@@ -69,7 +69,7 @@ class FairseqAdapter(Adapter):
         ):
             if there:
                 return f"{option}; leave the option out"
-        if asked.causal and asked.cross and any(part.ordered for part in config.specs()):
+        if asked.causal and asked.cross and any("order" in part.reads for part in config.specs()):
             return (
                 f"'{config.name}' counts the positions of queries, and in cross-attention a decoder brings its queries "
                 "one by one"

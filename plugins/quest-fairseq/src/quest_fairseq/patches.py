@@ -45,7 +45,7 @@ def _refuse_unread(stock: Callable[..., Any], cfg: Any, *arguments: Any, **optio
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
     kind = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name)
     given = {option: getattr(cfg, option, None) for option in OPTIONS}
-    unread = [f"{o}='{spec}'" for o, spec in given.items() if spec is not None and not parse(spec).means("standard")]
+    unread = [f"{o}='{spec}'" for o, spec in given.items() if spec is not None and not parse(spec).is_standard]
     if unread and getattr(kind, "__module__", "").startswith("fairseq."):
         ours = [known for known in models.MODEL_REGISTRY if known.startswith("quest_")]
         raise ConfigError(

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quest_core import MultiheadAttention, PackingPlan, attention_packed
-from quest_core.config import AttentionConfig
 
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
 200 nodes, forward and backward: packing breaks even at 1.7 and takes 0.77 of the time at 2.2
 (docs/results/graph-packing.md)."""
-
-STANDARD = AttentionConfig.parse("standard")
 
 
 class GraphAttention(MultiheadAttention):
@@ -46,7 +43,7 @@ class GraphAttention(MultiheadAttention):
     def _may_pack(self, x: Tensor) -> bool:
         plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None
         extended = self.bias_k is not None or self.add_zero_attn
-        keeps_stream = self.training and self.dropout > 0 and self.config == STANDARD
+        keeps_stream = self.training and self.dropout > 0 and self.mechanism.is_standard
         return plain and not (extended or keeps_stream or torch.compiler.is_compiling() or torch.jit.is_tracing())
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:

@@ -83,18 +83,18 @@ class MmsegAdapter(Adapter):
             return f"its learned bias by relative position is added to the scores, and '{config}' has none"
         if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
             return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
-        if config.family == "aft-conv":
+        if any(part.grid for part in config.specs()):
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:
                 return f"the model sets the grid and the class tokens; leave out {', '.join(given)}"
             if config.option("dims") != 2:
                 return f"dims is {config.option('dims')}, and patches have 2 axes"
             if not site.capabilities.narrows_keys:
-                return "'aft-conv' is not possible here: the tokens are not on a grid that the model reports"
+                return f"'{config.family}' is not possible here: the tokens are not on a grid that the model reports"
         return refusal(config, site.capabilities)
 
     def connect(self, model: nn.Module) -> None:
-        """Set the grid of patches of aft-conv at each call, because crops and images differ in size."""
+        """Set the grid of families that have one at each call, because crops and images differ in size."""
         for module in model.modules():
             host: Any = module
             if _host_name(module, GRID[:1]):
@@ -120,7 +120,7 @@ def _compared(stock: Callable[..., Any], runner: Any, *arguments: Any, **options
 
 
 def _connect(owner: Any, called: Any, forward: Callable[..., Any], *, prefix: int, last: int = 0) -> None:
-    """Have `forward` run in place of that of `called`, which learns the grid of `owner`, if it has an aft-conv.
+    """Have `forward` run in place of that of `called`, which learns the grid of `owner`, if a family in it has one.
 
     Args:
         prefix: tokens of `owner` off the grid.

@@ -24,25 +24,25 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.hosts.replacement import HostAttention
 from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
-from quest_core.mechanisms.aft_conv import AttentionFreeConv
+from quest_core.mechanism import Mechanism
 from quest_core.projections import Packed, Projections, Separate, shallow_copy
 
 HIDES = -100.0
 """Swin adds this to the logits of keys that a query may not see."""
 
 
-def grids(module: nn.Module) -> Iterator[AttentionFreeConv]:
-    """Yield the mechanisms in `module` that need the grid of patches: those of aft-conv."""
-    for part in module.modules():
-        if isinstance(part, AttentionFreeConv):
-            yield part
+def grids(module: nn.Module) -> Iterator[Any]:
+    """Yield the families in `module` whose tokens lie on the grid of patches, such as aft-conv."""
+    for found in module.modules():
+        if isinstance(found, Mechanism) and found.grid:
+            yield found.family
 
 
 class Attention(TorchMultiheadAttention):
     """The drop-in as mmcv calls it: without `need_weights`, though it never reads the weights.
 
     Attributes:
-        class_tokens: tokens off the grid at the end of the sequence, as Segmenter's head has them; for aft-conv.
+        class_tokens: tokens off the grid at the end of the sequence, as in Segmenter's head, if the family has a grid.
     """
 
     class_tokens: int = 0
@@ -57,7 +57,7 @@ class Attention(TorchMultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Attend as `quest_core.MultiheadAttention.forward`, and return no weights."""
         axis = 1 if self.batch_first else 0
-        if self.class_tokens:  # aft-conv requires the tokens off the grid first
+        if self.class_tokens:  # a family on a grid requires the tokens off it first
             query = key = value = query.roll(self.class_tokens, axis)
         out, _ = super().forward(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)
         return out.roll(-self.class_tokens, axis) if self.class_tokens else out, None

@@ -32,7 +32,8 @@ class PointceptAdapter(Adapter):
             if _replacement(module) is None:
                 continue
             host: Any = module
-            asked = Capabilities(narrows_keys=True, dropout=rate(host.attn_drop) > 0)
+            rotary = getattr(host, "rope", None) is not None
+            asked = Capabilities(narrows_keys=True, dropout=rate(host.attn_drop) > 0, rotary=rotary)
             stage = re.sub(r"\d+(?=\D*$)", "*", path)  # enc.enc0.block1.attn -> enc.enc0.block*.attn
             yield Site(path, module, host.num_heads, host.channels // host.num_heads, asked, stack=stage)
 
@@ -42,7 +43,7 @@ class PointceptAdapter(Adapter):
         return made.from_host(site, config)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why the host cannot honour `config`: positions that act on scores, or the size of a patch."""
+        """Return why the host cannot honour `config`: a bias on the scores, or the size of a patch."""
         host: Any = site.module
         family = config.family
         flash = [name for name in FLASH if getattr(host, name, False)]
@@ -51,15 +52,13 @@ class PointceptAdapter(Adapter):
                 return f"{name} has no fused kernel; build with {flash[0]}=False"
         if family and getattr(host, "rpe", None) is not None:
             return f"the relative position bias is added to scores, and '{family}' has none; build without it"
-        if family in ("aft-simple", "aft-full", "aft-local", "aft-conv") and getattr(host, "rope", None) is not None:
-            return f"rotary positions act where queries meet keys, and in '{family}' they do not; build without them"
-        if family == "aft-conv":
+        if any(part.grid for part in config.specs()):
             given = {key: config.option(key) for key in ("dims", "grid", "prefix")}
             if given != {"dims": 1, "grid": None, "prefix": 0}:
-                return "the points of a patch lie on a line; write aft-conv(dims=1), without grid and prefix"
+                return f"the points of a patch lie on a line; write {family}(dims=1), without grid and prefix"
         length, size = config.option("max_length"), getattr(host, "patch_size_max", host.patch_size)
         if length is not None and length < size:
-            return f"patches have {size} points and max_length is {length}; write {family}(max_length={size})"
+            return f"patches have {size} points and max_length is {length}; write {config.name}(max_length={size})"
         return refusal(config, site.capabilities)
 
     def change_host(self) -> None:

@@ -50,15 +50,18 @@ class TimmAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
+        turned = any(getattr(module, "rope", None) is not None for module in model.modules())  # what makes the angles
         for path, module in model.named_modules():
             made, call = _replacement(module), _call(path, module)
             if made is not None and call is None:
                 heads = module.num_heads
                 dropout = module.attn_drop.p > 0
                 width = round(module.scale**-2)
-                yield Site(path, module, heads, width, Capabilities(cross=made.cross, dropout=dropout))
+                asked = Capabilities(cross=made.cross, dropout=dropout, rotary=turned and made.rotary)
+                yield Site(path, module, heads, width, asked)
             elif call is not None:
-                asked = Capabilities(cross=call.cross, dropout=call.dropout)
+                rotary = turned and _shares_heads(module)
+                asked = Capabilities(cross=call.cross, dropout=call.dropout, rotary=rotary)
                 yield Site(path, module, call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:

@@ -27,6 +27,8 @@ class Replacement(HostAttention):
     cross: ClassVar[bool] = False
     biased: ClassVar[bool] = False
     """Whether the forward makes all masks itself, and they hide by −inf only."""
+    rotary: ClassVar[bool] = False
+    """Whether the model may turn queries and keys by their positions."""
     stacked: ClassVar[bool] = False
     """Whether each layer sees the tokens of the one before in the same order, which elliptical scores need."""
 
@@ -88,7 +90,7 @@ class AttentionRope(Replacement, timm_attention.AttentionRope):
 
     host = timm_attention.AttentionRope
     projections = Packed("qkv") + Separate("q_proj", "k_proj", "v_proj")
-    stacked = True
+    rotary = stacked = True
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False

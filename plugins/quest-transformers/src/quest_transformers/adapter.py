@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.replacement import sizes_of
+from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import surfaces
 from .info import INFO
-from .layers import Anatomy, View, examine, is_attention, replace, unscalable
+from .layers import Anatomy, View, examine, is_attention, replace, turns, unscalable
 
 
 class TransformersAdapter(Adapter):
@@ -30,7 +30,7 @@ class TransformersAdapter(Adapter):
         found = ((path, module) for path, module in model.named_modules() if is_attention(module))
         for path, module in found:
             anatomy = examine(module)
-            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy))
+            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, turns(module)))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""
@@ -59,7 +59,7 @@ class TransformersAdapter(Adapter):
         if window is not None and (config.family or any(part.chained for part in config.specs())):
             return f"it looks at all tokens, and the model has a sliding window of {window}"
         try:
-            wanted = sizes_of(config, anatomy.num_heads, anatomy.head_dim, anatomy.kv_heads).kv_heads
+            wanted = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads).kv_heads
         except ConfigError:  # kv_heads is missing or does not divide the heads: an error of its own
             return None
         if anatomy.kv_heads % wanted:
@@ -151,11 +151,12 @@ class _Some(TransformersAdapter):
         return super().refusal(site, self.chosen[site.path] if asked else config)
 
 
-def _capabilities(anatomy: Anatomy) -> Capabilities:
+def _capabilities(anatomy: Anatomy, rotary: bool) -> Capabilities:
     return Capabilities(
         causal=anatomy.role == "decoder",
         cross=anatomy.role == "cross",
         cached=anatomy.role == "decoder",
         dropout=anatomy.dropout > 0,
         regroups=anatomy.projections is not None,
+        rotary=rotary,
     )

@@ -19,8 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
-from quest_core.hosts.replacement import sizes_of
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import hide_lowest
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
@@ -65,10 +64,20 @@ class Anatomy:
     projections: Projections | None
 
 
+def _named(module: nn.Module) -> tuple[str, ...]:
+    """The functions and attributes that the source of a module's forward names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def turns(module: nn.Module) -> bool:
+    """Whether a module's forward turns queries and keys by their positions."""
+    return any(name.startswith("apply_rotary") for name in _named(module))
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's forward calls the function that its config names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = () if code is None else code.co_names
+    names = _named(module)
     return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
@@ -144,7 +153,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     made: Any = shallow_copy(host)
     made.config = copy.copy(host.config)
     made.config._attn_implementation_internal = INTERFACE
-    made.head_sizes = sizes_of(config, anatomy.num_heads, anatomy.head_dim, anatomy.kv_heads)
+    made.head_sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads)
     made.mechanism = Mechanism(
         config,
         num_heads=anatomy.num_heads,

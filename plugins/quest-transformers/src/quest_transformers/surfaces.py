@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from quest_core.checkpoints import ENTRY, compare, read
-from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.injection import REPORT, inject
 from quest_core.hosts.patching import Patches
@@ -183,8 +183,7 @@ def _summary(modules: list[Any]) -> str | None:
     chosen = {role: next(iter(found)) for role, found in configs.items()}
     if len(set(chosen.values())) == 1:
         return str(next(iter(chosen.values())))
-    standard = AttentionConfig.parse("standard")
-    return str(Choice(**{role: chosen.get(role, standard) for role in ROLES}))
+    return str(Choice(**{role: chosen.get(role, STANDARD) for role in ROLES}))
 
 
 def _accept_names(stock: Any) -> Any:
@@ -205,7 +204,7 @@ def _accept_names(stock: Any) -> Any:
             return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
         except ValueError as error:
             try:
-                Choice.parse(requested_attention or "standard")
+                Choice.parse(requested_attention or STANDARD)
             except ConfigError as ours:
                 raise ConfigError(f"{error} As an attention of quest it is refused too: {ours}") from None
             raise
@@ -407,7 +406,7 @@ def _fits(adapter: TransformersAdapter, model: Any, stored: Mapping[str, Tensor]
     """
     choices = [(_role(site.module), _choice(site.module.config)) for site in adapter.sites(model)]
     wanted = {choice.of(role) for role, choice in choices if choice is not None}
-    special = sorted((config for config in wanted if config.name != "standard"), key=str)
+    special = sorted((config for config in wanted if not config.is_standard), key=str)
     for key, spelled in stored.items():
         trained = read(spelled)
         if not any(config.means(trained) for config in special):

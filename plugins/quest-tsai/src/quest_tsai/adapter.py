@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.mechanisms import Dims
 
 from .info import INFO
 from .layers import (
@@ -76,14 +78,12 @@ class TsaiAdapter(Adapter):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
-        rescored = config.family or config["score"] != "standard" or config.option("scale")
-        if rescored and learns_scale(site.module):
+        if learns_scale(site.module) and not _takes_scale(config):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
         if hasattr(site.module, "Er") and config.family:
             return f"ConvTran adds relative positions to the scores, and '{config}' has none"
-        if hasattr(site.module, "relative_bias_table") and (
-            config.family is None and config["grouping"] in ("kdgqa", "dgqa")
-        ):
+        regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.specs())
+        if regrouped and hasattr(site.module, "relative_bias_table"):
             return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"
         return refusal(config, site.capabilities)
 
@@ -106,6 +106,13 @@ class TsaiAdapter(Adapter):
         self.patches.around(Learner, "load", check_load)
         self.patches.around(learner, "ts_learner", read_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
+
+
+def _takes_scale(config: AttentionConfig) -> bool:
+    """Return whether the factor on q·k is the host's, because the score has none of its own."""
+    score = next(config.specs())
+    dims = Dims(1, 1, 1, standard_scale=math.inf)  # no option can be that
+    return score.axis == "score" and score.build(dims, **config.build_arguments(score)).scale(1) == math.inf
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:
