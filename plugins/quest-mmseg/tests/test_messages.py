@@ -14,7 +14,7 @@ OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms'
 
 
 def python(code: str, folder: Path) -> str:
-    """What a process prints in which the modules in `folder` hide others."""
+    """Return the output of a process whose modules in `folder` hide others."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
@@ -22,7 +22,7 @@ def python(code: str, folder: Path) -> str:
 
 
 def doctor(folder: Path) -> str:
-    """The lines of `quest doctor` on quest-mmseg."""
+    """Return the lines of `quest doctor` on quest-mmseg."""
     lines = python("from quest_core.cli import main; main(['doctor'])", folder).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("  mmseg "))
     return "\n".join(lines[first : first + 2])

@@ -12,7 +12,7 @@ OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms'
 
 
 def doctor(folder: Path) -> str:
-    """What `quest doctor` prints where the modules in `folder` hide others."""
+    """Return the output of `quest doctor` where the modules in `folder` hide others."""
     code = "from quest_core.cli import main; main(['doctor'])"
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
