@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import quest_core
+import quest_core.benchmarks
 import quest_core.mechanisms
 import quest_core.testing
 from quest_core import AttentionConfig, cli
@@ -245,7 +246,7 @@ def public_names() -> set[str]:
     """What users import: names of packages, read at run time, and what pages and templates import."""
     found = {
         f"{module.__name__}.{name}"
-        for module in (quest_core, quest_core.mechanisms, quest_core.testing)
+        for module in (quest_core, quest_core.mechanisms, quest_core.testing, quest_core.benchmarks)
         for name, value in vars(module).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("quest_core")
     }
@@ -256,7 +257,17 @@ def public_names() -> set[str]:
         if path.is_file():
             imports = re.findall(r"^ *from (quest_[\w.]+) import ([\w, ]+)$", path.read_text(), re.MULTILINE)
             found |= {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+            found |= set(filter(is_defined, re.findall(r"\bquest_core(?:\.\w+)+", path.read_text())))
     return found
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name that a page mentions is a class or function of quest_core, and no module."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute) and is_ours(name)
+    except ModuleNotFoundError:  # quest_core.Mechanism.forward
+        return False
 
 
 @pytest.mark.slow
