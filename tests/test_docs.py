@@ -52,6 +52,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
 
 
+def test_what_is_installed_names_pages_by_their_address() -> None:
+    """A wheel carries no docs/."""
+    installed = [path for package in ("quest_core", "plugins/*/src") for path in ROOT.glob(f"{package}/**/*")]
+    texts = {path: path.read_text() for path in installed if path.suffix in (".py", ".tmpl", ".yaml", ".md")}
+    assert [str(path) for path, text in texts.items() if re.search(r"(?<![\w/.-])docs/[\w-]+\.md", text)] == []
+
+
 def install() -> dict[str, Any]:
     """What is defined in release/install_test.py."""
     return runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
