@@ -21,9 +21,11 @@ RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
 SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
-# Public is what these packages import as itself, and what the pages and templates of these patterns import.
-PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing")
-AUTHORS = ("docs/*.md", "plugins/_template/**/*.tmpl", "quest_core/**/*.tmpl")
+# Public is what these packages define or import as itself, and what the pages and templates of these patterns import or
+# name in full.
+PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing", "quest_core.benchmarks")
+AUTHORS = ("docs/*.md", "plugins/quest-*/README.md", "plugins/_template/**/*.tmpl", "quest_core/**/*.tmpl")
+NAMED = re.compile(r"\b(quest_(?:core|bench)(?:\.\w+)+)\.(\w+)")
 IMPORT = re.compile(r"^\s*from (quest_core[\w.]*) import (?:\(([^)]+)\)|([\w, ]+))", re.MULTILINE)
 
 
@@ -45,10 +47,16 @@ def public(path: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
+def source_of(module: str) -> Path | None:
+    """The file of a module of quest_core or of a plugin."""
+    at = [folder / module.replace(".", "/") for folder in (ROOT, *(path / "src" for path in plugins().values()))]
+    files = [file for path in at for file in (path.with_suffix(".py"), path / "__init__.py")]
+    return next((file for file in files if file.exists()), None)
+
+
 def reference() -> dict[str, str]:
     """Pages of the reference: path -> dotted name."""
-    packages = {module: ROOT / module.replace(".", "/") / "__init__.py" for module in PACKAGES}
-    found = [(module, name) for module, path in packages.items() for name in public(path)]
+    found = [(module, name) for module in PACKAGES if (path := source_of(module)) for name in public(path)]
     known = {name for _, name in found}
     texts = [path.read_text() for pattern in AUTHORS for path in sorted(ROOT.glob(pattern))]
     further = {
@@ -56,8 +64,11 @@ def reference() -> dict[str, str]:
         for text in texts
         for match in IMPORT.finditer(text)
         for name in re.findall(r"\w+", match[2] or match[3])
-        if not (ROOT / match[1].replace(".", "/") / f"{name}.py").exists()  # a name, not a module
+        if source_of(f"{match[1]}.{name}") is None  # a name, not a module
     }
+    for module, name in {match.groups() for text in texts for match in NAMED.finditer(text)}:
+        if (path := source_of(module)) and name in public(path):
+            further.add((module, name))
     found += sorted((module, name) for module, name in further if name not in known and name != "Tensor")
     for name, folder in plugins().items():
         package = name.replace("-", "_")

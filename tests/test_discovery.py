@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,6 +215,33 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(install: Install, capsys:
     assert "mini         quest-mini 1.2: ok" in lines
     assert 'fix: pip install "quest-lost[host]"' in lines
     assert "torn         quest-torn 1.2: broken - its adapter cannot be used: ModuleNotFoundError" in lines
+
+
+def test_doctor_tells_a_broken_host_from_a_broken_plugin(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host's top level imports, and what the adapter imports of it does not."""
+    (tmp_path / "plugin_host").mkdir()
+    (tmp_path / "plugin_host" / "__init__.py").write_text("def build(): raise RuntimeError('called wrongly')")
+    (tmp_path / "plugin_host" / "models.py").write_text("import plugin_host.operators")
+    (tmp_path / "plugin_host" / "operators.py").write_text("raise RuntimeError('no operator nms')")
+    head = "'host': 'plugin_host', 'module': 'plugin_host', 'api': (1, 0)"
+    blamed = "from plugin_host.models import Model"
+    install("plain", init="", adapter=blamed, info=f"INFO = {{{head}}}")
+    install(
+        "known", init="", adapter=blamed, info=f"INFO = {{{head}, 'remedies': {{'no operator': 'pip install ops'}}}}"
+    )
+    install("wrong", init="", adapter="import plugin_host; plugin_host.build()", info=f"INFO = {{{head}}}")
+    install("junk", init="", adapter=blamed, info=f"INFO = {{{head}, 'remedies': 7}}")
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    begins = "1.2: broken host - quest-{} is in order, but its host plugin_host cannot be imported: "
+    begins += "import plugin_host.models:"
+    assert begins.format("plain") in said
+    assert "fix: python -c 'import plugin_host.models' shows the whole error" in said
+    assert re.search(f"{begins.format('known')} RuntimeError: no operator nms.*\n    fix: pip install ops\n", said)
+    assert "quest-wrong 1.2: broken - its adapter cannot be used: RuntimeError: called wrongly" in said
+    assert "quest-junk 1.2: broken - 'remedies' of its info is 7, not a mapping" in said
 
 
 def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:

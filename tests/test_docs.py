@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import quest_core
+import quest_core.benchmarks
 import quest_core.mechanisms
 import quest_core.testing
 from quest_core import AttentionConfig, cli
@@ -49,6 +50,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in local if not (page.parent / target).exists()] == []
     assert [target for target in targets if not exists(target)] == []
     assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
+
+
+def test_what_is_installed_names_pages_by_their_address() -> None:
+    """A wheel carries no docs/."""
+    installed = [path for package in ("quest_core", "plugins/*/src") for path in ROOT.glob(f"{package}/**/*")]
+    texts = {path: path.read_text() for path in installed if path.suffix in (".py", ".tmpl", ".yaml", ".md")}
+    assert [str(path) for path, text in texts.items() if re.search(r"(?<![\w/.-])docs/[\w-]+\.md", text)] == []
 
 
 def install() -> dict[str, Any]:
@@ -245,7 +253,7 @@ def public_names() -> set[str]:
     """What users import: names of packages, read at run time, and what pages and templates import."""
     found = {
         f"{module.__name__}.{name}"
-        for module in (quest_core, quest_core.mechanisms, quest_core.testing)
+        for module in (quest_core, quest_core.mechanisms, quest_core.testing, quest_core.benchmarks)
         for name, value in vars(module).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("quest_core")
     }
@@ -256,7 +264,17 @@ def public_names() -> set[str]:
         if path.is_file():
             imports = re.findall(r"^ *from (quest_[\w.]+) import ([\w, ]+)$", path.read_text(), re.MULTILINE)
             found |= {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+            found |= set(filter(is_defined, re.findall(r"\bquest_core(?:\.\w+)+", path.read_text())))
     return found
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name that a page mentions is a class or function of quest_core, and no module."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute) and is_ours(name)
+    except ModuleNotFoundError:  # quest_core.Mechanism.forward
+        return False
 
 
 @pytest.mark.slow

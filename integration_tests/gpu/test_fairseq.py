@@ -8,9 +8,10 @@ import random
 import sys
 import tempfile
 import warnings
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,8 +19,10 @@ pytest.importorskip("fairseq", reason="fairseq is not installed in this Python")
 
 import torch
 from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from fairseq_cli.preprocess import main as preprocess
+from omegaconf import DictConfig
 
 import quest_fairseq
 
@@ -51,11 +54,19 @@ def corpus(device: str) -> str:
     return str(folder / "bin")
 
 
+def without_tpu(given: Namespace) -> DictConfig:
+    """What fairseq-hydra-train reads: on a command line, --bf16 implies --tpu."""
+    cfg = convert_namespace_to_omegaconf(given)
+    cfg.common.tpu = False
+    return cfg
+
+
 class TestFairseq(HostTraining):
     host = "fairseq"
     # Two distributions bring the package: the release, and a build of the main branch.
     distribution = metadata.packages_distributions()["fairseq"][0]
     model = "transformer_lm, 6 layers, width 512, 8 heads, 512 tokens, batch 16"
+    half_on_cpu: ClassVar = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = SIZES[device]
@@ -69,7 +80,9 @@ class TestFairseq(HostTraining):
         given += ["--distributed-world-size", "1"]  # one process, however many GPUs there are
         given += ["--max-update", steps, "--num-workers", "0", "--no-save", "--disable-validation"]
         given += ["--required-batch-size-multiple", "1", "--log-format", "none", "--save-dir", tempfile.gettempdir()]
-        given += {"fp32": [], "fp16": ["--fp16"], "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")
+        # Gradients in one piece ask for the current GPU.
+        half = ["--fp16", *(["--fp16-no-flatten-grads"] if device == "cpu" else [])]
+        given += {"fp32": [], "fp16": half, "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")
         losses: list[float] = []
         seconds: list[float] = []
         step = Trainer.train_step
@@ -89,5 +102,7 @@ class TestFairseq(HostTraining):
             warnings.simplefilter("ignore")  # fairseq's use of hydra, torch and numpy
             patch.setattr(Trainer, "train_step", watched)
             patch.setattr(sys, "argv", ["fairseq-train", *map(str, given)])
-            importlib.import_module("fairseq_cli.train").cli_main()
+            train = importlib.import_module("fairseq_cli.train")
+            patch.setattr(train, "convert_namespace_to_omegaconf", without_tpu)
+            train.cli_main()
         return Run(losses[:steps], seconds[-steps:])

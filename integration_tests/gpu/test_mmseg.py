@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -69,6 +69,7 @@ class TestMmseg(HostTraining):
     host = "mmseg"
     distribution = packages_distributions()["mmseg"][0]  # mmsegmentation or onedl-mmsegmentation
     model = "Segmenter, ViT-S/16, 12 layers, width 384, 6 heads, 512x512, batch 8"
+    half_on_cpu: ClassVar = dict.fromkeys(("bf16", "fp16"), "only available training on gpu, npu, mlu or musa")
 
     def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = SIZES[device]

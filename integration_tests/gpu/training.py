@@ -12,7 +12,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,8 @@ class HostTraining:
         compiles: whether the framework's model can go through torch.compile.
         fused: implementations of scaled_dot_product_attention that a mixed-precision step on a GPU may use, and must
             use one of.
+        half_on_cpu: what "bf16" and "fp16" are without a GPU: the type that attention gets, or a pattern of
+            the error.
     """
 
     host: str
@@ -51,6 +53,8 @@ class HostTraining:
     rounds = 9
     compiles = True
     fused = frozenset({"flash", "cudnn"})
+
+    half_on_cpu: ClassVar[dict[str, torch.dtype | str]]
 
     def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         """Train from one seed for `steps` steps of the same data.
@@ -82,6 +86,28 @@ class HostTraining:
         assert all(map(math.isfinite, losses))
         quarter = max(1, steps // 4)
         assert statistics.mean(losses[-quarter:]) < statistics.mean(losses[:quarter])
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_half_precision_on_a_cpu(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """docs/gpu.md says what each framework does there."""
+        given, dtypes = torch.nn.functional.scaled_dot_product_attention, set()
+
+        def watched(q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            dtypes.add(q.dtype)
+            return given(q, *arguments, **named)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+        steps, expected = self.steps["cpu"], self.half_on_cpu[precision]
+        full = self.train("quest", device="cpu", precision="fp32", steps=steps).losses
+        dtypes.clear()
+        if isinstance(expected, str):
+            with pytest.raises(Exception, match=expected):
+                self.train("quest", device="cpu", precision=precision, steps=steps)
+            return
+        torch.manual_seed(0)
+        half = self.train("quest", device="cpu", precision=precision, steps=steps).losses
+        assert dtypes == {expected}
+        assert half == pytest.approx(full, rel=0.02)
 
     @pytest.mark.parametrize(
         ("device", "precision"), [("cpu", "fp32"), pytest.param("cuda", "bf16", marks=pytest.mark.gpu)]

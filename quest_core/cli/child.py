@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn, TextIO
 
@@ -198,12 +199,32 @@ def _plugin(job: Job, doing: Callable[[str], None]) -> Answer:
     try:
         made = load_adapter(record)
     except PluginError as error:
-        return Answer(str(error.__cause__ or error), "adapter")
+        other = _failed_import(error, {"quest_core", *(e.value.partition(".")[0] for e in entries("quest.adapters"))})
+        said = str(error.__cause__ or error)
+        return Answer(f"import {other}: {said}", "host") if other else Answer(said, "adapter")
     try:
         try_sites(made, nn.Identity())
     except PluginError as error:
         return Answer(str(error), "adapter")
     return Answer()
+
+
+def _failed_import(error: BaseException, ours: Collection[str]) -> str:
+    """Return the module of another package whose own code failed while a plugin imported it, or an empty text.
+
+    Args:
+        error: the PluginError of the adapter.
+        ours: the packages of plugins and quest_core.
+    """
+    while isinstance(error, PluginError) and error.__cause__ is not None:
+        error = error.__cause__
+    frames = [
+        frame for frame, _ in traceback.walk_tb(error.__traceback__) if "importlib" not in frame.f_code.co_filename
+    ]
+    names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    below = max((i for i, name in enumerate(names) if name.partition(".")[0] in ours), default=-1) + 1
+    is_import = 0 < below < len(frames) and frames[below].f_code.co_name == "<module>"
+    return names[below] if is_import else ""
 
 
 JOBS: dict[str, Callable[[Job, Callable[[str], None]], Answer]] = {

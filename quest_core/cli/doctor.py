@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -97,19 +98,26 @@ def _record(entry: Entry, kind: str, problem: str) -> Record:
 def _judge(record: Record, answer: Answer) -> Record:
     if not answer.problem:
         return record
+    remedies = record.info.get("remedies", {})
+    if not isinstance(remedies, dict):
+        problem = f"'remedies' of its info is {remedies!r:.60}, not a mapping"
+        return replace(record, status="broken", detail=problem, fix=remedy(record.distribution))
+    known = next((str(fix) for part, fix in remedies.items() if str(part) in answer.problem), "")
     if answer.at == "host":
         name = record.host_name or str(record.info.get("host", record.name))
+        imported = re.match(r"import ([\w.]+):", answer.problem)
         return replace(
             record,
             status="broken host",
             detail=f"{record.distribution} is in order, but its host {name} {record.host_version or ''}".rstrip()
             + f" cannot be imported: {answer.problem}",
-            fix=f"python -c 'import {record.info['module']}' shows the whole error; "
+            fix=known
+            or f"python -c 'import {imported[1] if imported else record.info['module']}' shows the whole error; "
             + (f"pip install --force-reinstall {record.host_name}" if record.host_name else "mend the checkout"),
         )
     return replace(
         record,
         status="broken",
         detail=f"its adapter cannot be used: {answer.problem}",
-        fix=remedy(record.distribution),
+        fix=known or remedy(record.distribution),
     )

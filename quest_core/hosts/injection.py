@@ -166,7 +166,7 @@ def inject(
             The report names them.
         example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention and
             that no adapter replaces: ``model(*example)`` for a tuple or list, ``model(**example)`` for a mapping,
-            ``example(model)`` for a function, and ``model(example)`` for others. See docs/universal.md.
+            ``example(model)`` for a function, and ``model(example)`` for others.
 
     Returns:
         The model (a new module only if the model itself was the attention) and the report, which the model also

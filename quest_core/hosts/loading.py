@@ -43,7 +43,7 @@ def load_adapter(record: Record) -> Adapter:
             try:
                 return _loaded(entry)
             except PluginError as error:
-                raise PluginError(f"{plugin} fails to import: {error}; fix: {entry.fix}") from error
+                raise PluginError(f"{plugin} fails to import: {error}; `quest doctor` names the fix") from error
     raise PluginError(
         f"{plugin} has info but no adapter under the entry-point group quest.adapters; "
         f"fix: pip install --upgrade {record.distribution}"

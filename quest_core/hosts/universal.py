@@ -65,7 +65,7 @@ class Call:
             if one != two:
                 raise UnsupportedError(
                     f"'{self.path}' calls scaled_dot_product_attention with {name}={one} and with {name}={two}, and a "
-                    "site has one mechanism; write an adapter (docs/writing-an-adapter.md) that makes two"
+                    "site has one mechanism; write an adapter that makes two: https://quest-attention.github.io/quest/writing-an-adapter/"
                 )
         flags = ("causal", "cross", "masked", "dropout", "repeated")
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in flags})

@@ -1,4 +1,4 @@
-"""The formulas, one family a file, and what an author of a mechanism needs; see docs/writing-a-mechanism.md."""
+"""The formulas, one family a file, and what an author needs: https://quest-attention.github.io/quest/writing-a-mechanism/"""
 
 from torch import Tensor as Tensor
 

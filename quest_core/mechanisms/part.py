@@ -98,7 +98,7 @@ class Part:
         build: ``build(dims, **options)`` returns a Score, Normaliser, Grouping or Family, as `axis` says; `dims` is
             None where heads and features are unknown.
         options: its options.
-        reference: the formula in plain float64, as slow as it likes; see docs/writing-a-mechanism.md for its arguments.
+        reference: the formula in plain float64, as slow as it likes; its arguments: https://quest-attention.github.io/quest/writing-a-mechanism/
             Those of our own mechanisms stand in :mod:`quest_core.testing.references`.
         complexity: time and memory, as a text.
         causal: with ``is_causal`` no output depends on a key of the future.

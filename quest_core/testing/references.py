@@ -4,8 +4,8 @@ Nothing here is fast, and nothing is shared with the modules that it checks. For
 arXiv 2604.00199, [R] Your Attention Matters, [E] Elliptical Attention, [G] Key-Driven GQA, [C] Cottention,
 [A] An Attention Free Transformer, arXiv 2105.14103.
 
-`REFERENCES` holds them by the names of mechanisms, with the arguments that docs/writing-a-mechanism.md lists. A part
-of another package brings its own: `Part.reference`.
+`REFERENCES` holds them by the names of mechanisms, with these arguments: https://quest-attention.github.io/quest/writing-a-mechanism/
+A part of another package brings its own: `Part.reference`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several devices: heads divided among them (tensor parallelism).
 
-Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here; see docs/distributed.md.
+Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here: https://quest-attention.github.io/quest/distributed/
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def test_the_message_is_the_one_in_the_readme(
         "dataset is empty": lambda: raised(
             tools.train, lm_data, "--save-dir", folder / "empty", "--required-batch-size-multiple", "64"
         ),
+        "xla_device": lambda: process("-m", "fairseq_cli.train", lm_data, "--arch", "transformer_lm", *TRAIN, "--bf16"),
         "Weights only": lambda: process(
             "-m", "fairseq_cli.generate", mt_data, "--cpu", "--path", translated(tools, mt_data, folder, "transformer")
         ),

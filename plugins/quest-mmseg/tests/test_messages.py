@@ -1,0 +1,58 @@
+"""Messages of docs/troubleshooting.md that mmsegmentation and mmengine print, and what `quest doctor` says of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+FORK = "onedl-mmsegmentation" in packages_distributions()["mmseg"]
+TORCHVISION = "operator torchvision::nms does not exist"
+OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms')(print)"  # as torchvision does
+
+
+def python(code: str, folder: Path) -> str:
+    """Return the output of a process whose modules in `folder` hide others."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def doctor(folder: Path) -> str:
+    """Return the lines of `quest doctor` on quest-mmseg."""
+    lines = python("from quest_core.cli import main; main(['doctor'])", folder).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  mmseg "))
+    return "\n".join(lines[first : first + 2])
+
+
+def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
+    said = doctor(tmp_path)
+    assert "quest-mmseg is in order, but its host" in said
+    assert f"RuntimeError: {TORCHVISION}" in said
+    assert (
+        "fix: install PyTorch and torchvision from one place: pip install --force-reinstall torch torchvision" in said
+    )
+
+
+def test_mmcv_without_its_operations(tmp_path: Path) -> None:
+    (tmp_path / "quest_mmseg_environment.py").touch()  # no shim, as in a user's environment
+    said = doctor(tmp_path)
+    if FORK:  # it does not import them
+        assert ": ok with onedl-mmsegmentation" in said
+        return
+    assert "quest-mmseg is in order, but its host mmsegmentation" in said
+    assert "No module named 'mmcv._ext'" in said
+    assert "fix: a full build of mmcv: CFLAGS='-O0 -g0' pip install --no-build-isolation mmcv==2.1.0; or" in said
+
+
+def test_a_setuptools_without_pkg_resources(tmp_path: Path) -> None:
+    """mmengine imports it when a config names a base in a package."""
+    missing = "No module named 'pkg_resources'"
+    (tmp_path / "pkg_resources.py").write_text(f"raise ModuleNotFoundError({missing!r})")
+    (tmp_path / "own.py").write_text("_base_ = 'mmseg::_base_/default_runtime.py'")
+    said = python(f"from mmengine import Config; Config.fromfile({str(tmp_path / 'own.py')!r})", tmp_path)
+    assert (missing in said) != FORK
