@@ -86,7 +86,7 @@ Run: TypeAlias = Callable[[Cell, Progress], Result]
 def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     """Write what a suite needs to continue after this epoch, and the state of every random generator.
 
-    The file is whole or absent, however the process ends.
+    The file is whole or absent, however the process or the machine ends.
 
     Args:
         cell: the file lies in its workdir.
@@ -100,6 +100,8 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     path = cell.workdir / STATE
     neighbour = path.with_suffix(".new")
     torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbour)
+    with neighbour.open("rb") as file:
+        os.fsync(file.fileno())
     os.replace(neighbour, path)
 
 
@@ -112,12 +114,16 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
     """Return the mapping of the last `save_state` and set the random generators as they were.
 
     Returns:
-        None at a first start, and if the file is of another cell.
+        None at a first start, and if the file is of another cell or cannot be read, which is printed.
     """
     path = cell.workdir / STATE
     if not path.is_file():
         return None
-    found = torch.load(path, map_location="cpu", weights_only=False)  # a file of this cell's own
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=False)  # a file of this cell's own
+    except Exception as error:  # torch raises many types for a torn file
+        print(f"{path} cannot be read ({error!r:.200}), so the cell starts again", flush=True)
+        return None
     if found["cell"] != _identity(cell):
         return None
     generators = found["generators"]

@@ -38,6 +38,15 @@ def test_the_state_of_another_cell_is_left_alone(cell: Cell, change: dict) -> No
     assert load_state(replace(cell, **change)) is None
 
 
+@pytest.mark.parametrize("left", [0, 10, -10])
+def test_a_torn_state_starts_the_cell_again(cell: Cell, capsys: pytest.CaptureFixture[str], left: int) -> None:
+    save_state(cell, {"losses": [1.0]})
+    path = cell.workdir / STATE
+    path.write_bytes(path.read_bytes()[:left])
+    assert load_state(cell) is None
+    assert f"{path} cannot be read" in capsys.readouterr().out
+
+
 def train(cell: Cell, progress) -> Result:
     state = load_state(cell) or {"losses": []}
     losses = state["losses"]

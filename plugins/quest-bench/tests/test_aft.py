@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from test_images import write
 
 from quest_bench import aft
 from quest_bench.suites import AFT_OPTIONS
@@ -18,14 +17,6 @@ from quest_core.errors import ConfigError, InputError
 from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in AFT_OPTIONS}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 600)
-    write(folder, "t10k", 200)
-    return folder
 
 
 def run(data: Path | None, attention: str, task: str, **options: object) -> Result:

@@ -18,6 +18,8 @@ from quest_bench.cli import app_main
         (["run", "fake/suite", "--seeds", "5-1"], ["--seeds is '5-1'", "write 0-4"]),
         (["run", "fake/suite", "--set", "stesp=1"], ["no option 'stesp'", "did you mean 'steps'"]),
         (["run", "fake/suite", "--data", "missing"], ["--data is 'missing', which does not exist"]),
+        (["run", "toy/spurious", "--data", "."], ["--data is '.', and suite 'toy/spurious' reads no data"]),
+        (["run", "images/recipes", "--data", "."], ["has no train-images-idx3-ubyte* and no *.bin", "expects there"]),
         (["run", "fake/suite", "--python", "fake=/no/python"], ["'/no/python', which is not an executable file"]),
         (["run", "fake/suite", "--attention", "qest", "--seeds", "x", "--set", "a=1"], ["qest", "--seeds", "'a'"]),
         (["report", "missing"], ["missing does not exist", "quest bench run SUITE --out missing"]),

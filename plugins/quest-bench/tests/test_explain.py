@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from test_images import write
 
 from quest_bench import explain
 from quest_bench.images import VisionTransformer
@@ -20,14 +19,6 @@ from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in EXPLAIN_OPTIONS}
 SHAPE = {"size": 28, "patch": 14, "width": 16, "heads": 2}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 600)
-    write(folder, "t10k", 200)
-    return folder
 
 
 def run(data: Path, attention: str, **options: object) -> Result:

@@ -23,7 +23,7 @@ def test_it_is_refused_without_cuda(capfd: pytest.CaptureFixture[str], tmp_path:
     assert app_main(["run", "gpu/attention", "--out", str(tmp_path / "run")]) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: suite 'gpu/attention' measures on a GPU, and ")
-    assert "its PyTorch sees no CUDA device; --smoke tries it on the CPU" in error.replace("\n", " ")
+    assert "its PyTorch sees 0 GPUs; --smoke tries it on the CPU" in error.replace("\n", " ")
     assert not (tmp_path / "run").exists()
     with pytest.raises(PluginError, match="needs CUDA, and torch .* sees no GPU"):
         gpu.run(Cell("gpu/attention", "N=25", "quest", 0, False, None, {}, tmp_path), lambda *_: None)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_images import write
 
 from quest_bench import gqa
 from quest_bench.suites import GQA_OPTIONS
@@ -19,14 +18,6 @@ from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in GQA_OPTIONS}
 SMALL = DEFAULTS | {"layers": 2, "width": 32, "heads": 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 600)
-    write(folder, "t10k", 200)
-    return folder
 
 
 def run(data: Path, attention: str, **options: object) -> Result:

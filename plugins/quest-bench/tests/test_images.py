@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import tempfile
 from pathlib import Path
@@ -18,24 +17,6 @@ from quest_core.errors import ConfigError
 from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
-
-
-def write(folder: Path, split: str, count: int) -> None:
-    draw = torch.Generator().manual_seed(count)
-    labels = torch.randint(10, (count,), generator=draw, dtype=torch.uint8)
-    pixels = torch.randint(60, (count, 28, 28), generator=draw, dtype=torch.uint8)
-    pixels += (labels * 19)[:, None, None]  # brighter for each class, so that there is something to learn
-    for name, raw, axes in ((f"{split}-images-idx3-ubyte", pixels, 3), (f"{split}-labels-idx1-ubyte", labels, 1)):
-        head = bytes([0, 0, 8, axes]) + b"".join(size.to_bytes(4, "big") for size in raw.shape)
-        (folder / f"{name}.gz").write_bytes(gzip.compress(head + raw.numpy().tobytes()))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 600)
-    write(folder, "t10k", 200)
-    return folder
 
 
 def run(data: Path | None, attention: str = "quest", task: str = "lr=0.003", **options: object) -> Result:

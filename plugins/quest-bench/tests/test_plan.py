@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -142,11 +144,14 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "a" / "processed").mkdir()
     (tmp_path / "a" / "processed" / "y.pt").write_text("derived")
     assert first == fingerprint(tmp_path / "a")
-    monkeypatch.setattr("quest_bench.data._sha256", lambda _: pytest.fail("read again"))
-    assert first == fingerprint(tmp_path / "a")
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "a" / "sub" / "x.txt").write_text("samE")
+    with monkeypatch.context() as patch:
+        patch.setattr("quest_bench.data._sha256", lambda _: pytest.fail("read again"))
+        assert first == fingerprint(tmp_path / "a")
+    changed = tmp_path / "a" / "sub" / "x.txt"
+    times = changed.stat().st_atime_ns, changed.stat().st_mtime_ns
+    time.sleep(0.05)  # the clock of the file system ticks
+    changed.write_text("samE")
+    os.utime(changed, ns=times)  # as a copy that keeps the times
     assert first != fingerprint(tmp_path / "a")
 
 

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_images import write
 
 from quest_bench import images
 from quest_bench.cli import app_main
@@ -32,10 +31,8 @@ SUITES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_committed_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "train", 600)
-    write(tmp_path, "t10k", 200)
-    monkeypatch.setattr(images, "DEBIAN", tmp_path)
+def test_every_committed_suite_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "DEBIAN", data)
     ran = run_committed(RESULTS, SUITES, tmp_path)
     assert {cell.split()[0] for cell in ran} == set(SUITES)
 

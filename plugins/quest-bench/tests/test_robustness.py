@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_images import write
 
 from quest_bench import robustness
-from quest_bench.images import Fit, Split
 from quest_bench.suites import ROBUSTNESS_OPTIONS, SUITES
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError, PluginError
@@ -19,14 +17,6 @@ from quest_core.testing.cells import check_resume
 
 DEFAULTS = {option["name"]: option["default"] for option in ROBUSTNESS_OPTIONS}
 SUITE = SUITES["robustness/images"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 300)
-    write(folder, "t10k", 100)
-    return folder
 
 
 def run(data: Path, task: str, folder: Path, **options: object) -> Result:
@@ -98,14 +88,14 @@ def test_a_missing_package_is_named_with_its_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
-    monkeypatch.setattr(robustness, "fit", _no_training)
+    monkeypatch.setattr(robustness, "classify", _no_training)
     with pytest.raises(PluginError, match="pip install --no-deps torchattacks"):
         run(data, "attacks", tmp_path)
     with pytest.raises(PluginError, match=r"pip install 'quest-bench\[robustness\]'"):
         run(data, "fog", tmp_path)
 
 
-def _no_training(model: torch.nn.Module, train: Split, *_: object, **__: object) -> Fit:
+def _no_training(*_: object, **__: object) -> None:
     raise AssertionError("a missing package is found before training")
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -308,11 +309,61 @@ def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pyt
     assert "a stopped cell of fake/suite starts again: it keeps weights only" in shown
 
 
+def test_nohup_outlives_its_terminal(fake: Path) -> None:
+    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
+    command += ["--seeds", "0-2", "--set", "mode=slow", "--out", "out"]
+    code = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.DEVNULL) as process:
+        _until(lambda: any(_pids()))
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=60) == 0
+    assert len(results(Path("out"))) == 3
+
+
+def test_names_of_any_script_and_length_are_cells(fake: Path) -> None:
+    (fake / "data").mkdir()
+    name = "日本語の学習データ" * 8
+    (fake / "data" / f"{name}.txt").write_text("3")
+    command = ["run", f"fake/suite/{name}", "--data", "data", "--attention", "standard,quest", "--seeds", "0"]
+    assert app_main([*command, "--out", "out"]) == 0
+    assert {cell.cell["task"] for cell in load_all(Path("out"))} == {name}
+    assert app_main(["report", "out"]) == 0
+    assert name in Path("out/report.md").read_text()
+
+
 def test_a_hung_cell_times_out(fake: Path) -> None:
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
     assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
     states = {c.cell["options"]["mode"]: (c.state, c.error) for c in load_all(Path("out"))}
     assert states == {"hang": ("failed", "timed out after 1 s (--timeout)\n"), "ok": ("done", None)}
+
+
+def test_a_worker_that_hangs_is_replaced(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that the suite preloads hangs the first worker only."""
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "preload": ["fakebench.slow"],'))
+    (fake.parent / "site" / "fakebench" / "slow.py").write_text(
+        "import pathlib, time\nonce = pathlib.Path('once')\nif not once.exists():\n    once.touch(), time.sleep(99)"
+    )
+    monkeypatch.setattr("quest_bench.run.GRACE_S", 8)  # a worker must have started by then
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--timeout", "2", "--out", "out"]
+    assert app_main(command) == 1
+    failed, done = sorted(load_all(Path("out")), key=lambda cell: cell.state == "done")
+    assert (failed.state, done.state) == ("failed", "done")
+    assert str(failed.error).startswith("timed out after 2 s (--timeout), and the worker ended with status -9")
+    assert app_main(command) == 0
+
+
+def test_a_cell_that_continues_has_no_seconds(fake: Path) -> None:
+    """Those of its last part would pass for a fast cell."""
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=flaky"]
+    assert app_main([*command, "--out", "out"]) == 1
+    assert app_main([*command, "--out", "out"]) == 0
+    seconds = {cell.cell["seed"]: cell.result["seconds"] for cell in load_all(Path("out")) if cell.result}
+    assert seconds[0] > 0
+    assert math.isnan(seconds[1])
+    assert app_main(["report", "out"]) == 0
+    assert app_main(["compare", "out", "out", "--fail-on", "slower=10%"]) == 0
 
 
 def test_warm_workers_start_a_cell_within_half_a_second(fake: Path) -> None:
@@ -325,11 +376,28 @@ def test_warm_workers_start_a_cell_within_half_a_second(fake: Path) -> None:
     assert "step" in log
 
 
-def test_gpus_are_dealt_to_workers(fake: Path) -> None:
+@pytest.mark.parametrize(("visible", "seen"), [("", {"2", "3"}), ("7,6,5,4", {"5", "4"})])
+def test_gpus_are_dealt_to_workers(fake: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: set[str]) -> None:
+    python = fake / "python"  # sees four GPUs
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo 4 && exit\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-3", "--set", "mode=slow"]
-    assert app_main([*command, "--gpus", "2-3", "--out", "out"]) == 0
-    seen = {c.result["details"]["gpu"] for c in load_all(Path("out")) if c.result}
-    assert seen == {"2", "3"}
+    assert app_main([*command, "--python", f"fake={python}", "--gpus", "2-3", "--out", "out"]) == 0
+    assert {c.result["details"]["gpu"] for c in load_all(Path("out")) if c.result} == seen
+
+
+def test_gpus_that_are_not_there_are_refused(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    python = fake / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo $GPUS && exit\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for count, words in (("2", "its PyTorch sees 2 GPUs; choose from 0-1"), ("0", "leave --gpus out")):
+        os.environ["GPUS"] = count
+        assert app_main(["run", "fake/suite", "--python", f"fake={python}", "--gpus", "0-3", "--out", "out"]) == 2
+        error = capfd.readouterr().err
+        assert f"--gpus names {'2-3' if count == '2' else '0-3'}, which {python} lacks" in error
+        assert words in error
+    assert not Path("out").exists()
 
 
 def test_a_torn_result_is_named_and_runs_again(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -340,13 +408,27 @@ def test_a_torn_result_is_named_and_runs_again(fake: Path, capfd: pytest.Capture
     assert app_main(["status", "out"]) == 0
     assert "1 done, 0 running, 1 failed" in capfd.readouterr().out
     assert app_main(command) == 0
-    assert f"{torn} is torn; it is now result.json.torn, and its cell runs again" in capfd.readouterr().out
+    assert f"{torn} is torn; it is now result.json.torn and is made again" in capfd.readouterr().out
     assert all(c.state == "done" for c in load_all(Path("out")))
+    cell = torn.with_name("cell.json")
+    cell.write_text(cell.read_text()[:50])
+    assert app_main(["status", "out"]) == 2
+    assert f"error: {cell} is torn" in capfd.readouterr().err
+    assert app_main(command) == 0
+    assert f"{cell} is torn; it is now cell.json.torn and is made again" in capfd.readouterr().out
+    assert len(load_all(Path("out"))) == 2
+    assert app_main(["report", "out"]) == 0
     Path("out/run.json").write_text('{"runs": [')
     assert app_main(["report", "out"]) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: out/run.json is torn")
     assert len(error.strip().splitlines()) == 1
+    Path("out/run.json").unlink()
+    shutil.rmtree("out/cells")
+    table = Path("out/results.parquet")
+    table.write_bytes(table.read_bytes()[:-100])
+    assert app_main(["report", "out"]) == 2
+    assert capfd.readouterr().err.startswith("error: out/results.parquet cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -370,6 +452,27 @@ def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
     assert len(error.strip().splitlines()) == 1
     monkeypatch.undo()
     monkeypatch.chdir(fake)
+
+
+def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
+    assert app_main(["report", "out"]) == 0
+    before = {path: path.read_bytes() for path in Path("out").glob("**/*") if path.is_file()}
+    capfd.readouterr()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert app_main(["report", "out"]) == 2
+    error = capfd.readouterr().err
+    assert ".png: No space left on device; free some space" in error
+    assert len(error.strip().splitlines()) == 1
+    assert all(path.read_bytes() == content for path, content in before.items() if path.exists())
+    assert Path("out/results.parquet") in before
 
 
 def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
@@ -430,10 +533,12 @@ def test_a_cell_that_another_commit_began_starts_again(fake: Path) -> None:
     begun = decode((cell / "origin.json").read_text())
     assert app_main([*command, "--out", "out"]) == 1
     assert (cell / "work" / "half").is_file()
-    write_json(cell / "origin.json", {**begun, "versions": {"fakebench": "1.1"}})
-    assert app_main([*command, "--out", "out"]) == 1
-    assert not (cell / "work" / "half").exists()
-    assert "another commit or version began this cell" in (cell / "log.txt").read_text()
+    for other in (json.dumps({**begun, "versions": {"fakebench": "1.1"}}), '{"versions"'):
+        (cell / "work" / "half").touch()
+        (cell / "origin.json").write_text(other)
+        assert app_main([*command, "--out", "out"]) == 1
+        assert not (cell / "work" / "half").exists()
+        assert "another commit or version began this cell" in (cell / "log.txt").read_text()
 
 
 def test_data_counts_by_its_content(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -471,6 +576,39 @@ def test_merge_status_and_compare(fake: Path, capfd: pytest.CaptureFixture[str])
     write_json(path, found)
     assert app_main(["merge", "a", "b", "--out", "d"]) == 2
     assert "are the same cell with different results" in capfd.readouterr().err
+
+
+def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", "fake/suite/one", "--seeds", "0-1", "--attention"]
+    assert app_main([*command, "standard", "--out", "a"]) == 0
+    assert app_main([*command, "quest", "--out", "b"]) == 0
+    for path in Path("b").glob("cells/*/result.json"):
+        write_json(path, {**decode(path.read_text()), "commits": {"quest-core": "b" * 40}})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: os._exit(3))
+        child = os.fork()
+        if child == 0:
+            app_main(["merge", "a", "b", "--out", "c"])
+    os.waitpid(child, 0)
+    assert load_all(Path("c")) == []
+    assert app_main(["merge", "a", "b", "--out", "c"]) == 0
+    assert len(load_all(Path("c"))) == 4
+    assert app_main(["report", "c"]) == 0
+    text = Path("c/report.md").read_text()
+    assert "> Mixed commit of quest-core: " in text
+    assert "bbbbbbbbbbbb (quest)" in text
+
+
+def test_a_group_can_resume_what_one_of_it_began(fake: Path) -> None:
+    """The files of a cell are as open as the umask lets them be."""
+    before = os.umask(0o002)
+    try:
+        command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
+        assert app_main(command) == 0
+    finally:
+        os.umask(before)
+    closed = [path for path in Path("out").rglob("*") if not path.stat().st_mode & 0o020]
+    assert closed == []
 
 
 def test_a_crash_on_most_seeds_is_not_better(fake: Path) -> None:

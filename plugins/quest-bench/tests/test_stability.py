@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from test_images import write
 
 from quest_bench import stability
 from quest_bench.suites import STABILITY_OPTIONS
@@ -18,14 +17,6 @@ from quest_core.testing.cells import check_resume
 SMALL = {option["name"]: option["default"] for option in STABILITY_OPTIONS} | {
     "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fashion")
-    write(folder, "train", 200)
-    write(folder, "t10k", 100)
-    return folder
 
 
 def cell(data: Path, folder: Path, task: str = "vit", **options: object) -> Cell:

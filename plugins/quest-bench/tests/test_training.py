@@ -1,4 +1,4 @@
-"""The phases that gqa, explain and aft train in: what is selected, and a loss that is not finite."""
+"""The phases that suites train in: what is selected, and a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from quest_bench.training import DivergedError, fit
+from quest_bench.training import DivergedError, Fit, fit
 from quest_core.benchmarks import Cell
 
 
-def train(folder: Path, scores: list[float], **options: Any) -> tuple[nn.Linear, list[torch.Tensor]]:
-    """Train a model whose validation is given; returns it and its weights after each epoch."""
+def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[torch.Tensor]]:
+    """Train a model whose validation is given; returns the phase and the weights after each epoch."""
     cell = Cell("s", "t", "quest", 0, False, None, {}, folder)
     torch.manual_seed(0)
     model, seen = nn.Linear(3, 1), []
@@ -24,7 +24,7 @@ def train(folder: Path, scores: list[float], **options: Any) -> tuple[nn.Linear,
         seen.append(model.weight.detach().clone())
         return {"score": scores[len(seen) - 1]}
 
-    fit(
+    found = fit(
         cell,
         "p",
         model,
@@ -38,32 +38,43 @@ def train(folder: Path, scores: list[float], **options: Any) -> tuple[nn.Linear,
         progress=lambda share, text: None,
         **options,
     )
-    return model, seen
+    return found, seen
 
 
 def test_the_weights_of_the_selected_epoch_are_kept(tmp_path: Path) -> None:
     for name, options, epoch in (("last", {}, 2), ("max", {"select": "score"}, 1), ("min", {"best": min}, 0)):
         folder = tmp_path / name
         folder.mkdir()
-        model, seen = train(folder, [1.0, 3.0, 2.0], **({"select": "score"} if name == "min" else {}), **options)
-        assert torch.equal(model.weight, seen[epoch])
+        found, seen = train(folder, [1.0, 3.0, 2.0], **({"select": "score"} if name == "min" else {}), **options)
+        assert found.selected == epoch
+        assert torch.equal(found.weights["weight"], seen[epoch])
         assert not torch.equal(seen[0], seen[2])
 
 
 def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
+    """A second start does not train again."""
     cell = Cell("s", "t", "quest", 0, False, None, {}, tmp_path)
     model = nn.Linear(2, 1)
-    with pytest.raises(DivergedError, match="warm: the loss of epoch 1 is nan"):
-        fit(
-            cell,
-            "warm",
-            model,
-            lambda picked: model(torch.full((len(picked), 2), torch.nan)).mean(),
-            4,
-            epochs=1,
-            batch=2,
-            rate=0.1,
-            weight_decay=0.0,
-            measure=dict,
-            progress=lambda share, text: None,
-        )
+    asked = []
+
+    def loss(picked: torch.Tensor) -> torch.Tensor:
+        asked.append(len(picked))
+        return model(torch.full((len(picked), 2), torch.nan if len(asked) > 2 else 1.0)).mean()
+
+    for _ in range(2):
+        with pytest.raises(DivergedError, match="warm: the loss of epoch 2 is nan") as caught:
+            fit(
+                cell,
+                "warm",
+                model,
+                loss,
+                4,
+                epochs=3,
+                batch=2,
+                rate=0.1,
+                weight_decay=0.0,
+                measure=dict,
+                progress=lambda share, text: None,
+            )
+        assert len(caught.value.series["train_loss"]) == 1
+        assert asked == [2, 2, 2, 2]

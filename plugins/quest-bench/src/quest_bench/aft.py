@@ -96,7 +96,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     model = build(cell.attention)
     try:
-        curves = fit(
+        found = fit(
             cell,
             "training",
             model,
@@ -114,6 +114,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     except DivergedError as error:
         progress(1.0, str(error))
         return Result({"bits": math.nan})
+    model.load_state_dict(found.weights)
+    curves = found.series
     with torch.no_grad():
         metrics = {"bits": bits(model, test), "train bits": curves["train_loss"][-1] / math.log(2)}
     some = (training[0][:batch], training[1][:batch])

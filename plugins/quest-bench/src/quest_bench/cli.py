@@ -8,9 +8,11 @@ import sys
 import time
 import uuid
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +26,7 @@ from .plan import (
     Plan,
     catalogue,
     check_data,
-    check_device,
+    check_devices,
     hide_home,
     parse_attentions,
     parse_seeds,
@@ -159,7 +161,8 @@ def run(
         int, typer.Option(min=1, help="Threads of each cell. One is fastest for small models: they run side by side.")
     ] = 1,
     gpus: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Devices, as 0-3 or 0,2; each worker sees one of them.")
+        str | None,
+        typer.Option(metavar="N,...", help="GPUs, as 0-3 or 0,2; each worker sees one of them."),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which a cell is ended and counts as failed.")
@@ -219,12 +222,12 @@ def run(
     if "suite" in checked:
         check("settings", lambda: parse_settings(checked["suite"], settings or []))
         check("data", lambda: check_data(checked["suite"], data))
-        check(
-            "device",
-            lambda: check_device(checked["suite"], available.python(checked["suite"]), smoke or cluster is not None),
-        )
+        if cluster is None:  # its jobs look for GPUs where they run
+            python_there = available.python(checked["suite"])
+            check("device", lambda: check_devices(checked["suite"], python_there, smoke, checked.get("gpus")))
     if "data" in checked or "suite" not in checked:
-        check("tasks", lambda: select(available, suite, checked.get("data")))
+        with console.status("reading --data, whose fingerprint is kept for the next start") if data else nullcontext():
+            check("tasks", lambda: select(available, suite, checked.get("data")))
     if problems:
         raise ConfigError("; ".join(dict.fromkeys(problems)))
     chosen, tasks = checked["tasks"]
@@ -251,6 +254,9 @@ def run(
         timeout=timeout,
         beat=beat,
     )
+    if devices is None and len(runner.slots) > 1 and (seen := torch.cuda.device_count()):
+        shared = f"note: {len(runner.slots)} cells at a time share one GPU; --gpus 0-{seen - 1} gives each its own"
+        console.print(Text(shared, style="yellow"))
     outcome = execute(plan, folder, runner, command)
     if outcome.stopped:
         raise typer.Exit(128 + outcome.stopped)
@@ -270,7 +276,7 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
     for path in store.set_torn_aside(cells):
-        console.print(f"{path} is torn; it is now {path.name}.torn, and its cell runs again", markup=False)
+        console.print(f"{path} is torn; it is now {path.name}.torn and is made again", markup=False)
     store.check_conflicts(folder, plan)
     states = Counter(store.state(cell) for cell in cells)
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
@@ -371,7 +377,7 @@ def status(
     names = {cell.folder for cell, _ in running}
     counts = Counter("running" if cell.folder in names else cell.state for cell in cells)
     asked = {
-        (cell.cell["task"], json.dumps(encode(cell.cell["options"]), sort_keys=True), attention, seed)
+        (json.dumps(encode([cell.cell[key] for key in ("suite", "task", "options")]), sort_keys=True), attention, seed)
         for cell in cells
         for attention, seeds in planned(cell.cell, runs).items()
         for seed in seeds

@@ -7,8 +7,10 @@ resumes. submitit's local executor runs the same on one machine.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from quest_core.errors import ConfigError, PluginError, one_of
 
 CLUSTERS = ("slurm", "local")
 DROPPED = ("--cluster", "--orchestrators", "--cluster-set")
+PREEMPTION_S = 900.0
+"""Slurm sends SIGTERM to a job that it preempts, ends it later, and requeues it unless it ended by itself before."""
 
 
 class Orchestrate:
@@ -27,7 +31,10 @@ class Orchestrate:
 
     def __call__(self) -> int:
         command = [sys.executable, "-m", "quest_bench.cli", *self.arguments]
-        return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        if code == 128 + signal.SIGTERM:
+            time.sleep(PREEMPTION_S)
+        return code
 
     def checkpoint(self) -> Any:
         from submitit.helpers import DelayedSubmission

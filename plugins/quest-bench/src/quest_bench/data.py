@@ -20,7 +20,7 @@ DERIVED = {"processed", "__pycache__"}
 def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
     """Return a hash of names and content, the same for the same bytes at another place.
 
-    The hash of each file is cached by path, size and time of modification.
+    The hash of each file is cached by path, size and the times of its last modification and change of status.
 
     Args:
         root: the data folder; names count relative to it. It may also be one file.
@@ -35,7 +35,7 @@ def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
     for path in sorted(files if files is not None else _walk(root)):
         try:
             stat = path.stat()
-            key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+            key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}"
             if key not in known:
                 with path.open("rb") as file:
                     known[key] = _sha256(file)

@@ -17,7 +17,8 @@ from torch import Tensor
 import quest_core
 from quest_core.mechanism import kv_heads
 
-from .worker import machine
+from .store import commit as git_commit
+from .worker import machine, write_text
 
 SHAPES = ((1, 8, 64), (8, 8, 64))
 """(B, H, D): one sequence, and a batch of them."""
@@ -106,7 +107,7 @@ def run(
     lines = [
         "# Speed of a decoding step",
         "",
-        f"Command: `{command}`",
+        f"Command: `{command}`, commit {git_commit() or 'unknown'}.",
         "",
         f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, {device}.",
         "",
@@ -124,7 +125,8 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         found = [asdict(row) for row in rows]
-        content = {"command": command, "machine": here, "torch": torch.__version__, "tokens": tokens, "rows": found}
-        (out / "decode.json").write_text(json.dumps(content, indent=1))
-        (out / "decode.md").write_text(text)
+        content = {"command": command, "commit": git_commit(), "machine": here, "torch": torch.__version__}
+        content |= {"tokens": tokens, "rows": found}
+        write_text(out / "decode.json", json.dumps(content, indent=1))
+        write_text(out / "decode.md", text)
     return text

@@ -81,7 +81,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     shape = {name: options[name] for name in ("size", "patch", "width", "layers", "heads")}
     model = VisionTransformer(cell.attention, **shape)
     try:
-        curves = fit(
+        found = fit(
             cell,
             "training",
             model,
@@ -98,6 +98,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     except DivergedError as error:
         progress(1.0, str(error))
         return Result({"AG-CAM IoU": math.nan, "accuracy": math.nan})
+    model.load_state_dict(found.weights)
     metrics = {"accuracy": accuracy(model, test, test_labels)}
     examples: dict[str, Any] = {"images": (255 * shown).byte().tolist(), "masks": masks[:SHOWN].byte().tolist()}
     sums: dict[str, float] = {}
@@ -110,7 +111,7 @@ def run(cell: Cell, progress: Progress) -> Result:
                 key = f"{name} {measure}"
                 sums[key] = sums.get(key, 0.0) + value.double().sum().item()
     metrics |= {name: 100 * value / len(test) for name, value in sums.items()}
-    return Result(metrics, curves, {"examples": examples, "object": 100 * masks.double().mean().item()})
+    return Result(metrics, found.series, {"examples": examples, "object": 100 * masks.double().mean().item()})
 
 
 def place(images: Tensor, size: int, step: int, noise: float, draw: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ def _phases(
                 "non-uniform groups": non_uniform(model, data.validation[0][:PROBE]),
             },
             progress=lambda share, text: progress((before + share) / planned, text),
-        )
+        ).series
 
     base = regrouped(config, "mha")
     pretrained = build(base, cell.seed, options)

@@ -18,7 +18,6 @@ these validation images; the test images choose nothing. A run whose loss is not
 
 from __future__ import annotations
 
-import copy
 import gzip
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
 from quest_core.projections import Projected
+
+from .training import DivergedError, Fit, fit
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts the files."""
@@ -152,27 +153,9 @@ class VisionTransformer(nn.Module):
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Fit:
-    """A finished training.
-
-    Attributes:
-        series: values by epoch: train_loss, the accuracy of each split, and what was watched.
-        best: the weights of the epoch with the best validation accuracy; of the start if it diverged in the first.
-        diverged: whether a loss was not finite. The series then end before that epoch.
-    """
-
-    series: dict[str, list[float]]
-    best: Mapping[str, Tensor]
-    diverged: bool
-
-    @property
-    def best_epoch(self) -> int:
-        """The first epoch with the best validation accuracy, from 0."""
-        return max(range(len(self.series["validation"])), key=self.series["validation"].__getitem__)
-
-
-def fit(
+def classify(
+    cell: Cell,
+    phase: str,
     model: nn.Module,
     train: Split,
     splits: Mapping[str, Split],
@@ -181,78 +164,55 @@ def fit(
     rate: float,
     draw: torch.Generator,
     progress: Progress,
-    state: Mapping[str, Any] | None,
-    keep: Callable[[dict[str, Any]], None],
     precision: str = "float32",
     clip: float = math.inf,
     change: Callable[[Tensor, Tensor], Split] | None = None,
     watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
 ) -> Fit:
-    """Train with AdamW and a cosine schedule; stop at a loss that is not finite.
+    """Train a classifier and choose its epoch by the accuracy on a split; see `quest_bench.training.fit`.
 
     Args:
-        model: inputs [B, ...] -> logits [B, classes] or [B, N, classes]; it ends with the weights of the last epoch.
+        cell, phase, progress: as in `fit`.
+        model: inputs [B, ...] -> logits [B, classes] or [B, N, classes].
         train: the training split.
-        splits: evaluated after each epoch; "validation" is one of them and chooses the best epoch.
+        splits: their accuracies are measured after each epoch; "validation" is one of them and chooses the epoch.
         options: epochs, batch, warmup (steps) and weight_decay.
         rate: the highest learning rate.
         draw: gives the order of the samples.
-        progress: called after each epoch.
-        state: what `keep` was last given; None at a first start.
-        keep: called with the state after each epoch.
         precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
         clip: the largest norm of the gradients.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
         watch: gives further values after each epoch.
+
+    Raises:
+        DivergedError: a loss is not finite.
     """
-    epochs, batch, warm, count = options["epochs"], options["batch"], options["warmup"], len(train[0])
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=options["weight_decay"])
-    steps = epochs * math.ceil(count / batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / (warm + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
+    device = next(model.parameters()).device.type
+
+    def loss(picked: Tensor) -> Tensor:
+        x, y = train[0][picked], train[1][picked]
+        x, y = change(x, y) if change else (x, y)
+        with torch.autocast(device, PRECISIONS[precision], enabled=precision != "float32"):
+            logits = model(x).flatten(0, -2)
+        return F.cross_entropy(logits.float(), y if y.is_floating_point() else y.flatten())
+
+    return fit(
+        cell,
+        phase,
+        model,
+        loss,
+        len(train[0]),
+        **{name: options[name] for name in ("epochs", "batch", "warmup", "weight_decay")},
+        rate=rate,
+        measure=lambda: (
+            {name: accuracy(model, *split) for name, split in splits.items()} | dict(watch(model) if watch else {})
+        ),
+        progress=progress,
+        select="validation",
+        draw=draw,
+        clip=clip,
+        scale_loss=precision == "float16",
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
-    found = Fit({name: [] for name in ("train_loss", *splits)}, copy.deepcopy(model.state_dict()), False)
-    if state:
-        found = Fit(state["series"], state["best"], False)
-        draw.set_state(state["draw"])
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    for epoch in range(len(found.series["train_loss"]), epochs):
-        model.train()
-        losses = []
-        for picked in torch.randperm(count, generator=draw).split(batch):
-            x, y = train[0][picked], train[1][picked]
-            x, y = change(x, y) if change else (x, y)
-            with torch.autocast(device.type, PRECISIONS[precision], enabled=precision != "float32"):
-                logits = model(x).flatten(0, -2)
-            loss = F.cross_entropy(logits.float(), y if y.is_floating_point() else y.flatten())
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            if clip < math.inf:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scaler.step(optimizer)
-            scaler.update()
-            schedule.step()
-            losses.append(loss.detach())
-        mean_loss = torch.stack(losses).mean().item()
-        if not math.isfinite(mean_loss):
-            progress(1.0, f"diverged in epoch {epoch + 1}")
-            return Fit(found.series, found.best, True)
-        values = {"train_loss": mean_loss} | {name: accuracy(model, *split) for name, split in splits.items()}
-        for name, value in (values | dict(watch(model) if watch else {})).items():
-            found.series.setdefault(name, []).append(value)
-        if found.best_epoch == epoch:
-            found.best = copy.deepcopy(model.state_dict())
-        keep(
-            {"series": found.series, "best": found.best, "draw": draw.get_state()}
-            | {name: part.state_dict() for name, part in parts.items()}
-        )
-        progress((epoch + 1) / epochs, f"epoch {epoch + 1} validation {found.series['validation'][-1]:.2f}")
-    return found
 
 
 @torch.no_grad()
@@ -280,9 +240,9 @@ def observe(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}
 
 
-def part(progress: Progress, place: int, count: int, name: str) -> Progress:
+def part(progress: Progress, place: int, count: int) -> Progress:
     """Return the progress of the `place`-th of `count` trainings in a cell."""
-    return lambda share, text: progress((place + share) / count, f"{name} {text}")
+    return lambda share, text: progress((place + share) / count, text)
 
 
 # --- the suites -----------------------------------------------------------------------------------------------------
@@ -313,21 +273,23 @@ def run(cell: Cell, progress: Progress) -> Result:
     model = build(cell.attention, data, options)
     probe = data.validation[0][:PROBE]
     first = observe(model, probe)
-    found = fit(
-        model,
-        data.train,
-        {"validation": data.validation, "accuracy": data.test},
-        options,
-        rate=float(cell.task.removeprefix("lr=")),
-        draw=draw,
-        progress=progress,
-        state=load_state(cell),
-        keep=lambda state: save_state(cell, state),
-    )
-    if found.diverged:
+    try:
+        found = classify(
+            cell,
+            "training",
+            model,
+            data.train,
+            {"validation": data.validation, "accuracy": data.test},
+            options,
+            rate=float(cell.task.removeprefix("lr=")),
+            draw=draw,
+            progress=progress,
+        )
+    except DivergedError as error:
+        progress(1.0, str(error))
         missing = dict.fromkeys(("accuracy", "last_accuracy", "validation", "max_logit", "query_norm"), math.nan)
-        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, found.series)
-    best, series, last = found.best_epoch, found.series, observe(model, probe)
+        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, error.series)
+    best, series, last = found.selected, found.series, observe(model, probe)
     return Result(
         {
             "accuracy": series["accuracy"][best],
@@ -365,27 +327,29 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     deit = cell.task == "deit"
     torch.manual_seed(cell.seed)
     model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
-    found = fit(
-        model,
-        data.train,
-        {"validation": data.validation},
-        options,
-        rate=options["rate"],
-        draw=draw,
-        progress=progress,
-        state=load_state(cell),
-        keep=lambda state: save_state(cell, state),
-        precision=options["precision"],
-        clip=math.inf if deit else 1.0,
-        change=(lambda x, y: augment(x, y, data.classes, draw)) if deit else None,
-    )
-    if found.diverged:
-        return Result({"accuracy": math.nan, "validation": math.nan, "diverged": 1.0}, found.series)
-    model.load_state_dict(found.best)
+    try:
+        found = classify(
+            cell,
+            "training",
+            model,
+            data.train,
+            {"validation": data.validation},
+            options,
+            rate=options["rate"],
+            draw=draw,
+            progress=progress,
+            precision=options["precision"],
+            clip=math.inf if deit else 1.0,
+            change=(lambda x, y: augment(x, y, data.classes, draw)) if deit else None,
+        )
+    except DivergedError as error:
+        progress(1.0, str(error))
+        return Result({"accuracy": math.nan, "validation": math.nan, "diverged": 1.0}, error.series)
+    model.load_state_dict(found.weights)
     return Result(
         {"accuracy": accuracy(model, *data.test), "validation": max(found.series["validation"]), "diverged": 0.0},
         found.series,
-        {"best_epoch": found.best_epoch + 1},
+        {"best_epoch": found.selected + 1},
     )
 
 

@@ -39,8 +39,9 @@ class Suite:
     paper: Mapping[str, Any]  # source, table, protocol, difference, spread and values of a paper's table, or empty
     options: Mapping[str, Mapping[str, Any]]
     plots: str | None
-    data: str
+    data: str  # what a data folder holds, in words; empty if the suite reads none
     data_required: bool
+    data_files: tuple[str, ...]  # patterns below a data folder, one of which has a match; empty: not checked
     needs: str
     record: Record
     info: Mapping[str, Any]  # the mapping this was read from
@@ -80,6 +81,7 @@ class Suite:
                 plots=info.get("plots"),
                 data=info.get("data", ""),
                 data_required=info.get("data_required", False),
+                data_files=tuple(info.get("data_files", ())),
                 needs=info.get("needs") or record.name,
                 record=record,
                 info=info,
@@ -442,34 +444,45 @@ def cell_id(cell: Cell) -> str:
 
 
 def _placed(cell: Cell) -> Cell:
-    readable = re.sub(r"[^\w.+=-]+", "_", f"{cell.task}-{cell.attention}-seed{cell.seed}")[:80]
+    readable = re.sub(r"[^\w.+=-]+", "_", f"{cell.task}-{cell.attention}-seed{cell.seed}")
+    readable = readable[:80].encode()[:200].decode(errors="ignore")  # a file name has 255 bytes
     return replace(cell, workdir=cell.workdir / "cells" / f"{readable}-{cell_id(cell)[:8]}" / "work")
 
 
 def check_data(suite: Suite, data: str | None) -> Path | None:
-    """The data folder, made absolute; raises ConfigError when it is missing or needed and not given."""
+    """The data folder, made absolute; raises ConfigError if it is missing, not read, or needed and not given."""
     if data is None:
         if suite.data_required:
             raise ConfigError(f"suite '{suite.name}' needs --data DIR: {suite.data}")
         return None
+    if not suite.data:
+        raise ConfigError(f"--data is {data!r}, and suite '{suite.name}' reads no data; leave it out")
     path = Path(data).expanduser().resolve()
+    wanted = f"suite '{suite.name}' expects there: {suite.data}"
     if not path.exists():
-        wanted = f"; suite '{suite.name}' expects there: {suite.data}" if suite.data else ""
-        raise ConfigError(f"--data is {data!r}, which does not exist{wanted}")
+        raise ConfigError(f"--data is {data!r}, which does not exist; {wanted}")
+    if suite.data_files and not any(next(path.glob(pattern), None) for pattern in suite.data_files):
+        raise ConfigError(f"--data is {data!r}, which has no {' and no '.join(suite.data_files)}; {wanted}")
     return path
 
 
-def check_device(suite: Suite, python: str, smoke: bool) -> None:
-    """Raise ConfigError if a suite needs CUDA and `python`, in whose environment its cells run, has none."""
-    if suite.device != "cuda" or smoke:
+def check_devices(suite: Suite, python: str, smoke: bool, gpus: Sequence[int] | None) -> None:
+    """Raise ConfigError if `python`, which runs the cells, lacks a GPU of `--gpus`, or one that a suite needs."""
+    needed = suite.device == "cuda" and not smoke
+    if not (needed or gpus):
         return
-    code = "import torch; print(torch.cuda.is_available())"
+    code = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.stdout.strip() != "True":
-        why = (done.stderr.strip().splitlines() or ["its PyTorch sees no CUDA device"])[-1]
+    count = int(done.stdout) if done.stdout.strip().isdigit() else 0
+    why = (done.stderr.strip().splitlines() or [f"its PyTorch sees {count} GPUs"])[-1]
+    if needed and not count:
         raise ConfigError(
             f"suite '{suite.name}' measures on a GPU, and {python} has none: {why}; --smoke tries it on the CPU"
         )
+    missing = [gpu for gpu in gpus or () if gpu >= count]
+    if missing:
+        fix = f"choose from 0-{count - 1}" if count else "leave --gpus out, and cells run on the CPU"
+        raise ConfigError(f"--gpus names {write_seeds(missing)}, which {python} lacks: {why}; {fix}")
 
 
 def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None) -> str:

@@ -24,7 +24,7 @@ from .charts import Chart, Picture
 from .groups import Group, frame, load_cells, ranking, read_groups
 from .stats import write_p
 from .store import Stored
-from .worker import utc, write_text
+from .worker import utc, whole, write_text
 
 STYLE: Any = {  # for the figures that a suite draws itself
     "figure.facecolor": "white",
@@ -97,8 +97,10 @@ def write_report(out: Path, baseline: str) -> Path:
     for old in pictures.glob("*.png"):
         old.unlink()
     for plot in every:
-        (pictures / plot.file).write_bytes(plot.png())
-    table.to_parquet(out / "results.parquet", index=False)
+        with whole(pictures / plot.file) as neighbour:
+            neighbour.write_bytes(plot.png())
+    with whole(out / "results.parquet") as neighbour:
+        table.to_parquet(neighbour, index=False)
     write_text(out / "report.md", environment.get_template("report.md.j2").render(facts))
     page = out / "report.html"
     write_text(page, environment.get_template("report.html.j2").render(facts))

@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError, PluginError
 
-from .images import Fit, Images, Split, accuracy, build, fit, load, part
+from .images import Images, Split, accuracy, build, classify, load, part
+from .training import DivergedError, Fit
 
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -79,33 +80,29 @@ def run(cell: Cell, progress: Progress) -> Result:
         trainings = {"patch": lambda split: patch(split, data.classes, options["share"])}
     require(cell.task)
 
-    saved = load_state(cell) or {"done": {}, "current": None}
-    done: dict[str, Fit] = saved["done"]
     torch.manual_seed(cell.seed)
     model = build(cell.attention, data, options)
     first = {name: value.clone() for name, value in model.state_dict().items()}
+    done: dict[str, Fit] = {}
     for place, (name, change) in enumerate(trainings.items()):
-        if name in done:
-            continue
         model.load_state_dict(first)
-        found = fit(
-            model,
-            change(data.train),
-            {"validation": change(data.validation)},
-            options,
-            rate=options["rate"],
-            draw=torch.Generator().manual_seed(cell.seed),
-            progress=part(progress, place, len(trainings), name),
-            state=saved["current"],
-            keep=lambda state: save_state(cell, {"done": done, "current": state}),
-        )
-        if found.diverged:
-            return Result(dict.fromkeys(("accuracy", "relative accuracy", "clean"), math.nan), found.series)
-        done[name], saved["current"] = found, None
-        save_state(cell, {"done": done, "current": None})
+        try:
+            done[name] = classify(
+                cell,
+                name,
+                model,
+                change(data.train),
+                {"validation": change(data.validation)},
+                options,
+                rate=options["rate"],
+                draw=torch.Generator().manual_seed(cell.seed),
+                progress=part(progress, place, len(trainings)),
+            )
+        except DivergedError as error:
+            return Result(dict.fromkeys(("accuracy", "relative accuracy", "clean"), math.nan), error.series)
 
     def after(name: str) -> nn.Module:
-        model.load_state_dict(done[name].best)
+        model.load_state_dict(done[name].weights)
         return model.eval()
 
     if cell.task == "patch":
@@ -136,7 +133,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         if name != "clean"
     }
     series = {f"{key}/trained on {name}": found.series[key] for name, found in done.items() for key in found.series}
-    return Result(metrics, series, {"best_epochs": {name: found.best_epoch + 1 for name, found in done.items()}})
+    return Result(metrics, series, {"best_epochs": {name: found.selected + 1 for name, found in done.items()}})
 
 
 def require(task: str) -> None:

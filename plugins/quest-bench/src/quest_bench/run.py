@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -26,6 +27,7 @@ from . import store, worker
 from .plan import Suite
 
 RETRY_S = 1.0  # how long to wait before asking again for a cell that another orchestrator runs
+GRACE_S = 300.0  # a worker that has not ended its cell so long after --timeout is itself hung
 
 
 @dataclass
@@ -159,7 +161,7 @@ class Lines:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP end a run as Ctrl-C does; under nohup, SIGHUP stays ignored."""
 
     def stop(number: int, _: object) -> None:
         raise Stopped(number)
@@ -167,7 +169,8 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     finally:
@@ -179,7 +182,8 @@ class Runner:
     """Runs cells of one suite: `jobs` worker processes with `threads` threads each.
 
     Args:
-        gpus: device numbers; worker i sees only ``gpus[i % len(gpus)]``. None leaves devices as they are.
+        gpus: numbers of devices among those that this process sees; worker i sees only ``gpus[i % len(gpus)]``. None
+            leaves devices as they are.
         timeout: seconds after which a cell is ended and counts as failed; None waits.
         beat: seconds between the lines that a run without a terminal prints for its running cells.
     """
@@ -201,9 +205,11 @@ class Runner:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         common = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
         self.slots = [_Slot(dict(common)) for _ in range(jobs)]
+        visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))  # as Slurm deals them
         for place, slot in enumerate(self.slots):
             if gpus:
-                slot.environment["CUDA_VISIBLE_DEVICES"] = str(gpus[place % len(gpus)])
+                gpu = gpus[place % len(gpus)]
+                slot.environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
         self.messages: queue.Queue[tuple[_Slot, subprocess.Popen[bytes], dict[str, Any] | None]] = queue.Queue()
 
     def run(self, cells: Sequence[Cell], out: Path) -> Outcome:
@@ -226,8 +232,9 @@ class Runner:
                                 self._start(slot, waiting.popleft(), out)
                                 display.start(slot.cell)  # type: ignore[arg-type]
                     pause = min(next_beat, retry if waiting else next_beat) - time.monotonic()
+                    self._end_hung()
                     with contextlib.suppress(queue.Empty):
-                        busy = self._handle(*self.messages.get(timeout=max(pause, 0.05)), outcome, display)
+                        busy = self._handle(*self.messages.get(timeout=min(max(pause, 0.05), 5)), outcome, display)
                         if busy is not None:
                             if before[busy.workdir] == "new" and store.state(busy) == "failed":
                                 reason = store.load(busy.workdir.parent).error or ""
@@ -275,6 +282,12 @@ class Runner:
             )
             slot.process.stdin.flush()
 
+    def _end_hung(self) -> None:
+        """Kill workers that do not end their cell at the timeout, for example because an import hangs."""
+        for slot in self.slots:
+            if self.timeout and slot.cell and time.monotonic() - slot.started > self.timeout + GRACE_S:
+                _kill(slot.process)
+
     def _listen(self, slot: _Slot, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
@@ -311,9 +324,11 @@ class Runner:
             if store.state(cell) == "done":
                 message = {"end": "done"}
             else:
-                reason = (
-                    f"the worker ended with status {process.returncode}; its log: {slot.log.name if slot.log else ''}"
-                )
+                hung = self.timeout and time.monotonic() - slot.started > self.timeout
+                reason = f"timed out after {self.timeout:g} s (--timeout), and " if hung else ""
+                reason += f"the worker ended with status {process.returncode}"
+                if slot.log and Path(slot.log.name).is_file():  # removed if it is empty
+                    reason += f"; its log: {slot.log.name}"
                 store.fail(folder, reason)
                 message = {"end": "failed", "error": reason}
         if message["end"] == "busy":
@@ -324,7 +339,7 @@ class Runner:
             if result is not None:
                 value = result["metrics"][self.suite.metric]
                 seconds = time.monotonic() - slot.started
-                good = value == value
+                good = math.isfinite(value)
                 outcome.done.append(cell)
                 note = "" if good else "; it diverged and counts as a failed seed"
                 display.finish(cell, f"{self.suite.metric} {value:.4g}{self.suite.unit} in {seconds:.1f} s{note}", good)
@@ -333,6 +348,13 @@ class Runner:
         outcome.failed.append((cell, message["error"]))
         display.finish(cell, (message["error"].splitlines() or [""])[0], False)
         return None
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
+    """Kill a worker's process group; the group of its cell follows, because it watches the worker."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _close(slot: _Slot) -> None:
@@ -346,8 +368,7 @@ def _close(slot: _Slot) -> None:
     try:
         process.wait(timeout=2)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         process.wait()
     if slot.log:
         slot.log.close()

@@ -29,7 +29,8 @@ import quest_core
 from quest_core.errors import ConfigError
 
 from .speed import BROADCAST, BROADCAST_BYTES, PEER, averages, broadcast_aft, broadcast_fits, keep_freed_memory
-from .worker import machine
+from .store import commit as git_commit
+from .worker import machine, whole, write_text
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEADS, HEAD_DIM = 4, 64
@@ -170,7 +171,11 @@ def markdown(points: list[Point]) -> str:
         rows = list(own.values())
         fits = (exponent(rows, lambda p: p.seconds), exponent(rows, lambda p: p.peak_bytes))
         cells = [
-            f"{own[n].seconds * 1e3:.1f} ms, {own[n].peak_bytes / 2**20:.0f} MiB" if n in own else "–" for n in lengths
+            f"{1e3 * own[n].seconds:.1f} ms ({1e3 * own[n].low:.1f}-{1e3 * own[n].high:.1f}), "
+            f"{own[n].peak_bytes / 2**20:.0f} MiB"
+            if n in own
+            else "–"
+            for n in lengths
         ]
         exponents = ["–" if math.isnan(fit) else f"{fit:.2f}" for fit in fits]
         lines.append(f"| {name} | " + " | ".join([*exponents, *cells]) + " |")
@@ -195,7 +200,7 @@ def plot(points: list[Point], path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
     plt.close(figure)
 
 
@@ -212,24 +217,26 @@ def run(
         raise ConfigError(f"--longest is {longest}; the shortest length is {LENGTHS[0]}")
     naive = [BROADCAST] if any(map(averages, attentions)) else []
     names = [PEER, *naive, *attentions]
+    started = time.monotonic()
     columns = (TextColumn("scaling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("scaling", total=len(names) * len(lengths))
         points = measure(
             names, lengths, device=device, is_causal=is_causal, budget=1.0, tick=lambda: progress.advance(task)
         )
-    here = machine()
+    here, commit, seconds = machine(), git_commit(), math.ceil(time.monotonic() - started)
     text = "\n".join(
         [
             "# Time and memory over length",
             "",
-            f"Command: `{command}`",
+            f"Command: `{command}` ({seconds} s), commit {commit or 'unknown'}.",
             "",
             f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, "
             f"{threads} threads, {device}, float32, batch 1, {HEADS} heads of {HEAD_DIM} features, "
             f"{'causal' if is_causal else 'not causal'}, forward and backward.",
             "",
-            f"Exponents are fitted from {FIT_FROM} tokens on. Memory is the most that one call adds to its "
+            f"Each time is the median of 3 to 30 turns, with the middle half of them in brackets. Exponents are fitted "
+            f"from {FIT_FROM} tokens on. Memory is the most that one call adds to its "
             "inputs, gradients included."
             + (f" {BROADCAST} runs where its [T, T, d] tensor fits {BROADCAST_BYTES >> 20} MiB." if naive else ""),
             "",
@@ -242,8 +249,10 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         rows = [asdict(point) for point in points]
-        content = {"command": command, "machine": here, "torch": torch.__version__, "points": rows}
-        (out / "scaling.json").write_text(json.dumps(content, indent=1))
-        (out / "scaling.md").write_text(text)
-        plot(points, out / "scaling.png")
+        content = {"command": command, "seconds": seconds, "commit": commit, "machine": here}
+        content |= {"torch": torch.__version__, "points": rows}
+        write_text(out / "scaling.json", json.dumps(content, indent=1))
+        write_text(out / "scaling.md", text)
+        with whole(out / "scaling.png") as neighbour:
+            plot(points, neighbour)
     return text

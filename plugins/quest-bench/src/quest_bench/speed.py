@@ -33,7 +33,7 @@ import quest_core
 from quest_core.errors import ConfigError, QuestError
 
 from .store import commit as git_commit
-from .worker import cores, machine
+from .worker import cores, machine, write_text
 
 Attend = Callable[..., Tensor]
 Clock = Callable[[], float]
@@ -500,6 +500,6 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
         ]
         content = {"command": command, "seconds": seconds, "commit": commit, "machine": here, "rows": records}
         content |= {"device": plan.device, "dtype": plan.dtype, "left_out": left_out}
-        (out / "speed.json").write_text(json.dumps(content, indent=1))
-        (out / "report.md").write_text(text)
+        write_text(out / "speed.json", json.dumps(content, indent=1))
+        write_text(out / "report.md", text)
     return text

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.benchmarks import Cell, Progress, Result
 
 from . import calibration, images
-from .images import Block, Split, accuracy, fit, observe, part, start
+from .images import Block, Split, accuracy, classify, observe, part, start
+from .training import DivergedError
 
 WITHIN = 1.0
 """A rate is good if its accuracy is at most this far below that of the best rate, in points."""
@@ -125,37 +126,32 @@ def run(cell: Cell, progress: Progress) -> Result:
     problem = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
     probe = problem.validation[0][:128]
     rates = [options["lowest"] * 10 ** (place / 2) for place in range(options["rates"])]
-    saved = load_state(cell) or {"done": [], "current": None}
-    done: list[dict[str, Any]] = saved["done"]
-    for rate in rates[len(done) :]:
-        place = len(done)
+    names = [f"lr={rate:.2g}" for rate in rates]
+    done: list[dict[str, Any]] = []
+    for place, (rate, name) in enumerate(zip(rates, names, strict=True)):
         torch.manual_seed(cell.seed)
         model = problem.make()
-        found = fit(
-            model,
-            problem.train,
-            {"validation": problem.validation},
-            options,
-            rate=rate,
-            draw=torch.Generator().manual_seed(cell.seed),
-            progress=part(progress, place, len(rates), f"lr {rate:.2g}"),
-            state=saved["current"],
-            keep=lambda state: save_state(cell, {"done": done, "current": state}),
-            precision=options["precision"],
-            watch=lambda model: observe(model, probe),
-        )
-        model.load_state_dict(found.best)
-        done.append(
-            {
-                "diverged": found.diverged,
-                "accuracy": problem.guess if found.diverged else accuracy(model, *problem.test),
-                "validation": problem.guess if found.diverged else max(found.series["validation"]),
-                "series": found.series,
-            }
-        )
-        saved["current"] = None
-        save_state(cell, {"done": done, "current": None})
-    names = [f"lr={rate:.2g}" for rate in rates]
+        try:
+            found = classify(
+                cell,
+                name,
+                model,
+                problem.train,
+                {"validation": problem.validation},
+                options,
+                rate=rate,
+                draw=torch.Generator().manual_seed(cell.seed),
+                progress=part(progress, place, len(rates)),
+                precision=options["precision"],
+                watch=lambda model: observe(model, probe),
+            )
+        except DivergedError as error:
+            guess = {"accuracy": problem.guess, "validation": problem.guess}
+            done.append({"diverged": True, **guess, "series": error.series})
+            continue
+        model.load_state_dict(found.weights)
+        reached = {"accuracy": accuracy(model, *problem.test), "validation": max(found.series["validation"])}
+        done.append({"diverged": False, **reached, "series": found.series})
     scores = [one["accuracy"] for one in done]
     chosen = max(range(len(done)), key=lambda place: done[place]["validation"])
     return Result(

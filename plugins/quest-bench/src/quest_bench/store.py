@@ -112,8 +112,12 @@ def _load_table(out: Path) -> list[Stored]:
         return []
     import pandas as pd
 
+    try:
+        rows = pd.read_parquet(path).to_dict("records")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); copy it again from where it came") from None
     found = []
-    for row in pd.read_parquet(path).to_dict("records"):
+    for row in rows:
         given = {key: value for key, value in row.items() if value is not None and value is not pd.NA}
         cell = {key: given[key] for key in ("suite", "task", "attention", "smoke")}
         cell |= {"seed": int(given["seed"]), "options": decode(given["options"]), "data": given.get("data")}
@@ -136,22 +140,22 @@ def _load_table(out: Path) -> list[Stored]:
 def state(cell: Cell) -> str:
     """ "done", "failed" or "new", without reading the result."""
     folder = cell.workdir.parent
-    if (folder / "result.json").is_file():
+    if (folder / "result.json").is_file() and (folder / "cell.json").is_file():
         return "done"
     return "failed" if (folder / "error.txt").is_file() else "new"
 
 
 def set_torn_aside(cells: Sequence[Cell]) -> list[Path]:
-    """Rename results that cannot be read to ``result.json.torn``, so that their cells run again; return their paths."""
+    """Rename files that are torn to ``NAME.torn``, so that their cells run again; return their paths."""
     found = []
     for cell in cells:
-        path = cell.workdir.parent / "result.json"
-        if path.is_file():
-            try:
-                read_json(path, "")
-            except ConfigError:
-                path.replace(path.with_name("result.json.torn"))
-                found.append(path)
+        for path in (cell.workdir.parent / "cell.json", cell.workdir.parent / "result.json"):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    decode(path.read_text(encoding="utf-8"))
+                except ValueError:
+                    path.replace(path.with_name(f"{path.name}.torn"))
+                    found.append(path)
     return found
 
 
@@ -230,7 +234,7 @@ def holder(folder: Path) -> tuple[str, float] | None:
     """Return who runs a cell now and for how many seconds its heart has not beaten; None if nothing runs it."""
     path = folder / "claim"
     try:
-        with path.open("r+") as file:
+        with path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -253,7 +257,7 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
     """Copy the cells and commands of run folders into `out`.
 
     A finished cell replaces a failed one, and that one an unfinished one. The same finished cell may come from several
-    folders if its metrics and series are equal.
+    folders if the suite's own metric is equal; the first one is kept. Checkpoints of unfinished cells stay behind.
 
     Returns:
         The number of copied cells and of cells that `out` had already.
@@ -286,8 +290,10 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
         target = out / "cells" / name
         if cell.folder == target:
             continue
-        neighbour = out / "cells" / f".{name}.{os.getpid()}.tmp"
+        neighbour = out / f"merge.{os.getpid()}.tmp"  # not in cells/, where a kill would leave half a cell
+        shutil.rmtree(neighbour, ignore_errors=True)
         shutil.copytree(cell.folder, neighbour, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
+        target.parent.mkdir(exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
         neighbour.rename(target)
         copied += 1

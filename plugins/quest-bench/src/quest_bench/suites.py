@@ -75,6 +75,8 @@ IMAGE_DATA = (
     "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
     "test/CLASS/*.png; Debian's dataset-fashion-mnist by default"
 )
+IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin", "train/*"]
+IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-mnist by default"
 _TEST = _whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
 _SIZE = _whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
 _PRECISION = {
@@ -199,6 +201,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "validation",
         "options": IMAGE_OPTIONS,
         "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
         "needs": None,
     },
     "images/recipes": {
@@ -210,6 +213,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "validation",
         "options": RECIPE_OPTIONS,
         "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
         "needs": None,
     },
     "stability/rates": {
@@ -226,6 +230,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "validation",
         "options": STABILITY_OPTIONS,
         "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
         "plots": "quest_bench.stability:plots",
         "needs": None,
     },
@@ -239,6 +244,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "validation",
         "options": ROBUSTNESS_OPTIONS,
         "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
         "plots": "quest_bench.robustness:plots",
         "needs": None,
     },
@@ -256,6 +262,8 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
         "jobs": 1,
         "options": GQA_OPTIONS,
+        "data": IDX_DATA,
+        "data_files": IMAGE_FILES[:1],
         "needs": None,
     },
     "explain/fashion-mnist": {
@@ -279,6 +287,8 @@ SUITES: dict[str, dict[str, Any]] = {
         "paper": _PAPER["explain/fashion-mnist"],
         "plots": "quest_bench.explain:pictures",
         "options": EXPLAIN_OPTIONS,
+        "data": IDX_DATA,
+        "data_files": IMAGE_FILES[:1],
         "needs": None,
     },
     "aft/causal": {
@@ -294,6 +304,8 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
         "jobs": 1,
         "options": AFT_OPTIONS,
+        "data": f"for images: {IDX_DATA}",
+        "data_files": IMAGE_FILES[:1],
         "needs": None,
     },
     "calibration/pydocs": {

@@ -1,10 +1,12 @@
-"""Train a small model in phases of epochs, each of which continues after a kill; used by gqa, explain and aft."""
+"""Train a small model in phases of epochs, each of which continues after a kill."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,30 @@ Curves = dict[str, list[float]]
 
 
 class DivergedError(Exception):
-    """The loss is not finite. A suite returns NaN, which counts as a lost seed."""
+    """The loss is not finite. A suite returns NaN, which counts as a lost seed.
+
+    Attributes:
+        series: the curves until then.
+    """
+
+    def __init__(self, message: str, series: Curves) -> None:
+        super().__init__(message)
+        self.series = series
+
+
+@dataclass
+class Fit:
+    """A finished phase.
+
+    Attributes:
+        series: ``train_loss`` and what was measured, by epoch.
+        selected: the epoch, from 0, that `select` chose: the first one with its best value; without it, the last.
+        weights: those of that epoch.
+    """
+
+    series: Curves
+    selected: int
+    weights: Mapping[str, Tensor]
 
 
 def fit(
@@ -34,66 +59,86 @@ def fit(
     progress: Callable[[float, str], None],
     select: str | None = None,
     best: Callable[[list[float]], float] = max,
-) -> Curves:
+    draw: torch.Generator | None = None,
+    warmup: int = 0,
+    clip: float = math.inf,
+    scale_loss: bool = False,
+) -> Fit:
     """Train with AdamW and a cosine schedule that starts at the full rate and ends at 0.
 
-    The state of every phase is saved after each epoch. The order of the samples depends only on the seed and the epoch.
+    The state of every phase is saved after each epoch, and of one that diverged at its end.
 
     Args:
         cell: its workdir keeps the state; its seed orders the samples.
         phase: a name that the cell uses once.
-        model: trained in place.
+        model: trained in place; it ends with the weights of the last epoch, in evaluation.
         loss: the mean loss of the samples with these indices [b].
         count: samples; an epoch shows each once.
         epochs, batch, rate, weight_decay: of this phase.
         measure: called after each epoch, with the model in evaluation and without gradients.
         progress: called after each epoch with the share of this phase.
-        select: the model ends with the weights of the epoch that has the best of this measurement; None for the last
-            epoch.
+        select: the measurement that chooses an epoch; None for the last one.
         best: max or min.
-
-    Returns:
-        ``train_loss`` and what `measure` gives, by epoch.
+        draw: gives the order of the samples; without it, the order depends only on the seed and the epoch.
+        warmup: steps in which the rate rises to its value.
+        clip: the largest norm of the gradients.
+        scale_loss: scale the loss, for float16.
 
     Raises:
         DivergedError: the mean loss of an epoch is not finite.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
     steps = epochs * math.ceil(count / batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)) * (1 + math.cos(math.pi * step / steps)) / 2
+    )
+    scaler = torch.amp.GradScaler(next(model.parameters()).device.type, enabled=scale_loss)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
     torch.manual_seed(cell.seed)
     saved = load_state(cell) or {}  # sets the random generators as they were
-    curves: Curves = {}
-    kept: Mapping[str, Tensor] | None = None
+    found = Fit({}, 0, {})
     if state := saved.get(phase):
-        curves, kept = state["curves"], state["kept"]
-        for part in (model, optimizer, schedule):
-            part.load_state_dict(state[type(part).__name__])
-    for epoch in range(len(curves.get("train_loss", ())), epochs):
+        found = state["found"]
+        if state["diverged"]:
+            raise DivergedError(state["diverged"], found.series)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        if draw:
+            draw.set_state(state["draw"])
+
+    def keep(diverged: str = "") -> None:
+        state = {"found": found, "diverged": diverged, "draw": draw and draw.get_state()}
+        save_state(cell, {**saved, phase: state | {name: part.state_dict() for name, part in parts.items()}})
+
+    for epoch in range(len(found.series.get("train_loss", ())), epochs):
         model.train()
         losses = []
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * cell.seed + epoch))
-        for picked in order.split(batch):
+        order = draw or torch.Generator().manual_seed(1000 * cell.seed + epoch)
+        for picked in torch.randperm(count, generator=order).split(batch):
             value = loss(picked)
             optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
+            scaler.scale(value).backward()
+            scaler.unscale_(optimizer)
+            if clip < math.inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
             schedule.step()
             losses.append(value.detach())
         mean = torch.stack(losses).mean().item()
         if not math.isfinite(mean):
-            raise DivergedError(f"{phase}: the loss of epoch {epoch + 1} is {mean}")
+            keep(diverged := f"{phase}: the loss of epoch {epoch + 1} is {mean}")
+            raise DivergedError(diverged, found.series)
         model.eval()
         with torch.no_grad():
-            found = {"train_loss": mean, **measure()}
-        for name, number in found.items():
-            curves.setdefault(name, []).append(number)
-        if select and curves[select].index(best(curves[select])) == epoch:
-            kept = copy.deepcopy(model.state_dict())
-        parts = {type(part).__name__: part.state_dict() for part in (model, optimizer, schedule)}
-        save_state(cell, {**saved, phase: {"curves": curves, "kept": kept, **parts}})
+            values = {"train_loss": mean, **measure()}
+        for name, number in values.items():
+            found.series.setdefault(name, []).append(number)
+        chosen = found.series[select] if select else []
+        if not select or chosen.index(best(chosen)) == epoch:
+            found.selected = epoch
+            found.weights = copy.deepcopy(model.state_dict())
+        keep()
         progress((epoch + 1) / epochs, f"{phase} epoch {epoch + 1} loss {mean:.3f}")
-    if kept is not None:
-        model.load_state_dict(kept)
     model.eval()
-    return curves
+    return found

@@ -43,7 +43,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +84,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A crash can leave a ``.tmp`` neighbour, but never a part of `path`.
+    """Write a file whole or not at all; see :func:`whole`."""
+    with whole(path) as neighbour:
+        neighbour.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a neighbour to write into, which then replaces `path`. A crash can leave it, but never a part of `path`.
 
     Raises:
         OSError: with the file's name, also where the system gives none (a full disk).
     """
     neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with neighbour.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield neighbour
+        with neighbour.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(neighbour, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         with contextlib.suppress(OSError):
             neighbour.unlink(missing_ok=True)
@@ -154,11 +160,14 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     versions = _versions(given["suite"]) | _owners(given["attention"])
     origin = {"versions": versions, "commits": _commits(given["suite"])}
     begun = path.with_name("origin.json")
-    if begun.is_file() and decode(begun.read_text(encoding="utf-8")) != encode(origin):
-        print("another commit or version began this cell, so it starts again", flush=True)
-        shutil.rmtree(workdir, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        text = begun.read_text(encoding="utf-8", errors="replace")
+        if text != json.dumps(encode(origin), indent=1) + "\n":  # also if it is torn
+            print("another commit or version began this cell, so it starts again", flush=True)
+            shutil.rmtree(workdir, ignore_errors=True)
     write_json(begun, origin)
     workdir.mkdir(exist_ok=True)
+    resumes = any(workdir.iterdir())
     cell = Cell(
         suite=given["suite"],
         task=given["task"],
@@ -200,7 +209,7 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "metrics": result.metrics,
             "series": result.series,
             "details": result.details,
-            "seconds": seconds,
+            "seconds": math.nan if resumes else seconds,  # of a part of the cell, which would pass for a fast one
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
@@ -336,7 +345,8 @@ class Server:
         os.dup2(2, 1)  # prints of a suite, from Python or C, never reach the protocol
 
     def send(self, message: dict[str, Any]) -> None:
-        os.write(self.channel, (json.dumps(message) + "\n").encode())
+        with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended, which is no failure of the cell
+            os.write(self.channel, (json.dumps(message) + "\n").encode())
 
     def serve(self, suite: str, modules: Sequence[str]) -> None:
         """Import the suite and `modules`, then run cells until standard input closes."""
@@ -365,7 +375,7 @@ class Server:
 
     def _cell(self, path: Path, timeout: float | None) -> dict[str, Any]:
         folder = path.parent
-        claim = os.open(folder / "claim", os.O_RDWR | os.O_CREAT, 0o644)
+        claim = os.open(folder / "claim", os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files
         try:
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -408,7 +418,7 @@ class Server:
 
     def _child(self, path: Path, errors: int) -> int:
         try:
-            log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
             run(path, self.send)

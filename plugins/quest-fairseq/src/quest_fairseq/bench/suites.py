@@ -44,6 +44,7 @@ SUITES: dict[str, dict[str, Any]] = {
         tasks=["small", "medium"],
         paper=_PAPER["lm/wikitext103"],
         data="a folder with wiki.{train,valid,test}.tokens and, to preprocess once, data-bin of fairseq-preprocess",
+        data_files=["wiki.train.tokens"],
         data_required=True,
         options=[_UPDATES],
     ),

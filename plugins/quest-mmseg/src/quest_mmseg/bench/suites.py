@@ -18,6 +18,7 @@ _ADE20K: dict[str, Any] = {
     "unit": "%",
     "higher_is_better": True,
     "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
+    "data_files": ["annotations/validation"],
     "data_required": True,
     "options": [
         _option("iterations", "int", 160000, "training iterations", minimum=1),

@@ -43,6 +43,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "paper": _PAPER["points/nuscenes"],
         "data": "nuScenes as Pointcept's preprocess_nuscenes_info.py leaves it: a folder with info/ and raw/",
+        "data_files": ["info"],
         "data_required": True,
         "options": [
             {
