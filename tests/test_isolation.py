@@ -451,6 +451,15 @@ def test_a_command_of_a_broken_package_says_why(site: Path, capsys: pytest.Captu
         (["chek"], "no command 'chek'; did you mean 'check'? Choose from: "),
         (["quest"], "no command 'quest'; "),
         (["check", "qest"], "'qest' is not a mechanism; did you mean 'quest'? Choose from: aft-conv"),
+        (["check", "--mechanism", "qest"], "did you mean 'quest'?"),
+        (["check", "--mechansim", "quest"], "quest check has no option '--mechansim'; did you mean '--mechanism'?"),
+        (["check", "--pluginn=tsai"], "did you mean '--plugin'?"),
+        (["doctor", "--js"], "no option '--js'; did you mean '--json'? Choose from: --json, --timeout"),
+        (["new-mechanism", "power", "--axs", "score"], "did you mean '--axis'?"),
+        (["new-mechanism", "power", "--axis", "scor"], "axis is 'scor'; did you mean 'score'?"),
+        (["new-plugin", "--host-modul", "timm", "mini"], "did you mean '--host-module'?"),
+        (["run", "--hots", "tsai", "train.py"], "quest run has no option '--hots'; did you mean '--host'?"),
+        (["--versoin"], "quest has no option '--versoin'; did you mean '--version'?"),
     ],
 )
 def test_near_misses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import itertools
 import json
 import platform
@@ -11,12 +13,14 @@ from dataclasses import replace
 import torch
 
 from .. import __version__
+from ..errors import one_of
 from ..hosts.discovery import API_VERSION, Record, discover, duplicate
 from ..packages import Entry, entries, remedy
 from .child import Answer, Job, ask
 from .mechanisms import jobs, judge
 
-TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands"}
+GROUPS = ("quest.attention", "quest.adapters", "quest.adapter_info", "quest.benchmarks", "quest.commands")
+TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands", "other": "Entry points"}
 
 
 def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
@@ -86,7 +90,19 @@ def _examine(commands: Collection[str], limit: float) -> list[Record]:
         owner = owners.setdefault(entry.name, entry.owner)
         same = owner == entry.owner
         records.append(_record(entry, "command", answer.problem) if same else duplicate(entry, owner, "command"))
+    for group in sorted(_groups() - set(GROUPS)):
+        problem = f"quest-core reads no entry-point group '{group}'; {one_of(group, GROUPS)}"
+        records += [_record(entry, "other", problem) for entry in entries(group)]
     return records
+
+
+def _groups() -> set[str]:
+    """The entry-point groups of installed distributions that are meant for quest-core."""
+    found: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):  # as in `entries`
+            found |= {point.group for point in distribution.entry_points if point.group.startswith("quest.")}
+    return found
 
 
 def _record(entry: Entry, kind: str, problem: str) -> Record:

@@ -255,7 +255,7 @@ PARTS = (
         learnable=True,
         reshapes=True,
         causal_reason="its convolution looks both ways along every axis of the grid",
-        reads=("tokens", "order", "length"),
+        reads=("tokens", "order", "length", "random"),
         key_features=1,
         complexity="O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile",
     ),
