@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import itertools
 import json
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from .. import __version__
 from ..errors import one_of
 from ..hosts.discovery import API_VERSION, Record, discover, duplicate
-from ..packages import Entry, entries, remedy
+from ..packages import Entry, cause, entries, facts
 from .child import Answer, Job, ask
 from .mechanisms import jobs, judge
 
@@ -90,19 +89,22 @@ def _examine(commands: Collection[str], limit: float) -> list[Record]:
         owner = owners.setdefault(entry.name, entry.owner)
         same = owner == entry.owner
         records.append(_record(entry, "command", answer.problem) if same else duplicate(entry, owner, "command"))
-    for group in sorted(_groups() - set(GROUPS)):
-        problem = f"quest-core reads no entry-point group '{group}'; {one_of(group, GROUPS)}"
-        records += [_record(entry, "other", problem) for entry in entries(group)]
-    return records
+    return [*records, *_unread()]
 
 
-def _groups() -> set[str]:
-    """The entry-point groups of installed distributions that are meant for quest-core."""
-    found: set[str] = set()
+def _unread() -> Iterator[Record]:
+    """Give a record of what `entries` passes over: misspelt groups, and entry points that cannot be read."""
+    groups = set()
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # as in `entries`
-            found |= {point.group for point in distribution.entry_points if point.group.startswith("quest.")}
-    return found
+        try:
+            groups |= {point.group for point in distribution.entry_points if point.group.startswith("quest.")}
+        except Exception as error:
+            problem = f"its entry_points.txt cannot be read: {cause(error.with_traceback(None))}"
+            about = {key: value for key, value in facts(distribution).items() if key != "problem"}
+            yield _record(Entry("", "entry points", "", **about), "other", problem)
+    for group in sorted(groups - set(GROUPS)):
+        for entry in entries(group):
+            yield _record(entry, "other", f"quest-core reads no entry-point group '{group}'; {one_of(group, GROUPS)}")
 
 
 def _record(entry: Entry, kind: str, problem: str) -> Record:
@@ -127,5 +129,5 @@ def _judge(record: Record, answer: Answer) -> Record:
         record,
         status="broken",
         detail=f"its adapter cannot be used: {answer.problem}",
-        fix=remedy(record.distribution),
+        fix=next(e.fix for e in entries("quest.adapter_info") if e.distribution == record.distribution),
     )

@@ -169,8 +169,9 @@ class Part:
         for option in self.options:
             if not str(option.name).isidentifier() or option.name == "name":
                 self._refuse("the name of an option", option.name, "letters, digits and '_', but not 'name'")
-            if option.kind not in (int, float, bool, str):
-                self._refuse(f"the kind of option '{option.name}'", option.kind, "int, float, bool or str")
+            for key, allowed in (("kind", (int, float, bool, str)), ("starts", (None, "q", "k", "own"))):
+                if getattr(option, key) not in allowed:
+                    self._refuse(f"the {key} of option '{option.name}'", getattr(option, key), f"one of {allowed}")
             option.check(option.default, self.name)
         names = [option.name for option in self.options]
         if len(set(names)) < len(names):
