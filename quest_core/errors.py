@@ -40,8 +40,9 @@ def one_of(found: object, choices: Iterable[str]) -> str:
     >>> one_of("qest", ["quest", "standard"])
     "did you mean 'quest'? Choose from: quest, standard"
     """
-    names = sorted(choices)
+    names, given = sorted(choices), str(found).lower()
     text = "hoose from: " + (", ".join(names) if names else "(nothing is available)")
     alike = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(str(found).lower(), alike, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(given, alike, n=1, cutoff=0.6)
+    near = near or [name for name in alike if len(given) > 2 and (given in name or f"-{name}" in given)]
     return f"did you mean '{alike[near[0]]}'? C{text}" if near else f"c{text}"

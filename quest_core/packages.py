@@ -45,7 +45,7 @@ class Entry:
     @property
     def fix(self) -> str:
         """The commands that end a fault of this distribution."""
-        return remedy(self.distribution)
+        return f"pip install --upgrade {self.distribution}, or pip uninstall {self.distribution}"
 
     def load(self) -> Any:
         """Import the module and return the attribute; whatever goes wrong is a PluginError with the cause."""
@@ -58,7 +58,7 @@ class Entry:
             return point.load()
 
 
-def _facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
+def facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
     """Fields of an Entry that depend only on its distribution; with a problem, as its .dist-info folder names it."""
     try:
         about = distribution.metadata
@@ -77,11 +77,6 @@ def _facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
         return {"distribution": canonicalize_name(name), "version": version or "?", "problem": problem}
 
 
-def remedy(distribution: str) -> str:
-    """Return the commands that end a fault of a distribution."""
-    return f"pip install --upgrade {distribution}, or pip uninstall {distribution}"
-
-
 def entries(group: str) -> list[Entry]:
     """Return the entry points of a group, sorted by name. Imports nothing and never raises.
 
@@ -93,9 +88,9 @@ def entries(group: str) -> list[Entry]:
         with contextlib.suppress(Exception):  # of an unreadable entry_points.txt, which stops `import torch` itself
             points = [point for point in distribution.entry_points if point.group == group]
         if points:
-            facts = _facts(distribution)
-            added = [Entry(group, point.name, point.value, **facts) for point in points]
-            found.setdefault(canonicalize_name(facts["distribution"]), added)  # the first on sys.path is imported
+            about = facts(distribution)
+            added = [Entry(group, point.name, point.value, **about) for point in points]
+            found.setdefault(canonicalize_name(about["distribution"]), added)  # the first on sys.path is imported
     return sorted(
         (entry for entries in found.values() for entry in entries),
         key=lambda e: (e.name, e.distribution != f"quest-{e.name}", canonicalize_name(e.distribution)),

@@ -24,6 +24,7 @@ from distributions import ADAPTER, COSINE, write_distribution
 import quest_core
 from quest_core import PluginError, catalogue, cli, packages
 from quest_core.cli.child import Job, ask
+from quest_core.cli.doctor import _unread
 from quest_core.hosts import discovery, loading
 from quest_core.testing.mechanisms import Outcome, brief, check_mechanism
 
@@ -127,6 +128,7 @@ def from_info(fault: str) -> str:
 
 OPTION = "from quest_core.mechanisms import Option\nPart('o', 'score', '', '', Cosine10, options=({},))"
 MAIN = "def main(arguments): return 0\n"
+BUILD = "PARTS = [Part('never', 'score', '', '', lambda dims: {})]"
 CASES = [
     *(
         plugin(
@@ -189,6 +191,32 @@ CASES = [
         "adapter.HostAdapter cannot look for sites in a model: TypeError: it gives 7, not Site",
         adapter=ADAPTER.format(name="x").replace("return []", "return [7]"),
     ),
+    plugin("sites_none", "TypeError", adapter=ADAPTER.format(name="x").replace("return []", "return None")),
+    plugin(
+        "sites_later",
+        "sites in a model: RuntimeError: later",
+        adapter=ADAPTER.format(name="x").replace("return []", "yield from (); raise RuntimeError('later')"),
+    ),
+    plugin("adapter_name", "name of .* is 7, not a str", adapter=ADAPTER.format(name="x") + "    name = 7\n"),
+    plugin(
+        "adapter_capabilities",
+        "capabilities of .* is None, not a Capabilities",
+        adapter=ADAPTER.format(name="x").replace("capabilities =", "offers ="),
+    ),
+    plugin(
+        "adapter_leaves",
+        "leaves_alone of .* is 7, not a frozenset",
+        adapter=ADAPTER.format(name="x") + "    leaves_alone = 7\n",
+    ),
+    plugin(
+        "adapter_circular",
+        "plugin_adapter_circular",
+        adapter="from quest_core.hosts import loading\nloading.adapter('plugin_adapter_circular')\n"
+        + ADAPTER.format(name="x"),
+    ),
+    plugin("info_host", "'host' is .'a'.; it must be a text", info="INFO = {'host': ['a'], 'api': (1, 0)}"),
+    plugin("info_null", "null bytes", info="INFO = {}\0"),
+    plugin("info_deep", "cannot be read", info="INFO = " + "[" * 5000 + "]" * 5000),
     Case(
         "adapter_alone", {"adapter": ADAPTER.format(name="x")}, {"quest.adapters": "adapter:HostAdapter"}, "never used"
     ),
@@ -216,7 +244,21 @@ CASES = [
     mechanism("alike", "PARTS = [part('Quest')]", "'Quest' is too much like 'quest': 'quest' is a mechanism of quest"),
     mechanism("mute", "class E(BaseException):\n    def __str__(self): raise SystemExit\nraise E", "^E "),
     mechanism("escapes", r"raise RuntimeError('\x1b[31mred \udcff')", r"RuntimeError: \\x1b\[31mred \\udcff"),
+    mechanism("circular", "from broken_mechanism_circular.parts import later", "cannot import name 'later'"),
+    mechanism("asks_itself", "import quest_core; quest_core.attention(1, 1, 1, 'later')", "'later' is not a mechanism"),
+    mechanism("none", "PARTS = None", "is a NoneType, not a list of Part"),
+    mechanism("generator", "PARTS = (part for part in PARTS)", "is a generator, not a list of Part"),
+    mechanism("nested", "PARTS = [PARTS]", "item 0 of .* is a list, not a Part"),
+    mechanism("homograph", "PARTS = [part('qu\\u0435st')]", "it is letters, digits"),
+    mechanism("start", OPTION.format("Option('p', int, 1, '', starts='Q')"), "the starts of option 'p' is 'Q'"),
+    mechanism("group", "raise BaseExceptionGroup('many', [KeyboardInterrupt()])", "BaseExceptionGroup|NameError"),
+    mechanism("long", "raise RuntimeError('x' * 10**7)", "RuntimeError: x{300} "),
+    mechanism("thread", "import threading, time; threading.Thread(target=time.sleep, args=(0.5,)).start()", None),
+    mechanism("show", r"PARTS = [Part('shown', 'score', 'a \x1b[2J \udcff', '', Cosine10)]", None),
+    mechanism("builds_never", BUILD.format("1 / 0"), "cannot be built for 4 heads of 16 features: ZeroDivisionError"),
+    mechanism("builds_late", BUILD.format("__import__('no_such_module')"), "cannot be built .*No module named"),
     mechanism("recursion", "def f(): f()\nf()", "RecursionError"),
+    Case("typo", {"parts": "PARTS = []"}, {"quest.atention": "parts:PARTS"}, "no .*; did you mean 'quest.attention'"),
     Case("latin", {"parts": "PARTS = []"}, {"quest.attention": "parts:PARTS"}, "metadata cannot be read", latin=True),
     Case("value", {}, {"quest.attention": "a b"}, "the entry point is .* must be 'module:attribute'"),
     Case("stale", {}, {"quest.attention": "gone:PARTS", "quest.commands": "gone:main"}, "ModuleNotFoundError"),
@@ -309,7 +351,7 @@ def test_a_broken_package_disables_only_itself(
         torch.testing.assert_close(quest_core.attention(q, k, v, "cosine10"), want)
         with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'") as caught:
             quest_core.AttentionConfig.parse("qest")
-        if "quest.attention" in case.points and case.says and "end within" not in case.says:
+        if "quest.attention" in case.points and case.says and not re.search("end within|be built", case.says):
             assert f"broken-{case.name} 1.2" in str(caught.value)  # with the cause
 
     said = capsys.readouterr()
@@ -349,6 +391,7 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
     assert "From quest-healthy 1.2\n  cosine10" in text
     assert "From broken-mechanism_raises 1.2: not usable: RuntimeError: out of luck" in text
     assert "hello" not in text
+    assert r"shown            a \x1b[2J \udcff" in text
 
     monkeypatch.setenv("NAP", "600")
     status, text = run("doctor", "--json", "--timeout", "1.5")
@@ -370,6 +413,25 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
         ):
             wrong.append((case.name, case.says, record))
     assert wrong == [], json.dumps(wrong, indent=1)
+
+
+@pytest.mark.parametrize("text", ["[quest.attention]\nname", "[quest.attention]\njosé = a:b"])
+def test_unreadable_entry_points_are_named(text: str, site: Path) -> None:
+    """PyTorch 2.5 and later cannot be imported beside them."""
+    Case("unread", {}, {}, None).write(site)
+    (site / "broken_unread-1.2.dist-info" / "entry_points.txt").write_bytes(text.encode("latin-1"))
+    (record,) = _unread()
+    assert (record.distribution, record.version, record.status) == ("broken-unread", "1.2", "broken")
+    assert "its entry_points.txt cannot be read: " in record.detail
+    assert "pip uninstall broken-unread" in record.fix
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "C"}], ids=str)
+def test_a_terminal_without_unicode_is_served(variables: dict[str, str]) -> None:
+    code = "from quest_core import cli; cli.main(['check', 'linear'])"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    assert b"family      linear" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -451,6 +513,15 @@ def test_a_command_of_a_broken_package_says_why(site: Path, capsys: pytest.Captu
         (["chek"], "no command 'chek'; did you mean 'check'? Choose from: "),
         (["quest"], "no command 'quest'; "),
         (["check", "qest"], "'qest' is not a mechanism; did you mean 'quest'? Choose from: aft-conv"),
+        (["check", "--mechanism", "qest"], "did you mean 'quest'?"),
+        (["check", "--mechansim", "quest"], "quest check has no option '--mechansim'; did you mean '--mechanism'?"),
+        (["check", "--pluginn=tsai"], "did you mean '--plugin'?"),
+        (["doctor", "--js"], "no option '--js'; did you mean '--json'? Choose from: --json, --timeout"),
+        (["new-mechanism", "power", "--axs", "score"], "did you mean '--axis'?"),
+        (["new-mechanism", "power", "--axis", "scor"], "axis is 'scor'; did you mean 'score'?"),
+        (["new-plugin", "--host-modul", "timm", "mini"], "did you mean '--host-module'?"),
+        (["run", "--hots", "tsai", "train.py"], "quest run has no option '--hots'; did you mean '--host'?"),
+        (["--versoin"], "quest has no option '--versoin'; did you mean '--version'?"),
     ],
 )
 def test_near_misses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score
+from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score, local
 from quest_core.testing import MechanismError, check_mechanism
 from quest_core.testing.mechanisms import known
 
@@ -112,6 +113,138 @@ class Places(Score):
         return q * torch.arange(1, q.shape[2] + 1, dtype=q.dtype)[:, None]
 
 
+class InPlace(Score):
+    """Saves memory in inference."""
+
+    def key(self, k: Tensor) -> Tensor:
+        return k * 2 if torch.is_grad_enabled() else k.mul_(2)
+
+
+class BatchStatistics(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k / k.std(0, keepdim=True, correction=0) if self.training else k
+
+
+class Hoarder(Score):
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        self.seen: list[Tensor] = []
+
+    def key(self, k: Tensor) -> Tensor:
+        self.seen.append(k.detach())
+        return k
+
+
+class Previous(Score):
+    """Depends on the call before."""
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        self.last = 1.0
+
+    def key(self, k: Tensor) -> Tensor:
+        factor, self.last = self.last, k.detach().abs().mean().item()
+        return k * factor
+
+
+class Noisy(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k + torch.randn_like(k)
+
+
+class Unseeded(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k * random.random()
+
+
+class Reseeds(Score):
+    """Random features, the same in every process."""
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        torch.manual_seed(0)
+        self.register_buffer("features", torch.randn(8, 8))
+
+    def key(self, k: Tensor) -> Tensor:
+        return k @ self.features.to(k)
+
+
+class Views(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k.transpose(1, 2).view(k.shape[0], k.shape[2], -1).unflatten(-1, (k.shape[1], -1)).transpose(1, 2)
+
+
+class HalfNorms(Score):
+    """Sums squares in the type of the input."""
+
+    def key(self, k: Tensor) -> Tensor:
+        return k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+class QueryHeads(Score):
+    """A factor for each query head, which also fits one shared key head and turns it into many."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.factor = nn.Parameter(torch.rand(dims.num_heads, 1, 1) + 1)
+
+    def key(self, k: Tensor) -> Tensor:
+        return k * local(self.factor).to(k.dtype)
+
+
+class NeedsDims(Score):
+    def query(self, q: Tensor) -> Tensor:
+        return q * self.heads
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims)
+        self.heads = 1 if dims is None else dims.num_heads
+
+
+class Blocks(Score):
+    """Forgets the last block, which is not full."""
+
+    def key(self, k: Tensor) -> Tensor:
+        whole = k.shape[2] // 64 * 64
+        return k if not whole else torch.cat([2 * k[:, :, :whole], k[:, :, whole:]], dim=2)
+
+
+class OnTheCpu(Score):
+    def key(self, k: Tensor) -> Tensor:
+        return k * torch.linspace(1, 2, 8, dtype=k.dtype)
+
+
+class Soft(Normaliser):
+    """A softmax that is right."""
+
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        seen = logits > -torch.inf
+        return logits.masked_fill(~seen, -1e4).softmax(-1) * seen
+
+
+class WithoutBias(Soft):
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        return super().weights(logits, None if mask is None else mask > -torch.inf)
+
+
+class BlindToBias(Soft):
+    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        additive = mask is not None and mask.dtype != torch.bool
+        return (logits + mask).softmax(-1) if additive else super().weights(logits, mask)
+
+
+class FirstRows(Soft):
+    """Aligns the first query with the first key, instead of the last ones."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, is_causal: bool, **options: Any) -> Tensor:
+        if is_causal:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+            mask = seen if mask is None else (mask & seen if mask.dtype == torch.bool else mask.where(seen, -torch.inf))
+        return super().forward(q, k, v, mask=mask, is_causal=False, **options)
+
+
 class Squares(Normaliser):
     """Forgets to hide, and to give zeros to a query that sees no key."""
 
@@ -135,12 +268,48 @@ class Mean(Family):
         return self.forward(q, k, v, key_mask=key_mask, is_causal=True)
 
 
+class Sums(Family):
+    """Linear attention that keeps its sums where `keep` says."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+        return self.average(q, k, v, key_mask, Cache())
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        return self.average(q, k, v, key_mask, cache)
+
+    def average(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cache: Cache) -> Tensor:
+        seen = 1 if key_mask is None else key_mask[:, None, :, None].to(k.dtype)
+        new = ((k.exp() * seen).unsqueeze(-1) * nn.functional.pad(v, (0, 1), value=1.0).unsqueeze(-2)).cumsum(2)
+        both = (q.exp().unsqueeze(-2) @ self.keep(new, cache)).squeeze(-2)
+        return both[..., :-1] / both[..., -1:]
+
+    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+        raise NotImplementedError
+
+
+class OnTheModule(Sums):
+    sums: Tensor
+
+    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+        new = new + self.sums if cache.tokens else new
+        self.sums = new[:, :, -1:]
+        return new
+
+
+class HeadsFirst(Sums):
+    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+        new = new + cache["sums"].transpose(0, 1) if "sums" in cache else new
+        cache["sums"] = new[:, :, -1:].transpose(0, 1)
+        return new
+
+
 def toy(build: Any, axis: str = "score", **declared: Any) -> Part:
     return Part("toy", axis, "a toy", "a test", build, **declared)
 
 
 LINEAR = {"causal": True, "cross": True, "cached": True, "reads": ("tokens",)}
 NORMALISER = {**POINTWISE, "dropout": True}
+WEIGHTED = {**LINEAR, "dropout": True}
 WRONG: dict[str, tuple[Part, set[str]]] = {
     "statistics over tokens": (
         toy(Deviation, **POINTWISE),
@@ -169,6 +338,31 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
         {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
     ),
     "softmax": (toy(lambda dims: Squares(), "normaliser", fused=True, **NORMALISER), {"fused_is_softmax"}),
+    "in place": (toy(InPlace, **POINTWISE), {"inputs_are_left_alone"}),
+    "batch statistics in training": (toy(BatchStatistics, **POINTWISE), {"calls_repeat"}),
+    "growth": (toy(Hoarder, **POINTWISE), {"state"}),
+    "the call before": (toy(Previous, **POINTWISE), {"calls_repeat"}),
+    "noise": (toy(Noisy, **POINTWISE), {"calls_repeat"}),
+    "noise without a seed": (toy(Unseeded, **POINTWISE | {"reads": ("random",)}), {"calls_repeat"}),
+    "the user's seed": (toy(Reseeds, **POINTWISE), {"calls_repeat"}),
+    "strides": (toy(Views, **POINTWISE), {"memory_layout_does_not_matter"}),
+    "norms in float16": (toy(HalfNorms, **POINTWISE), {"dtypes"}),
+    "a shared key head": (toy(QueryHeads, learnable=True, **POINTWISE), {"shared_key_heads"}),
+    "heads as a number": (toy(NeedsDims, **POINTWISE), {"declarations"}),
+    "a last block": (toy(Blocks, **POINTWISE), {"tokens_are_prepared_one_by_one"}),
+    "a last block, with a reference": (
+        toy(Blocks, reference=lambda q, k: q @ k.mT, **{**POINTWISE, "reads": ("tokens",)}),
+        {"reference"},
+    ),
+    "another device": (toy(OnTheCpu, **POINTWISE), {"devices"}),
+    "finite biases": (toy(lambda dims: WithoutBias(), "normaliser", **WEIGHTED), {"masks"}),
+    "blind rows of a bias": (toy(lambda dims: BlindToBias(), "normaliser", **WEIGHTED), {"blind_rows"}),
+    "the first diagonal": (
+        toy(lambda dims: FirstRows(), "normaliser", **WEIGHTED),
+        {"queries_are_independent", "chunked_prefill"},
+    ),
+    "sums on the module": (toy(lambda dims: OnTheModule(), "family", **LINEAR), {"caches_are_independent"}),
+    "heads first in the cache": (toy(lambda dims: HeadsFirst(), "family", **LINEAR), {"caches_are_independent"}),
     "a family": (
         toy(lambda dims: Mean(), "family", compares=True, **LINEAR),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "queries_choose_among_keys"},
@@ -189,6 +383,10 @@ def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     outcomes = check_mechanism(part, checks=sorted(checks), raises=False)
     assert [outcome.check for outcome in outcomes if outcome.passed] == []
     assert all(len(outcome.message) > 20 for outcome in outcomes)
+
+
+def test_a_normaliser_that_is_right_passes() -> None:
+    check_mechanism(toy(lambda dims: Soft(), "normaliser", **WEIGHTED))
 
 
 def test_failures_say_what_where_and_how_to_declare_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from . import run
 from .child import LIMIT_S
 from .doctor import doctor
 from .mechanisms import check, explain, show
+from .options import refuse_misspelt, seconds
 from .template import new_mechanism, new_plugin
 
 EPILOG = """examples:
@@ -36,7 +38,10 @@ ELSEWHERE = {"bench": "quest-bench"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 well, 1 something is not, 2 a mistake in the arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, plugins = _parser()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # formulas and names of other packages on a terminal without Unicode
+            stream.reconfigure(errors="backslashreplace")
+    parser, commands, plugins = _parser()
     try:
         if arguments and not arguments[0].startswith("-"):
             if arguments[0] == "run":
@@ -45,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _load(plugins[arguments[0]])(arguments[1:])
             if arguments[0] not in COMMANDS:
                 raise QuestError(_unknown(arguments[0], plugins))
+            refuse_misspelt(commands[arguments[0]], arguments[1:])
+        refuse_misspelt(parser, arguments[:1])
         chosen = parser.parse_args(arguments)
         return COMMANDS[chosen.command](chosen)
     except QuestError as error:
@@ -55,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
-    """The parser, and the commands of plugins; a plugin cannot take the name of a command of ours or of another."""
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, Entry]]:
+    """The parser, those of its commands, and the commands of plugins.
+
+    A plugin cannot take the name of a command of ours or of another.
+    """
     parser = argparse.ArgumentParser(
         prog="quest",
         description="QUEST attention and its relatives, in the frameworks you already train with.",
@@ -74,7 +84,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
     mend = choose.add_parser("doctor", help="which packages work here, and how to mend the others")
     mend.add_argument("--json", action="store_true", help="write JSON")
     mend.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=LIMIT_S, help="for one import (default: %(default)g)"
+        "--timeout", metavar="SECONDS", type=seconds, default=LIMIT_S, help="for one import (default: %(default)g)"
     )
     choose.add_parser("run", help="start a training command with the plugins installed (quest run --help)")
     new = choose.add_parser("new-plugin", help="write a plugin for another framework, with tests that pass at once")
@@ -85,7 +95,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
     new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     own = choose.add_parser("new-mechanism", help="write a mechanism of your own, with a reference and tests that pass")
     own.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
-    own.add_argument("--axis", choices=AXES, default="score", help="what kind of mechanism (default: score)")
+    own.add_argument("--axis", metavar="AXIS", default="score", help=f"{', '.join(AXES)} (default: %(default)s)")
     own.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     plugins: dict[str, Entry] = {}
     for entry in entries("quest.commands"):
@@ -93,7 +103,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Entry]]:
             plugins[entry.name] = entry
             words = f"{entry.summary} (quest {entry.name} --help)".replace("%", "%%")
             choose.add_parser(entry.name, help=words, add_help=False)
-    return parser, plugins
+    return parser, choose.choices, plugins
 
 
 def _unknown(command: str, plugins: dict[str, Entry]) -> str:

@@ -19,12 +19,12 @@ from typing import IO, Any, NoReturn, TextIO
 from torch import nn
 
 from ..catalogue import parts
-from ..errors import PluginError
+from ..errors import PluginError, QuestError
 from ..hosts.discovery import discover
 from ..hosts.loading import load_adapter, try_sites
 from ..mechanism import Mechanism
 from ..mechanisms.part import Part
-from ..packages import contained, entries, named_if_slow
+from ..packages import cause, contained, entries, named_if_slow
 from .rendering import rows
 
 LIMIT_S = 60.0
@@ -158,14 +158,16 @@ def _mechanisms(job: Job, doing: Callable[[str], None]) -> Answer:
 
 
 def _unbuildable(part: Part) -> str:
-    """Why a mechanism cannot be built, or an empty text. It may refuse the heads that are tried here."""
+    """Why a mechanism cannot be built, or an empty text. It may refuse the heads that are tried, by a QuestError."""
     grouped = any(option.name == "kv_heads" for option in part.options)
     try:
         Mechanism(f"{part.name}(kv_heads=2)" if grouped else part.name, num_heads=4, head_dim=16)
     except PluginError as error:
         return str(error)
-    except Exception:
+    except QuestError:
         return ""
+    except BaseException as error:
+        return f"'{part.name}' cannot be built for 4 heads of 16 features: {cause(error)}"
     return ""
 
 

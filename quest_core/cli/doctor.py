@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
 
 from .. import __version__
+from ..errors import one_of
 from ..hosts.discovery import API_VERSION, Record, discover, duplicate
-from ..packages import Entry, entries, remedy
+from ..packages import Entry, cause, entries, facts
 from .child import Answer, Job, ask
 from .mechanisms import jobs, judge
 
-TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands"}
+GROUPS = ("quest.attention", "quest.adapters", "quest.adapter_info", "quest.benchmarks", "quest.commands")
+TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands", "other": "Entry points"}
 
 
 def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
@@ -87,7 +90,22 @@ def _examine(commands: Collection[str], limit: float) -> list[Record]:
         owner = owners.setdefault(entry.name, entry.owner)
         same = owner == entry.owner
         records.append(_record(entry, "command", answer.problem) if same else duplicate(entry, owner, "command"))
-    return records
+    return [*records, *_unread()]
+
+
+def _unread() -> Iterator[Record]:
+    """Give a record of what `entries` passes over: misspelt groups, and entry points that cannot be read."""
+    groups = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            groups |= {point.group for point in distribution.entry_points if point.group.startswith("quest.")}
+        except Exception as error:
+            problem = f"its entry_points.txt cannot be read: {cause(error.with_traceback(None))}"
+            about = {key: value for key, value in facts(distribution).items() if key != "problem"}
+            yield _record(Entry("", "entry points", "", **about), "other", problem)
+    for group in sorted(groups - set(GROUPS)):
+        for entry in entries(group):
+            yield _record(entry, "other", f"quest-core reads no entry-point group '{group}'; {one_of(group, GROUPS)}")
 
 
 def _record(entry: Entry, kind: str, problem: str) -> Record:
@@ -101,7 +119,7 @@ def _judge(record: Record, answer: Answer) -> Record:
     remedies = record.info.get("remedies", {})
     if not isinstance(remedies, dict):
         problem = f"'remedies' of its info is {remedies!r:.60}, not a mapping"
-        return replace(record, status="broken", detail=problem, fix=remedy(record.distribution))
+        return replace(record, status="broken", detail=problem, fix=_reinstall(record))
     known = next((str(fix) for part, fix in remedies.items() if str(part) in answer.problem), "")
     if answer.at == "host":
         name = record.host_name or str(record.info.get("host", record.name))
@@ -119,5 +137,9 @@ def _judge(record: Record, answer: Answer) -> Record:
         record,
         status="broken",
         detail=f"its adapter cannot be used: {answer.problem}",
-        fix=known or remedy(record.distribution),
+        fix=known or _reinstall(record),
     )
+
+
+def _reinstall(record: Record) -> str:
+    return next(entry.fix for entry in entries("quest.adapter_info") if entry.distribution == record.distribution)

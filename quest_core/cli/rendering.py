@@ -24,10 +24,11 @@ REFUSALS = (
 def rows(part: Part) -> list[str]:
     """Return what `quest list` shows of a mechanism: a line, then one for each option."""
     marks = ", ".join(words for name, value, words in MARKS if getattr(part, name) == value)
-    return [
+    lines = [
         f"  {part.name:<16} {part.summary:<42} {part.source}" + (f"  [{marks}]" if marks else ""),
         *(f"    {o.name} = {'null' if o.default is None else o.default}: {o.doc}" for o in part.options),
     ]
+    return ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]  # of any package
 
 
 def refusals(part: Part) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..hosts.launching import run
+from .options import refuse_misspelt
 
 DESCRIPTION = """\
 Start a training command with QUEST's plugins installed, so that its configs understand `attention`,
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         help="install only this plugin, and fail now if it cannot be; may be given again (default: all that work)",
     )
     options, command = split(argv)
+    refuse_misspelt(parser, [word for word in options if word.startswith("-")])
     given = parser.parse_args(options)
     if not command:
         parser.error("nothing to run; write for example: quest run -- python train.py")

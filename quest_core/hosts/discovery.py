@@ -140,6 +140,8 @@ def check_info(name: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
     info = {"name": name, "host": name, **info}
     if info["name"] != name:
         raise ValueError(f"'name' is {info['name']!r}, but the entry point is called {name!r}")
+    if not isinstance(info["host"], str):
+        raise ValueError(f"'host' is {info['host']!r}; it must be a text")
     api = info.get("api")
     if not (isinstance(api, tuple | list) and len(api) == 2 and all(type(n) is int for n in api)):
         raise ValueError(f"'api' is {api!r}; it must be two whole numbers such as {API_VERSION}")

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import PluginError, QuestError
 from ..notices import say
 from ..packages import Entry, contained, entries
-from .adapter import Adapter, Site
+from .adapter import Adapter, Capabilities, Site
 from .discovery import Record, discover, find
 from .torch import TorchAdapter
 
@@ -31,6 +31,9 @@ def _loaded(entry: Entry) -> Adapter:
         made = kind()
         if not isinstance(made, Adapter):
             raise TypeError(f"{entry.value} makes {type(made).__name__}, not an Adapter")
+        for key, wanted in (("name", str), ("capabilities", Capabilities), ("leaves_alone", frozenset)):
+            if not isinstance(getattr(made, key, None), wanted):
+                raise TypeError(f"{key} of {entry.value} is {getattr(made, key, None)!r}, not a {wanted.__name__}")
     return made
 
 

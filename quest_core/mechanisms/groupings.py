@@ -310,7 +310,7 @@ PARTS = (
         (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
         reshapes=True,
         cross=True,
-        reads=("tokens", "queries", "group"),
+        reads=("tokens", "queries", "group", "random"),
         stops_gradient=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         complexity="O(N·M·D) time, O(N·M) memory",

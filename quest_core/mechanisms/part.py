@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, one_of
 
-NAME = re.compile(r"[A-Za-z][\w.-]*")
-
+NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 AXES = ("score", "normaliser", "grouping", "family")
 
 READS = {
@@ -22,6 +21,7 @@ READS = {
     "samples": "other samples of the batch",
     "order": "the positions of tokens",
     "length": "the number of tokens, those that a mask hides included",
+    "random": "random numbers of its own, drawn in evaluation or in training",
 }
 """What the result of a query may depend on except itself and the keys that it sees."""
 
@@ -155,7 +155,6 @@ class Part:
                 self._refuse(item.name, value, wanted)
         listed = isinstance(self.options, tuple) and all(isinstance(option, Option) for option in self.options)
         features = self.key_features is None or (type(self.key_features) is int and self.key_features > 0)
-        causal = self.causal or not self.cached
         known = isinstance(self.reads, tuple) and set(self.reads) <= set(READS)
         for key, fits, wanted in (
             ("name", NAME.fullmatch(self.name), "letters, digits, '.', '-' and '_', starting with a letter"),
@@ -165,7 +164,7 @@ class Part:
             ("options", listed, "a tuple of Option, such as (SCALE,)"),
             ("reads", known, f"a tuple of {', '.join(READS)}"),
             ("key_features", features, "a whole number of at least 1, or None"),
-            ("cached", causal, "for causal mechanisms only; declare causal=True too, or neither"),
+            ("cached", self.causal or not self.cached, "for causal mechanisms only; declare causal=True too"),
         ):
             if not fits:
                 self._refuse(key, getattr(self, key), wanted)
@@ -176,8 +175,9 @@ class Part:
         for option in self.options:
             if not str(option.name).isidentifier() or option.name == "name":
                 self._refuse("the name of an option", option.name, "letters, digits and '_', but not 'name'")
-            if option.kind not in (int, float, bool, str):
-                self._refuse(f"the kind of option '{option.name}'", option.kind, "int, float, bool or str")
+            for key, allowed in (("kind", (int, float, bool, str)), ("starts", (None, "q", "k", "own"))):
+                if getattr(option, key) not in allowed:
+                    self._refuse(f"the {key} of option '{option.name}'", getattr(option, key), f"one of {allowed}")
             option.check(option.default, self.name)
         names = [option.name for option in self.options]
         if len(set(names)) < len(names):

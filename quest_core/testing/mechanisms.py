@@ -26,9 +26,12 @@ from ..kernels.pytorch import is_compiling
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import Dims
 from ..mechanisms.part import READS, Part
+from ..packages import cause
 from .truth import missing, truth
 
 HEADS, DIM, TOKENS = 4, 8, 9  # 9 tokens are a line, and a square for mechanisms on grids
+LONG = 100  # a square again; two blocks of 64, and the second is not full
+ZEROS = "divide by torch.where(total > 0, total, 1), or hide by a finite number and then multiply by the mask"
 CLOSE = 1e-9
 """Difference allowed between two computations of the same in float64."""
 
@@ -85,7 +88,7 @@ def check_mechanism(
                 getattr(suite, f"test_{name}")()
             message = ""
         except Exception as error:
-            message = str(error) if isinstance(error, _Found | QuestError) else f"{type(error).__name__}: {error}"
+            message = str(error) if isinstance(error, _Found | QuestError) else f"it raises {cause(error)}"
         finally:
             suite.teardown_method()
         outcomes.append(Outcome(name, not message, message))
@@ -136,6 +139,7 @@ class MechanismConformance:
 
     def setup_method(self) -> None:
         """Make the mechanism known by its name, if it is a Part that is not installed."""
+        self.default_dtype = torch.get_default_dtype()
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(torch.random.fork_rng(devices=[]))
         given = self.mechanism
@@ -148,10 +152,12 @@ class MechanismConformance:
         self.parts = list(self.config.specs())
         self.reads = frozenset(name for part in self.parts for name in part.reads)
         self.groups = kv_heads(self.config, HEADS)
+        self.stateful = any(part.stateful for part in self.parts)
         self.chained = any(part.chained for part in self.parts)
 
     def teardown_method(self) -> None:
         self._exit.close()
+        torch.set_default_dtype(self.default_dtype)
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
@@ -159,10 +165,10 @@ class MechanismConformance:
         """Whether all parts declare `key`."""
         return all(getattr(part, key) for part in self.parts)
 
-    def build(self, seed: int = 0) -> Layers:
-        """The mechanism in float64 and evaluation, with random parameters."""
+    def build(self, seed: int = 0, groups: int | None = None) -> Layers:
+        """The mechanism in float64 and evaluation, with random parameters; `groups` key heads are the host's own."""
         torch.manual_seed(seed)
-        made = Layers(self.config, self.chained).double().eval()
+        made = Layers(self.config, self.chained, groups).double().eval()
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.mul_(1 + 0.3 * torch.rand_like(parameter)).add_(0.1 * torch.randn_like(parameter))
@@ -179,9 +185,17 @@ class MechanismConformance:
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """Queries and keys that the mechanism may be given; squares for those on grids."""
-        yield from ((TOKENS, TOKENS), (4, 4), (1, 1))
+        yield from ((TOKENS, TOKENS), (4, 4), (1, 1), (self.longest(), self.longest()))
         if self.can("cross"):
             yield from ((4, TOKENS), (TOKENS, 4), (1, TOKENS))
+
+    def longest(self) -> int:
+        """LONG, or TOKENS where the mechanism says that it takes no more."""
+        try:
+            self.build()(*self.inputs(LONG))
+        except QuestError:
+            return TOKENS
+        return LONG
 
     def masks(self, n: int, m: int) -> Iterator[tuple[str, Tensor | None]]:
         """Masks in every form that the mechanism takes; the last one hides all keys from something."""
@@ -237,6 +251,12 @@ class MechanismConformance:
     def test_declarations(self) -> None:
         """The modules are what the Part says: parameters, shapes, unit keys, a chain of layers, a grid."""
         made = self.build()
+        if self.config.family is None:
+            head = made.last.grouping.assign(self.inputs()[1], HEADS, None)
+            if head is not None and (head.dtype, head.shape) != (torch.int64, (HEADS,)):
+                raise _Found(f"assign() returns {head.dtype} {list(head.shape)}; it is int64 [H], or None")
+            if head is not None and not ((head >= 0) & (head < self.groups)).all():
+                raise _Found(f"assign() returns {head.tolist()}; k has {self.groups} heads, counted from 0")
         for part in self.parts:
             module: Any = getattr(made.last, part.axis)
             names = [name for name, _ in module.named_parameters()]
@@ -248,6 +268,16 @@ class MechanismConformance:
                 raise _Found(f"'{part.name}' has a grid; give it the options dims, grid and prefix")
         if (self.groups != HEADS or self.parts[0].key_features is not None) and not any(p.reshapes for p in self.parts):
             raise _Found(f"'{self.config}' has {self.groups} key heads for {HEADS}; say reshapes=True in its Part")
+        if not (made.last.chained or self.stateful or any(part.learnable for part in self.parts)):
+            tensors, fix = self.inputs(), self.declare("say learnable=True, so that it is never built without dims")
+            torch.manual_seed(0)
+            try:
+                got = Mechanism(self.config).eval()(*tensors)
+            except Exception as error:
+                raise _Found(f"built with dims=None it raises {cause(error)}. {fix}") from error
+            self.equal(got, made(*tensors), f"built with dims=None it computes something else. {fix}")
+        if {id(x) for x in self.build().parameters()} & {id(x) for x in made.parameters()}:
+            raise _Found("two layers have the same parameter; make it in __init__")
         if any(part.unit_keys for part in self.parts):
             k = self.inputs()[1]
             wanted = k / k.norm(dim=-1, keepdim=True)
@@ -285,7 +315,7 @@ class MechanismConformance:
             raise _Found(f"the share of a key is that of every query. {self.declare('drop compares')}")
 
     def test_state(self) -> None:
-        """Buffers change in training only where a part says `stateful`, and never in evaluation."""
+        """Buffers change in training only where a part says `stateful`, and nothing grows or changes in evaluation."""
         made = self.build()
         for training in (False, True):
             before = {name: x.clone() for name, x in made.named_buffers()}
@@ -293,9 +323,75 @@ class MechanismConformance:
             for seed in range(3):
                 made(*self.inputs(seed=seed))
             moved = [name for name, x in made.named_buffers() if not torch.equal(x, before[name])]
-            if moved and not (training and any(part.stateful for part in self.parts)):
+            if moved and not (training and self.stateful):
                 when = "training" if training else "evaluation"
                 raise _Found(f"{moved[0]} changes in {when}. {self.declare('say stateful=True')}")
+        made.eval()
+        sizes = []
+        with contextlib.suppress(Exception):  # what cannot be pickled fails in test_copies_and_pickles
+            for _ in range(2):
+                made(*self.inputs())
+                sizes.append(len(pickle.dumps(made)))
+        if sizes[1:] > sizes[:1]:
+            raise _Found("it grows with every call; keep nothing of the inputs on the module")
+
+    def test_calls_repeat(self) -> None:
+        """The same call gives the same output after other calls, under another seed, and in training."""
+        made, tensors = self.build(), self.inputs()
+        out = made(*tensors)
+        for n, m in self.lengths():
+            made(*self.inputs(n, m, batch=3, seed=9))
+        fix = "Keep nothing of the inputs on the module, and draw random numbers from PyTorch's generator only"
+        self.equal(made(*tensors), out, f"the same call gives another output after other calls. {fix}")
+        if "random" in self.reads:
+            return
+        fix = self.reading("random")
+        self.equal(made(*tensors, seed=5), out, f"another seed gives another output. {fix}")
+        if not self.stateful:
+            self.equal(made.train()(*tensors), out, f"training gives another output than evaluation. {fix}")
+        drawn = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            Layers(self.config, self.chained).double()(*tensors, seed=None)
+            drawn.append(torch.rand(()))
+        if drawn[0] == drawn[1]:
+            raise _Found("it sets the seed of PyTorch's generator, and so of everything else in a training")
+
+    def test_inputs_are_left_alone(self) -> None:
+        """A call changes none of its tensors and no default of PyTorch, and needs no gradients."""
+        made = self.build()
+        for name, mask in self.masks(TOKENS, TOKENS):
+            outs = []
+            for recorded in (True, False):
+                given = dict(zip("qkv", self.inputs(), strict=True)) | ({} if mask is None else {"attn_mask": mask})
+                before = {key: x.clone() for key, x in given.items()}
+                with torch.set_grad_enabled(recorded):
+                    outs.append(made(**given))
+                for key, x in given.items():
+                    if not torch.equal(x, before[key]):
+                        raise _Found(f"mask {name}: a call changes {key} in place; use mul, not mul_, and no out=")
+            self.equal(outs[1], outs[0], f"mask {name}: the output under torch.no_grad() is another one")
+        if torch.get_default_dtype() != self.default_dtype:
+            raise _Found("a call sets PyTorch's default dtype; say dtype=k.dtype where you make a tensor")
+
+    def test_memory_layout_does_not_matter(self) -> None:
+        """Contiguous tensors, slices of packed ones and expanded ones give the output of those that a layer makes."""
+        made, tensors = self.build(), self.inputs()
+        fix = "Use reshape, not view, and no strides"
+        out = made(*tensors)
+        for name, lay in (
+            ("contiguous", Tensor.contiguous),
+            ("sliced", lambda x: torch.stack([x, x], -1)[..., 0]),
+            ("transposed", lambda x: x.mT.contiguous().mT),
+        ):
+            try:
+                got = made(*map(lay, tensors))
+            except RuntimeError as error:
+                raise _Found(f"{name} inputs raise {cause(error)}. {fix}") from error
+            self.equal(got, out, f"{name} inputs give another output. {fix}")
+        one = self.inputs(batch=1)
+        got, want = made(*(x.expand(2, -1, -1, -1) for x in one)), made(*(x.repeat(2, 1, 1, 1) for x in one))
+        self.equal(got, want, f"an expanded batch gives another output. {fix}")
 
     # --- values ----------------------------------------------------------------------------------------------------
 
@@ -330,6 +426,14 @@ class MechanismConformance:
             out = self.build().float()(q.float(), k.float(), v.float())
         if not self.randomises():
             self.equal(out, exact, "autocast to bfloat16 differs from float64", 1000 * self.tolerance)
+        q, k = q.sign(), k.sign()  # exact in float16, whose largest number is 65504
+        q[:, :, 1], k[:, :, 2] = 0, 0
+        for name, large, small in (("queries", 96, 0.5), ("keys", 0.5, 96)):
+            want = self.build()(large * q, small * k, v)
+            got = self.build().half()((large * q).half(), (small * k).half(), v.half())
+            if not self.randomises():
+                said = f"in float16 {name} of norm 272, whose square overflows, or of norm 0 give another output"
+                self.equal(got, want, f"{said}; compute sums and norms in float32", 0.02)
 
     def test_reference(self) -> None:
         """The output, and the weights if there are any, in float64, under every mask."""
@@ -348,6 +452,28 @@ class MechanismConformance:
                         _, mine = made.with_weights(q, k, v, **options)
                         self.equal(mine, weights, f"{where}: the weights are not those of the reference")
 
+    def test_shared_key_heads(self) -> None:
+        """Two query heads that share a key/value head compute what they do with a copy of it each."""
+        if self.groups != HEADS or self.config.family is not None:
+            return
+        if {"heads", "group"} & self.reads or self.randomises():
+            return
+        shared, made = self.build(groups=2), self.build()
+        state, shapes = shared.state_dict(), made.state_dict()
+        for name, x in state.items():
+            for axis, size in enumerate(shapes[name].shape):
+                if size == 2 * x.shape[axis]:  # of key heads
+                    state[name] = x.repeat_interleave(2, axis)
+        made.load_state_dict(state)
+        q, k, v = (x[:, :heads] for x, heads in zip(self.inputs(), (HEADS, 2, 2), strict=True))
+        fix = "k and v have dims.kv_heads heads, and q has dims.num_heads"
+        try:
+            got = shared(q, k, v)
+        except RuntimeError as error:
+            raise _Found(f"2 key heads for {HEADS} query heads raise {cause(error)}. {fix}") from error
+        want = made(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        self.equal(got, want, f"query heads that share a key head differ from those with a copy of it. {fix}")
+
     def test_weights(self) -> None:
         """`forward_with_weights` gives the output of `forward`; hidden weights are exactly 0."""
         made, (q, k, v) = self.build(), self.inputs()
@@ -355,6 +481,11 @@ class MechanismConformance:
             with self.refused("forward_with_weights", "weights"):
                 made.last.forward_with_weights(q, k, v)
             return
+        if self.groups == HEADS:
+            options: dict[str, Any] = {"mask": None, "is_causal": False, "dropout_p": 0.0, "grouped": False}
+            want = made.last.normaliser.weights(0.7 * q @ k.mT, None) @ v
+            got = made.last.normaliser(q, k, v, scale=0.7, **options)
+            self.equal(got, want, "Normaliser.forward with scale=0.7 is not the output of weights()")
         for name, mask in self.masks(TOKENS, TOKENS):
             out = made(q, k, v, attn_mask=mask)
             again, weights = made.with_weights(q, k, v, attn_mask=mask)
@@ -376,26 +507,43 @@ class MechanismConformance:
         additive = torch.zeros(2, 1, 1, TOKENS, dtype=torch.float64).masked_fill(~seen, -math.inf)
         self.equal(made(q, k, v, attn_mask=additive), out, "an additive mask of −inf differs from a boolean one")
         none = torch.zeros(2, 1, 1, TOKENS, dtype=torch.float64)
-        self.equal(made(q, k, v, attn_mask=none), made(q, k, v), "an additive mask of zeros changes the output")
+        plain = made(q, k, v)
+        self.equal(made(q, k, v, attn_mask=none), plain, "an additive mask of zeros changes the output")
+        bias = torch.randn(2, 1, 1, TOKENS, dtype=torch.float64)
+        if torch.equal(made(q, k, v, attn_mask=bias), plain):
+            raise _Found("a finite additive mask changes nothing; it is added to the logits")
+        if self.config.family is None:
+            logits = torch.randn(2, HEADS, TOKENS, TOKENS, dtype=torch.float64)
+            want = made.last.normaliser.weights(logits + bias, None)
+            got = made.last.normaliser.weights(logits, bias)
+            self.equal(got, want, "weights() with an additive mask are not those of the sum of logits and mask")
 
     def test_blind_rows(self) -> None:
         """A query that sees no key gives zeros, and finite gradients; so do zero vectors."""
-        made, (q, k, v) = self.build(), [x.clone() for x in self.inputs()]
-        q[0, 0, 1], k[:, :, 2] = 0, 0
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
         seen = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
         seen[0] = False
         if self.config.family is None:
             seen = seen.expand(2, 1, TOKENS, TOKENS).clone()
             seen[1, :, 3] = False
-        out = made(q, k, v, attn_mask=seen)
-        if out[0].any() or (self.config.family is None and out[1, :, 3].any()):
-            raise _Found("the mask hides all keys of a query, whose output is not zero; see Normaliser.weights")
-        out.square().sum().backward()
-        leaves: dict[str, Tensor] = {"q": q, "k": k, "v": v, **dict(made.named_parameters())}
-        for name, x in leaves.items():
-            if x.grad is not None and not x.grad.isfinite().all():
-                raise _Found(f"the gradient of {name} is not finite where a query sees no key or a vector is zero")
+        for mask in (seen, torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -math.inf)):
+            kind = "a boolean mask" if mask.dtype == torch.bool else "an additive mask"
+            made, (q, k, v) = self.build(), [x.clone() for x in self.inputs()]
+            q[0, 0, 1], k[:, :, 2] = 0, 0
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out = made(q, k, v, attn_mask=mask)
+            blind = [out[0], *([out[1, :, 3]] if self.config.family is None else [])]
+            if any(x.any() for x in blind):
+                raise _Found(f"{kind} hides all keys of a query, whose output is not zero; {ZEROS}")
+            out.square().sum().backward()
+            leaves: dict[str, Tensor] = {"q": q, "k": k, "v": v, **dict(made.named_parameters())}
+            for name, x in leaves.items():
+                if x.grad is not None and not x.grad.isfinite().all():
+                    where = f"{kind} hides all keys or a vector is zero"
+                    raise _Found(f"the gradient of {name} is not finite where {where}; {ZEROS}")
+        if self.can("causal") and self.can("cross"):
+            made, (q, k, v) = self.build(), self.inputs(TOKENS, 4)
+            if made(q, k, v, is_causal=True)[:, :, :5].any():
+                raise _Found(f"with is_causal, the first 5 of 9 queries see none of 4 keys and are not zero; {ZEROS}")
 
     def test_gradients(self) -> None:
         """Finite, of every input and parameter, and equal to finite differences unless stopped on purpose."""
@@ -437,9 +585,11 @@ class MechanismConformance:
             raise _Found("the mean under dropout is not the output without; scale what is kept by 1 / (1 − p)")
 
     def randomises(self) -> bool:
-        """Whether the mechanism draws random numbers of its own in evaluation."""
-        made, (q, k, v) = self.build(), self.inputs()
-        return not torch.equal(made(q, k, v, seed=1), made(q, k, v, seed=2))
+        """Whether the mechanism draws random numbers of its own in evaluation, as it declares."""
+        if "random" not in self.reads:
+            return False
+        made, tensors = self.build(), self.inputs()
+        return not torch.equal(made(*tensors, seed=1), made(*tensors, seed=2))
 
     # --- causality and decoding ------------------------------------------------------------------------------------
 
@@ -451,12 +601,14 @@ class MechanismConformance:
                 made.last(*self.inputs(), is_causal=True)
             return
         fix = self.declare("drop causal and cached")
-        for n, m in ((TOKENS, TOKENS), (4, TOKENS)) if self.can("cross") else ((TOKENS, TOKENS),):
-            for training in (False, True) if not any(part.stateful for part in self.parts) else (False,):
+        longest = self.longest()
+        lengths = {(TOKENS, TOKENS), (longest, longest), *([(4, TOKENS)] if self.can("cross") else [])}
+        for n, m in sorted(lengths):
+            for training in (False, True) if not self.stateful else (False,):
                 made.train(training)
                 q, k, v = self.inputs(n, m)
                 out = made(q, k, v, is_causal=True)
-                for token in range(1, n):  # counted among the queries: key m − n + token
+                for token in range(1, n, 1 + n // 10):  # counted among the queries: key m − n + token
                     at = (slice(None), slice(None), m - n + token)
                     asking = self.changed(q, (slice(None), slice(None), token))
                     later = made(asking, self.changed(k, at), self.changed(v, at), is_causal=True)
@@ -469,16 +621,17 @@ class MechanismConformance:
 
     def test_chunked_prefill(self) -> None:
         """Several tokens at a time with a Cache, on top of those that it holds."""
-        self.decoding([4, 3, 1, 1])
-        self.decoding([1, 8])
+        for steps in ([4, 3, 1, 1], [1, 8], *([[64, 35, 1]] if self.longest() == LONG else [])):
+            self.decoding(steps)
 
     def decoding(self, steps: list[int]) -> None:
-        made, (q, k, v) = self.build(), self.inputs()
+        tokens = sum(steps)
+        made, (q, k, v) = self.build(), self.inputs(tokens)
         if not self.can("cached"):
             with self.refused("decode", "cached=True"):
                 made.last.decode(q, k, v, Cache())
             return
-        seen = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+        seen = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
         seen[1, ..., :2] = False  # padding at the left of the second sample
         fix = self.declare("drop cached")
         with torch.no_grad():
@@ -486,6 +639,29 @@ class MechanismConformance:
                 whole = made(q, k, v, attn_mask=mask, is_causal=True)
                 got = made.decode(q, k, v, steps, mask)
                 self.equal(got, whole, f"decoding in steps of {steps} tokens differs from the forward pass. {fix}")
+
+    def test_caches_are_independent(self) -> None:
+        """Two batches decode in turns, each with its cache, and a cache follows its batch when that is reordered."""
+        if not self.can("cached") or self.chained or "samples" in self.reads or self.randomises():
+            return
+        made, rows = self.build().last, torch.tensor([1, 0, 1])
+        batches, caches = [self.inputs(seed=1), self.inputs(seed=2)], [Cache(), Cache()]
+        fix = "Keep the state in the cache, by names, with the batch first"
+        with torch.no_grad():
+            wanted = [made(*tensors, is_causal=True) for tensors in batches]
+            for start, stop in ((0, 4), (4, 6)):
+                for tensors, cache, want in zip(batches, caches, wanted, strict=True):
+                    q, k, v = (x[:, :, start:stop] for x in tensors)
+                    got = made.decode(q, k, v, cache)
+                    said = f"two batches that decode in turns disturb each other. {fix}"
+                    self.equal(got, want[:, :, start:stop], said)
+            try:
+                caches[0].reorder(rows)
+                q, k, v = (x[rows, :, 6:] for x in batches[0])
+                got = made.decode(q, k, v, caches[0])
+            except (RuntimeError, IndexError) as error:
+                raise _Found(f"a reordered batch raises {cause(error)}. {fix}") from error
+            self.equal(got, wanted[0][rows, :, 6:], f"a reordered batch decodes something else. {fix}")
 
     # --- what a result depends on ----------------------------------------------------------------------------------
 
@@ -515,13 +691,27 @@ class MechanismConformance:
             self.equal(padded, short, f"5 hidden tokens at the end change the others. {self.reading('length')}")
 
     def test_queries_are_independent(self) -> None:
+        """Another query, or fewer of them, leaves the outputs of the others as they are."""
         if "queries" in self.reads:
             return
         made, (q, k, v) = self.build(), self.inputs()
-        other = made(self.changed(q, (slice(None), slice(None), 3)), k, v)
+        fix = self.reading("queries")
         rest = [i for i in range(TOKENS) if i != 3]
         out = made(q, k, v)
-        self.equal(other[:, :, rest], out[:, :, rest], f"a query changes other outputs. {self.reading('queries')}")
+        other = made(self.changed(q, (slice(None), slice(None), 3)), k, v)
+        self.equal(other[:, :, rest], out[:, :, rest], f"a query changes other outputs. {fix}")
+        if not self.can("cross") or self.randomises():
+            return
+        if "order" not in self.reads:
+            some = made(q[:, :, :4], k, v)
+            self.equal(some, out[:, :, :4], f"4 of 9 queries have another output by themselves. {fix}")
+        if self.can("causal"):
+            for m in (TOKENS, 4):
+                keys, values = k[:, :, :m], v[:, :, :m]
+                want = made(q, keys, values, is_causal=True)[:, :, 6:]
+                got = made(q[:, :, 6:], keys, values, is_causal=True)
+                said = f"with is_causal and {m} keys, the last 3 of 9 queries have another output by themselves"
+                self.equal(got, want, f"{said}; query i sees keys j ≤ i + M − N. {fix}")
 
     def test_heads_are_independent(self) -> None:
         """A key/value head serves its own query heads only, and query heads do not see each other."""
@@ -551,11 +741,11 @@ class MechanismConformance:
         """Scores see one token at a time; normalisers leave the rest to scaled_dot_product_attention."""
         if "tokens" in self.reads:
             return
-        made, (q, k, v) = self.build(), self.inputs()
+        made, (q, k, v) = self.build(), self.inputs(LONG)
         fix = self.reading("tokens")
         score = made.last.score
         for name, prepare, x in (("query", score.query, q), ("key", score.key, k)):
-            alone = torch.cat([prepare(x[:, :, i : i + 1]) for i in range(TOKENS)], dim=2)
+            alone = torch.cat([prepare(x[:, :, i : i + 1]) for i in range(LONG)], dim=2)
             self.equal(alone, prepare(x), f"{name}() of a token depends on the other tokens. {fix}")
         both = score.prepare(q, k, v, mask=None, is_causal=False, cache=None, head=None)
         for got, want in zip(both, (score.query(q), score.key(k)), strict=True):
@@ -625,6 +815,15 @@ class MechanismConformance:
 
     # --- transforms and checkpoints --------------------------------------------------------------------------------
 
+    def test_devices(self) -> None:
+        """Run on the device of the inputs, which a device without numbers shows on every machine."""
+        made, tensors = self.build().to("meta"), [x.to("meta") for x in self.inputs()]
+        fix = "Make tensors with device=k.device, and read no numbers in Python (item(), if x > 0)"
+        with self.by_name("a call on another device", fix):
+            out = made(*tensors)
+            if out.device.type != "meta":
+                raise _Found(f"inputs on another device give an output on {out.device}. {fix}")
+
     def test_compiles(self) -> None:
         """In one graph, with dynamo; a refusal must name the mechanism."""
         made, tensors = self.build(), self.inputs()
@@ -647,14 +846,15 @@ class MechanismConformance:
         torch._dynamo.reset()
 
     @contextlib.contextmanager
-    def by_name(self, what: str) -> Iterator[None]:
+    def by_name(
+        self, what: str, fix: str = "Use PyTorch operations only, or raise UnsupportedError that names the mechanism"
+    ) -> Iterator[None]:
         try:
             yield
         except _Found:
             raise
         except Exception as error:
             if not any(part.name in str(error) for part in self.parts):
-                fix = "Use PyTorch operations only, or raise UnsupportedError that names the mechanism"
                 raise _Found(f"{what} fails. {fix}: {type(error).__name__}: {error}") from error
 
     def test_state_dict(self) -> None:
@@ -693,10 +893,11 @@ class MechanismConformance:
 class Layers(nn.Module):
     """The mechanism, and one of its kind before it where it needs one."""
 
-    def __init__(self, config: AttentionConfig, chained: bool) -> None:
+    def __init__(self, config: AttentionConfig, chained: bool, groups: int | None = None) -> None:
         super().__init__()
-        self.before = Mechanism(config, num_heads=HEADS, head_dim=DIM) if chained else None
-        self.last = Mechanism(config, num_heads=HEADS, head_dim=DIM)
+        sizes: dict[str, Any] = {"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": groups}
+        self.before = Mechanism(config, **sizes) if chained else None
+        self.last = Mechanism(config, **sizes)
         if self.before is not None:
             first, second = cast(Any, self.before.score), cast(Any, self.last.score)
             first.follow(None)
@@ -730,6 +931,9 @@ class Layers(nn.Module):
 
             outs.append(self._each(one, new[2], 0))
             start = stop
+            counted = caches[self.last].tokens
+            if counted != start:
+                raise _Found(f"decode() of {start} tokens sets cache.tokens to {counted}; leave it alone")
         return torch.cat(outs, dim=2)
 
     def _each(self, call: Callable[[Mechanism, Tensor], Any], v: Tensor, seed: int | None) -> Any:

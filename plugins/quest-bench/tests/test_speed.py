@@ -214,9 +214,10 @@ def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["speed", "--dtype", "float8"], "--dtype is 'float8'; choose from: float32"),
+        (["speed", "--dtype", "float8"], "--dtype is 'float8'; did you mean 'float32'"),
         (["speed", "--layouts", "sliced"], "--layouts is 'sliced'; choose from: contiguous, packed"),
-        (["speed", "--also", "flex"], "--also is 'flex'; choose from: FlexAttention, nn.MultiheadAttention"),
+        (["scaling", "--device", "cudda"], "--device is 'cudda'; did you mean 'cuda'"),
+        (["speed", "--also", "flex"], "--also is 'flex'; did you mean 'FlexAttention'"),
         (["speed", "--threads", "two"], "--threads is 'two'; write numbers"),
         (["speed", "--threads", "1,9999"], "--threads has 9999; this process may use 1 to"),
         (["speed", "--cpu-time", "--device", "cpu", "--threads", "1,1"], "--cpu-time counts the processor's work"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, QuestError
+from quest_core.errors import ConfigError, QuestError, one_of
 
 from . import store
 from .plan import (
@@ -90,6 +91,17 @@ Python = Annotated[
         help="The python of a plugin's own environment; repeatable. QUEST_PYTHON_<PLUGIN> does the same.",
     ),
 ]
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"--device is {name!r}; {one_of(name, ('cpu', 'cuda', 'cuda:N'))}")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"--device is {name!r}, but this torch ({torch.__version__}) sees no GPU")
+    return name
+
+
+Device = Annotated[str, typer.Option(callback=_device, help="cpu, cuda or cuda:N.")]
 
 
 @app.command()
@@ -453,7 +465,7 @@ def speed(
     also: Annotated[str, typer.Option(help="Further contenders: FlexAttention, nn.MultiheadAttention.")] = "",
     rounds: Annotated[int, typer.Option(min=2, help="How often each contender takes its turn.")] = 31,
     smoke: Annotated[bool, typer.Option("--smoke", help="Small sizes, one thread; the numbers mean nothing.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     cpu_time: Annotated[
         bool,
@@ -501,7 +513,7 @@ def scaling(
     causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Up to 512 tokens; the numbers mean nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
 ) -> None:
     """Measure how time and memory grow with the length, from 256 to 16384 tokens, with fitted exponents and a plot.
 
@@ -537,7 +549,7 @@ def decode(
     rounds: Annotated[int, typer.Option(min=20, help="How many steps are timed.")] = 100,
     smoke: Annotated[bool, typer.Option("--smoke", help="64 tokens; the numbers mean nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
 ) -> None:
     """Time one decoding step with a Cache against scaled_dot_product_attention on preallocated keys and values.
 

@@ -208,8 +208,6 @@ def run(
     attentions: list[str], out: Path | None, *, threads: int, longest: int, device: str, is_causal: bool, command: str
 ) -> str:
     """Measure with a progress bar; write ``scaling.json``, ``.md`` and ``.png``; return the Markdown."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {device!r}, but this torch ({torch.__version__}) sees no GPU")
     torch.set_num_threads(threads)
     keep_freed_memory()
     lengths = tuple(n for n in LENGTHS if n <= longest)

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.errors import ConfigError, QuestError
+from quest_core.errors import ConfigError, QuestError, one_of
 
 from .store import commit as git_commit
 from .worker import cores, machine, write_text
@@ -144,9 +144,7 @@ class Plan:
         ):
             for one in given:
                 if one not in choices:
-                    raise ConfigError(f"{option} is {one!r}; choose from: {', '.join(choices)}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"--device is {self.device!r}, but this torch ({torch.__version__}) sees no GPU")
+                    raise ConfigError(f"{option} is {one!r}; {one_of(one, choices)}")
         for config in map(quest_core.AttentionConfig.parse, self.attentions):
             if config.family is None and any(part.reshapes for part in config.specs()):
                 raise ConfigError(f"attention '{config}': speed compares equal shapes, and a grouping has fewer keys")
