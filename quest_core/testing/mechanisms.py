@@ -898,7 +898,7 @@ class Layers(nn.Module):
             start = stop
             counted = caches[self.last].tokens
             if counted != start:
-                raise _Found(f"decode() of {start} tokens sets cache.tokens to {counted}; leave it alone")
+                raise _Found(f"decode() of {start} tokens sets cache.tokens to {counted}; it must not")
         return torch.cat(outs, dim=2)
 
     def _each(self, call: Callable[[Mechanism, Tensor], Any], v: Tensor, seed: int | None) -> Any:
