@@ -417,7 +417,7 @@ def test_list_and_doctor_name_every_culprit(site: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("text", ["[quest.attention]\nname", "[quest.attention]\njosé = a:b"])
 def test_unreadable_entry_points_are_named(text: str, site: Path) -> None:
-    """PyTorch 2.5 and later cannot be imported beside them."""
+    """PyTorch 2.5 and later cannot be imported then."""
     Case("unread", {}, {}, None).write(site)
     (site / "broken_unread-1.2.dist-info" / "entry_points.txt").write_bytes(text.encode("latin-1"))
     (record,) = _unread()
@@ -584,6 +584,7 @@ def test_elsewhere(): raise AssertionError("not of the suite")
 @pytest.mark.parametrize("luck", [True, False])
 def test_check_plugin_prints_a_table(luck: bool, tmp_path: Path) -> None:
     (tmp_path / "test_toy.py").write_text(SUITE.format(luck=luck))
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -ra --strict-markers\n")
     done = subprocess.run(
         [sys.executable, "-c", "from quest_core import cli; print(cli.main(['check', '--plugin', '.']))"],
         cwd=tmp_path,
@@ -599,9 +600,24 @@ def test_check_plugin_prints_a_table(luck: bool, tmp_path: Path) -> None:
     assert done.stdout.endswith(f"{0 if luck else 1}\n")
 
 
-def test_check_plugin_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_plugin_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path, site: Path) -> None:
     assert cli.main(["check", "--plugin", "no-such-plugin"]) == 2
     assert "no plugin for 'no-such-plugin' is installed" in capsys.readouterr().err
+    healthy(site)
+    assert cli.main(["check", "--plugin", "quest-healthy"]) == 2
+    assert "did you mean 'healthy'?" in capsys.readouterr().err
+    for settings, said in (("", "has no test class that inherits"), ("addopts = --no-such-option", "--no-such-option")):
+        (tmp_path / "pytest.ini").write_text(f"[pytest]\n{settings}\n")
+        code = f"from quest_core import cli; raise SystemExit(cli.main(['check', '--plugin', {str(tmp_path)!r}]))"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert said in done.stderr
 
 
 def test_check_mechanism_prints_a_row_a_check(

@@ -430,7 +430,12 @@ class MechanismConformance:
         q[:, :, 1], k[:, :, 2] = 0, 0
         for name, large, small in (("queries", 96, 0.5), ("keys", 0.5, 96)):
             want = self.build()(large * q, small * k, v)
-            got = self.build().half()((large * q).half(), (small * k).half(), v.half())
+            try:
+                got = self.build().half()((large * q).half(), (small * k).half(), v.half())
+            except RuntimeError as error:
+                if "not implemented for 'Half'" in str(error):  # on a CPU, by PyTorch 2.1
+                    return
+                raise
             if not self.randomises():
                 said = f"in float16 {name} of norm 272, whose square overflows, or of norm 0 give another output"
                 self.equal(got, want, f"{said}; compute sums and norms in float32", 0.02)
@@ -933,7 +938,7 @@ class Layers(nn.Module):
             start = stop
             counted = caches[self.last].tokens
             if counted != start:
-                raise _Found(f"decode() of {start} tokens sets cache.tokens to {counted}; leave it alone")
+                raise _Found(f"decode() of {start} tokens sets cache.tokens to {counted}; it must not")
         return torch.cat(outs, dim=2)
 
     def _each(self, call: Callable[[Mechanism, Tensor], Any], v: Tensor, seed: int | None) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import json
 import time
 import urllib.parse
@@ -34,11 +36,14 @@ def check_plugin(name: str) -> int:
     started = time.perf_counter()
     modules = ("quest_core.testing", "quest_core.testing.pytest_plugin")
     options = [word for module in modules for word in ("-p", module)]
-    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider"]
-    status = pytest.main([str(folder.resolve()), *options, *quiet], plugins=[table])
+    # Without pytest's own terminal plugin, options such as -ra in the settings of a plugin would be unknown.
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        status = pytest.main([str(folder.resolve()), *options, "-p", "no:cacheprovider"], plugins=[table])
     table.show(time.perf_counter() - started)
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not table.problems:
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise PluginError(f"'{folder}' has no test class that inherits quest_core.testing.AdapterConformance")
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not table.problems:
+        raise PluginError(f"pytest cannot run '{folder}':\n{said.getvalue()}")
     return 0 if status == pytest.ExitCode.OK and not table.problems else 1
 
 
