@@ -58,7 +58,7 @@ def test_a_new_score_of_at_most_twenty_lines_appears_in_the_list_and_in_both_sui
         return call(sys.executable, "-c", code, *arguments, cwd=tmp_path, env=env)
 
     assert "From quest-power 0.1.0\n  power " in quest("list")
-    assert "26 checks, all passed" in quest("check", "--mechanism", "power")
+    assert "28 checks, all passed" in quest("check", "--mechanism", "power")
     (row,) = re.findall(r"ok +2/2 +a mechanism from elsewhere.*", quest("check", "--plugin", "suite"))
     assert "refused by name" in row
 
