@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from ..mechanisms.part import Part
 
-MARKS = (
-    ("learnable", True, "learnable"),
-    ("reshapes", True, "changes projection shapes"),
-    ("causal", False, "not causal"),
-    ("ordered", True, "ordered tokens only"),
-)
-REFUSALS = (
-    ("causal", False, "causal attention"),
-    ("cross", False, "cross-attention"),
-    ("cached", False, "decoding with a cache"),
-    ("drops", False, "attention dropout"),
-    ("weights", False, "returning the attention weights"),
-    ("ordered", True, "sets and graphs, whose tokens have no order"),
-    ("reshapes", True, "hosts whose projections cannot change their shape"),
-)
-
 
 def rows(part: Part) -> list[str]:
     """Return what `quest list` shows of a mechanism: a line, then one for each option."""
-    marks = ", ".join(words for name, value, words in MARKS if getattr(part, name) == value)
+    said = {
+        "learnable": part.learnable,
+        "changes projection shapes": part.reshapes,
+        "not causal": not part.causal,
+        "ordered tokens only": "order" in part.reads,
+    }
+    marks = ", ".join(words for words, applies in said.items() if applies)
     lines = [
         f"  {part.name:<16} {part.summary:<42} {part.source}" + (f"  [{marks}]" if marks else ""),
         *(f"    {o.name} = {'null' if o.default is None else o.default}: {o.doc}" for o in part.options),
@@ -33,8 +23,14 @@ def rows(part: Part) -> list[str]:
 
 def refusals(part: Part) -> list[str]:
     """Return what a mechanism refuses, each in a few words."""
-    return [
-        words + (f" ({part.causal_reason})" if name == "causal" else "")
-        for name, value, words in REFUSALS
-        if getattr(part, name) == value
-    ]
+    said = {
+        f"causal attention ({part.causal_reason})": not part.causal,
+        "cross-attention": not part.cross,
+        "decoding with a cache": not part.cached,
+        "attention dropout": not part.drops,
+        "returning the attention weights": not part.weights,
+        "sets and graphs, whose tokens have no order": "order" in part.reads,
+        "rotary positions": not (part.compares or part.weights),
+        "hosts whose projections cannot change their shape": part.reshapes,
+    }
+    return [words for words, applies in said.items() if applies]

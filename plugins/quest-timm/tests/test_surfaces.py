@@ -110,6 +110,27 @@ def test_stock_weights_load_with_one_warning(tmp_path, attention):
     torch.testing.assert_close(model.blocks[0].attn.qkv.weight[16 : 16 + len(rows)], rows)
 
 
+def test_the_arrays_of_an_npz_file_are_of_standard_attention(tmp_path):
+    """timm copies them one by one, so no load hook sees them; the file does not exist, and is opened afterwards."""
+
+    def load(**options):
+        with pytest.raises(FileNotFoundError):
+            vit(**options).load_pretrained(str(tmp_path / "weights.npz"))
+
+    with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with standard attention") as caught:
+        load(attention="quest")
+    assert len(caught) == 1
+    with pytest.raises(
+        quest_core.CheckpointError, match="trained with attention 'standard', and the model has 'quest'"
+    ):
+        load(attention="quest", attention_from="sigmoid")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(attention="standard")
+        load(attention="quest", attention_from="standard")
+        load()
+
+
 def test_uninstall_gives_timm_back():
     adapter = quest_timm.TimmAdapter()
     adapter.uninstall()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from quest_core.checkpoints import Spelled, compare
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
@@ -112,9 +113,13 @@ class TimmAdapter(Adapter):
     def change_host(self) -> None:
         """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
         from timm.models import _builder
+        from timm.models.naflexvit import NaFlexVit
+        from timm.models.vision_transformer import VisionTransformer
 
         change = functools.partial(_build_with_attention, self)
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
+        for kind in (NaFlexVit, VisionTransformer):
+            self.patches.around(kind, "load_pretrained", _compare_arrays)
 
 
 def _build_with_attention(
@@ -147,6 +152,15 @@ def _build_with_attention(
     setattr(made, REPORT, reports[0])  # features_only has wrapped the model
     reports[0].announce()
     return made
+
+
+def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Run load_pretrained, which copies the arrays of an npz file one by one: they are of standard attention."""
+    load = object()
+    for path, module in model.named_modules():
+        if isinstance(module, Spelled):
+            compare(None, module.config, module.attention_from, path, load)
+    return stock(model, *arguments, **options)
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:
