@@ -86,7 +86,7 @@ Run: TypeAlias = Callable[[Cell, Progress], Result]
 def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     """Write what a suite needs to continue after this epoch, and the state of every random generator.
 
-    The file is whole or absent, however the process or the machine ends.
+    The file is whole or absent, however the process ends.
 
     Args:
         cell: the file lies in its workdir.
@@ -100,8 +100,6 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     path = cell.workdir / STATE
     neighbour = path.with_suffix(".new")
     torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbour)
-    with neighbour.open("rb") as file:
-        os.fsync(file.fileno())
     os.replace(neighbour, path)
 
 
@@ -133,8 +131,7 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
         importlib.import_module("numpy").random.set_state(generators["numpy"])
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(generators["cuda"])
-    state: dict[str, Any] = found["state"]
-    return state
+    return dict(found["state"])
 
 
 def own_trainer(

@@ -84,7 +84,7 @@ def run(cell, progress):
     if mode == "hang":
         time.sleep(120)
     if mode == "slow":
-        time.sleep(0.2)
+        time.sleep(0.4)
     if mode == "data":
         (cell.data / "processed").mkdir(exist_ok=True)
     if mode == "crash" and cell.attention == "quest" and cell.seed not in (1, 2, 3):

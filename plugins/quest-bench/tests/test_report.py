@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from quest_bench import groups, store, worker
+from quest_bench import charts, groups, store, worker
 from quest_bench.cli import app_main
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
@@ -170,6 +170,13 @@ def test_report_is_one_page_with_everything(fake: Path) -> None:
     widths = {line.count("|") - line.count("\\|") for line in markdown.splitlines() if line.startswith("| `")}
     assert widths <= {6, 12}
     assert "58.0" not in markdown
+
+
+def test_curves_do_not_jump_where_a_seed_stops_early() -> None:
+    """A seed keeps its last value; a value that is not finite is left out."""
+    found = charts._band("quest", [[1.0], [3.0, 5.0, 7.0], [2.0, math.inf, 1.0]], 200)
+    assert [point["mean"] for point in found] == [2.0, 3.0, 3.0]
+    assert [(point["low"], point["high"]) for point in found] == [(1.0, 3.0), (1.0, 5.0), (1.0, 7.0)]
 
 
 def test_parquet_holds_every_cell(fake: Path) -> None:

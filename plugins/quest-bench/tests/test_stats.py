@@ -68,6 +68,14 @@ def test_verdict(ours: list[float], higher: bool, words: str) -> None:
     assert verdict(found, "standard") == words
 
 
+def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
+    """28, 27 and 29 of 30 against one less: a t-test would find p = 1e-30."""
+    ours, base = ({seed: 100 * (right - less) / 30 for seed, right in enumerate((28, 27, 29))} for less in (0, 1))
+    assert len({ours[seed] - base[seed] for seed in ours}) > 1
+    found = compare(ours, base, True)
+    assert (found.test, found.p) == ("sign", 0.25)
+
+
 def test_a_failed_seed_is_a_loss() -> None:
     """Eight seeds of which five crashed: the three survivors are better, the attention is not."""
     base = {seed: 50.0 + seed / 10 for seed in range(8)}

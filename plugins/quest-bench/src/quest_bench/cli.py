@@ -38,7 +38,7 @@ from .plan import (
     write_seeds,
     write_value,
 )
-from .run import Outcome, Runner, label
+from .run import Outcome, Runner, label, signal_of, signals
 from .worker import cores, describe_os_error, encode, machine, utc
 
 app = typer.Typer(
@@ -284,7 +284,22 @@ def _below(repo: str, file: str) -> str:
 
 
 def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
-    """Run a plan into a folder, record it in run.json and print how it went."""
+    """Run a plan into a folder, record it in run.json and print how it went; a signal ends it in order."""
+    with signals():
+        try:
+            outcome = _execute(plan, folder, runner, command)
+        except KeyboardInterrupt as stop:  # before the cells, or a second signal
+            outcome = Outcome(stopped=signal_of(stop))
+    if outcome.stopped:
+        count = len(outcome.done)
+        done = f"stopped by {outcome.stopped.name}; {count} cell{'s' * (count != 1)} finished in this run"
+        console.print(f"{done}. The same command resumes:\n  {command}", markup=False, soft_wrap=True)
+    else:
+        console.print(f"next: quest bench report {folder}", markup=False)
+    return outcome
+
+
+def _execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
     for path in store.set_torn_aside(cells):
@@ -339,11 +354,6 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
             first = (reason.splitlines() or [""])[0]
             table.add_row(*map(Text, (label(cell), first, store.last_line(log.parent, reason), str(log))))
         console.print(table)
-    if outcome.stopped:
-        done = f"stopped by {outcome.stopped.name}; {len(outcome.done)} cells finished in this run"
-        console.print(f"{done}. The same command resumes:\n  {command}", markup=False, soft_wrap=True)
-    else:
-        console.print(f"next: quest bench report {folder}", markup=False)
     return outcome
 
 

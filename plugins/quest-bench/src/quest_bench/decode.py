@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +126,8 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         found = [asdict(row) for row in rows]
-        content = {"command": command, "commit": git_commit(), "machine": here, "torch": torch.__version__}
-        content |= {"tokens": tokens, "rows": found}
+        content: dict[str, Any] = {"command": command, "commit": git_commit(), "machine": here}
+        content |= {"torch": torch.__version__, "tokens": tokens, "rows": found}
         write_text(out / "decode.json", json.dumps(content, indent=1))
         write_text(out / "decode.md", text)
     return text

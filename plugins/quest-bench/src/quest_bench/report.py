@@ -94,11 +94,11 @@ def write_report(out: Path, baseline: str) -> Path:
     environment.globals.update(last_line=store.last_line)
     pictures = out / "report"
     pictures.mkdir(exist_ok=True)
-    for old in pictures.glob("*.png"):
-        old.unlink()
     for plot in every:
         with whole(pictures / plot.file) as neighbour:
             neighbour.write_bytes(plot.png())
+    for old in {*pictures.glob("*.png")} - {pictures / plot.file for plot in every}:
+        old.unlink()
     with whole(out / "results.parquet") as neighbour:
         table.to_parquet(neighbour, index=False)
     write_text(out / "report.md", environment.get_template("report.md.j2").render(facts))

@@ -159,8 +159,13 @@ class Lines:
         self.console.print(Text(line), soft_wrap=True)
 
 
+def signal_of(stop: KeyboardInterrupt) -> signal.Signals:
+    """The signal that ends a run."""
+    return stop.signal if isinstance(stop, Stopped) else signal.SIGINT
+
+
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a run as Ctrl-C does; under nohup, SIGHUP stays ignored."""
 
     def stop(number: int, _: object) -> None:
@@ -215,8 +220,8 @@ class Runner:
     def run(self, cells: Sequence[Cell], out: Path) -> Outcome:
         """Run every cell that has no result yet.
 
-        A cell that another orchestrator runs is asked for again until it has ended. Ctrl-C, SIGTERM and SIGHUP end the
-        workers and return with `stopped` set; finished results stay.
+        A cell that another orchestrator runs is asked for again until it has ended. Ctrl-C, or in `signals` SIGTERM or
+        SIGHUP, ends the workers and returns with `stopped` set; finished results stay.
         """
         before = {cell.workdir: store.state(cell) for cell in cells}
         outcome = Outcome(skipped=[cell for cell in cells if before[cell.workdir] == "done"])
@@ -224,7 +229,7 @@ class Runner:
         shown = Bars(self.console, len(waiting)) if self.console.is_terminal else Lines(self.console, len(waiting))
         next_beat, retry = time.monotonic() + self.beat, 0.0
         try:
-            with _signals(), shown as display:
+            with shown as display:
                 while waiting or any(slot.cell for slot in self.slots):
                     if time.monotonic() >= retry:
                         for slot in self.slots:
@@ -246,10 +251,8 @@ class Runner:
                         next_beat = time.monotonic() + self.beat
                         now = time.monotonic()
                         display.beat([(s.cell, s.fraction, s.text, now - s.started) for s in self.slots if s.cell])
-        except Stopped as stop:
-            outcome.stopped = stop.signal
-        except KeyboardInterrupt:
-            outcome.stopped = signal.SIGINT
+        except KeyboardInterrupt as stop:
+            outcome.stopped = signal_of(stop)
         finally:
             for slot in self.slots:
                 if slot.process and slot.process.stdin:

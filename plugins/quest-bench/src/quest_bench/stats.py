@@ -18,6 +18,8 @@ from scipy.optimize import brentq
 
 LEVEL = 0.95
 POWER = 0.8
+ROUNDING = 1e-9
+"""Differences that lie closer than this share of the values are equal: accuracies of 30 samples differ by 100/30."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     losses = sum(_worth(a, sign) < _worth(b, sign) for a, b in pairs)
     found = estimate(differences)
     test, p, gain = "", math.nan, 0.0
-    if failed or baseline_failed or (len(differences) > 1 and np.ptp(differences) == 0):
+    rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
+    if failed or baseline_failed or (len(differences) > 1 and np.ptp(differences) <= rounding):
         test, gain = "sign", float(wins - losses)
         p = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     elif len(differences) > 1:

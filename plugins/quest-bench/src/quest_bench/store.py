@@ -114,8 +114,8 @@ def _load_table(out: Path) -> list[Stored]:
 
     try:
         rows = pd.read_parquet(path).to_dict("records")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); copy it again from where it came") from None
+    except (OSError, ValueError) as torn:
+        raise ConfigError(f"{path} cannot be read ({torn}); copy it again from where it came") from None
     found = []
     for row in rows:
         given = {key: value for key, value in row.items() if value is not None and value is not pd.NA}

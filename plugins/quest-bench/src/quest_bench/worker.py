@@ -345,7 +345,7 @@ class Server:
         os.dup2(2, 1)  # prints of a suite, from Python or C, never reach the protocol
 
     def send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended, which is no failure of the cell
+        with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended; the cell has not failed
             os.write(self.channel, (json.dumps(message) + "\n").encode())
 
     def serve(self, suite: str, modules: Sequence[str]) -> None:
