@@ -176,6 +176,11 @@ def environment(
     return variables
 
 
+def commit() -> str:
+    """The commit of this clone, with a plus if it has changes."""
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+
+
 def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
     """Run one README; returns the facts for the table."""
     found = blocks(readme(name).read_text())
@@ -227,7 +232,6 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
         "packages": [line for line in freeze if "==" in line],
         "doctor": doctor,
         "python": platform.python_version(),
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "load": os.getloadavg()[0],
@@ -295,6 +299,8 @@ def table() -> str:
     lines += ["## Not run", ""]
     skipped = [f"- {one['name']}, line {line}: {why}" for one in every for line, why in one["not_run"]]
     lines += skipped or ["Nothing was left out."]
+    lines += ["", "## Blocks", "", "The line of each block that ran, and its seconds:", ""]
+    lines += [f"- {one['name']}: " + ", ".join(f"{at} ({spent:.0f})" for at, spent in one["blocks"]) for one in every]
     lines += ["", "## What `quest doctor` printed", "", "```text"]
     for one in every:
         lines += [line for line in one["doctor"].splitlines() if re.match(r"(  \w+ +)?quest-\w+ \d", line)]
@@ -330,11 +336,13 @@ def main(arguments: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
     try:
+        built = commit()
         build(folder)
         results = []
         for name in chosen:
             print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
             result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
+            result["commit"] = built
             results.append(result)
             (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
             report(result)

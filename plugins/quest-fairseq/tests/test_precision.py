@@ -44,4 +44,6 @@ def test_a_shipped_yaml_trains_in_half_precision(path: Path, precision: str, lm_
     assert (
         kept["optimizer_history"][-1]["optimizer_name"] == "FP16Optimizer"
     )  # of both types; weights are kept in float32
-    assert all(value.isfinite().all() for value in kept["model"].values())
+    trained = {name: value for name, value in kept["model"].items() if name.endswith(("weight", "bias"))}
+    assert trained
+    assert all(value.isfinite().all() for value in trained.values())
