@@ -17,6 +17,7 @@ START, PRINTED = "quest(init=12.0)", "quest"
 DOMAINS = {  # folder -> its title, metric, and 1 where higher is better
     "start-images": ("Fashion-MNIST, ViT of width 64, %", "metric/accuracy", 1),
     "handwriting": ("Handwriting, epoch of the validation split, %", "metric/accuracy", 1),
+    "start-points": ("generated scenes, Point Transformer V3, mIoU in %", "metric/miou", 1),
     "start-toy": ("toy with a shortcut, % of models", "metric/success_rate", 1),
     "start-bytes": ("bytes of Python's documentation, small Llama, perplexity", "metric/perplexity", -1),
     "start-text": ("words of Python's documentation, fairseq, perplexity", "metric/perplexity", -1),
