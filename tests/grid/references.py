@@ -264,7 +264,7 @@ def linear(
     is_causal: bool,
 ) -> Tensor:
     """φ(q)·φ(k) v / Σ φ(q)·φ(k), φ(x) = elu(x) + 1."""
-    q, k = (torch.where(x > 0, x + 1, x.clamp(max=0).exp()) for x in (q, k))
+    q, k = (torch.where(x > 0, x + 1, torch.where(x > 0, 0, x).exp()) for x in (q, k))
     weights = (q @ k.mT) * _seen(q, k, mask, is_causal)
     total = weights.sum(-1, keepdim=True)
     return weights @ v / torch.where(total > 0, total, 1)
