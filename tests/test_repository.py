@@ -310,7 +310,7 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
     (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
     made = dev["environment"]("core-oldest")
-    assert made.requirements == ("-e", f"{ROOT}[test,dev]")
+    assert made.requirements == ("-e", f"{ROOT}[test,dev,docs]")
     assert made.for_pytorch
     assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
     files = [path for paths in dev["test_paths"]("core-oldest").values() for path in paths]
