@@ -84,7 +84,7 @@ class Cosine(Linear):
 def _feature(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 in float32 or wider, as exp(x − max(x, 0)) + max(x, 0), which does not cancel far below 0."""
     x = widen(x)
-    # PyTorch 2.15 gives clamp the derivative 0 at its bound, 2.14 gives it 1. φ'(0) is 1 by exp alone.
+    # Without clamp, whose derivative at its bound is 0 in PyTorch 2.15 and 1 before; here φ'(0) = 1.
     # The derivative written by hand takes half the passes of the recorded one.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
     return _by_hand(x) if by_hand else (x - x.relu()).exp() + x.relu()
