@@ -37,6 +37,7 @@ def recomputed(formula: Callable[..., Tensor], *tensors: Tensor | None, random: 
 
 def in_blocks(
     formula: Callable[..., Tensor],
+    step: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,14 +50,12 @@ def in_blocks(
 
     Args:
         formula: returns the output of a block; if it draws random numbers, pass `random`.
+        step: queries of a block, as `block_rows` returns them.
         q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
         mask: boolean or additive, broadcastable to [B, H, N, M].
         is_causal: blocks get only the keys that their last query sees, so that each is a causal problem of its own.
     """
     n, m = q.shape[2], k.shape[2]
-    step = block_rows(n, q.shape[0] * q.shape[1] * m)
-    if step is None:
-        return formula(q, k, v, mask)
     dtypes, found, stop = (k.dtype, v.dtype), [], 0
 
     def narrow(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -92,11 +92,14 @@ class Sigmoid(Normaliser):
         self.bias = bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
+        rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        if rows is None:  # `block` never meets Dynamo: that of PyTorch 2.1 cannot restore a closure of `layers[-1]`
+            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return Normaliser.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
 
-        return in_blocks(block, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
+        return in_blocks(block, rows, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         seen, shifted = _seen(mask, logits), widen(logits)
@@ -136,7 +139,8 @@ class Sinkhorn(Normaliser):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, grouped: bool, **how: Any
     ) -> Tensor:
-        if block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]) is None:
+        rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        if rows is None:
             return super().forward(q, k, v, scale=scale, mask=mask, grouped=grouped, **how)
         dropout_p = how["dropout_p"]
 
@@ -144,7 +148,7 @@ class Sinkhorn(Normaliser):
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
                 return _column_sums(self._masked(logits(q, k, scale, grouped), mask), columns)
 
-            return in_blocks(block, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
+            return in_blocks(block, rows, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
 
         like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
         columns = self._columns(sums, _log_column_sum(mask, like))
@@ -153,7 +157,7 @@ class Sinkhorn(Normaliser):
             weights = _weights(self._masked(logits(q, k, scale, grouped), mask), columns)
             return apply_weights(drop(weights.to(v.dtype), dropout_p), v, grouped)
 
-        return in_blocks(block, q, k, v, mask, random=dropout_p > 0)
+        return in_blocks(block, rows, q, k, v, mask, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         z = self._masked(logits, mask)
