@@ -20,7 +20,7 @@ START, PRINTED = "quest(init=12.0)", "quest"
 DOMAINS = {  # folder -> its title, metric, and 1 where higher is better
     "start-images": ("Fashion-MNIST, ViT of width 64, %", "metric/accuracy", 1),
     "handwriting": ("Handwriting, epoch of the validation split, %", "metric/accuracy", 1),
-    #    "start-vowels": ("JapaneseVowels, epoch of the validation split, %", "metric/accuracy", 1),
+    "start-vowels": ("JapaneseVowels, epoch of the validation split, %", "metric/accuracy", 1),
     #    "start-pattern": ("PATTERN, GPS, %", "metric/accuracy", 1),
     #    "start-shapes": ("generated scenes, Segmenter, mIoU in %", "metric/mIoU", 1),
     "start-points": ("generated scenes, Point Transformer V3, mIoU in %", "metric/miou", 1),
