@@ -190,6 +190,22 @@ def test_head_scale_is_capped() -> None:
     assert made.logits(unit_vector, unit_vector).item() == pytest.approx(100.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [1.0, 3.0, 10.0, 100.0])
+def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: float, dtype: torch.dtype) -> None:
+    made = quest_core.Mechanism(f"qknorm-hs(init={cap}, cap={cap})", num_heads=1, head_dim=2).to(dtype)
+    unit_vector = torch.tensor([[[[1.0, 0.0]]]], dtype=dtype)
+    for above, slope in ((0.0, cap), (0.5, 0.0)):
+        with torch.no_grad():
+            made.score.log_scale.add_(above)
+        (grad,) = torch.autograd.grad(made.logits(unit_vector, unit_vector).sum(), made.score.log_scale)
+        assert grad.item() == pytest.approx(slope, rel=0.02)  # bfloat16 rounds the logarithm
+    want = torch.tensor([[[math.log(cap)]]], dtype=torch.float64, requires_grad=True)
+    q = unit_vector.double()
+    (grad,) = torch.autograd.grad(reference.qknorm_hs(q, q, want, cap=cap).sum(), want)
+    assert grad.item() == pytest.approx(cap)
+
+
 def test_dropout_acts_on_the_weights_and_repeats_under_a_seed() -> None:
     q, k, v = (x.float() for x in tensors(8, 4, 4, 32, 32, 8))
 

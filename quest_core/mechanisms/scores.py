@@ -56,7 +56,9 @@ class QKNormHS(Score):
         self.log_scale = nn.Parameter(torch.full((dims.num_heads, 1, 1), math.log(init)))  # [H, 1, 1]
 
     def query(self, q: Tensor) -> Tensor:
-        return unit(q) * local(self.log_scale).clamp(max=self.cap).exp().to(q.dtype)
+        log_scale = local(self.log_scale)  # [H, 1, 1]
+        # Without clamp, whose derivative at its bound is 0 in PyTorch 2.15 and 1 before; here it is 1.
+        return unit(q) * torch.where(log_scale > self.cap, self.cap, log_scale).exp().to(q.dtype)
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k)

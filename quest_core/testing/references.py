@@ -98,7 +98,8 @@ def qnorm(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 def qknorm_hs(q: Tensor, k: Tensor, log_scale: Tensor, cap: float = 100.0, scale: float | None = None) -> Tensor:
     """C_h · q̄ k̄ᵀ with C = exp(log_scale), at most `cap` ([Q], table 1; Swin v2)."""
-    return log_scale.exp().clamp(max=cap) * (unit(q) @ unit(k).mT) * (1 if scale is None else scale)
+    log_scale = torch.where(log_scale > math.log(cap), math.log(cap), log_scale)  # derivative 1 at the cap itself
+    return log_scale.exp() * (unit(q) @ unit(k).mT) * (1 if scale is None else scale)
 
 
 def qknorm(q: Tensor, k: Tensor, query_scale: Tensor, key_scale: Tensor, scale: float | None = None) -> Tensor:

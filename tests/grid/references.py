@@ -79,7 +79,8 @@ def prepared(score: str, q: Tensor, k: Tensor, learned: Mapping[str, Tensor]) ->
     if score == "qnorm":
         return unit(q), k, 1.0
     if score == "qknorm-hs":
-        return unit(q) * learned["log_scale"].clamp(max=math.log(100.0)).exp(), unit(k), 1.0
+        scale, cap = learned["log_scale"], math.log(100.0)
+        return unit(q) * torch.where(scale > cap, cap, scale).exp(), unit(k), 1.0
     return unit(q) * learned["query_scale"], unit(k) * learned["key_scale"], 1.0
 
 
