@@ -176,7 +176,8 @@ class Mechanism(Spelled):
             raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation")
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
-            self._show(q, k, None, mask, is_causal)
+            if self.observer is not None:
+                self.observer(Observation(q, k, None, mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         q, k, v = self._group_and_score(q, k, v, mask, is_causal, unit_keys=unit_keys)
         return self._normalise(q, k, v, mask, is_causal, dropout_p)
@@ -205,7 +206,8 @@ class Mechanism(Spelled):
             k, v = cache.append("k", k), cache.append("v", v)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
-        self._show(*raw, (q, k), mask, is_causal, residual)
+        if self.observer is not None:
+            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
         return q, k, v
 
     def _normalise(
@@ -316,7 +318,8 @@ class Mechanism(Spelled):
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
         cache.admit(self.config, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
-            self._show(q, k, None, mask, True)
+            if self.observer is not None:
+                self.observer(Observation(q, k, None, mask, True))
             key_mask = self._key_mask(mask)  # [B or 1, M or 1]
             if key_mask is not None and key_mask.shape[1] > 1:
                 key_mask = key_mask[:, cache.tokens :]
@@ -404,10 +407,6 @@ class Mechanism(Spelled):
             if why:
                 raise InputError(f"attention '{self.config}': {why}")
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
-
-    def _show(self, *seen: Any) -> None:
-        if self.observer is not None:
-            self.observer(Observation(*seen))
 
     def extra_repr(self) -> str:
         return str(self.config)

@@ -76,6 +76,9 @@ def is_exporting() -> bool:
     return bool(exporting())
 
 
+_is_torch_func_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+
+
 def transform() -> str | None:
     """The function transform that is active here, by name, or None: torch.func's, or forward-mode differentiation.
 
@@ -83,7 +86,7 @@ def transform() -> str | None:
     """
     if is_compiling():
         return None
-    if getattr(torch._C, "_are_functorch_transforms_active", bool)():
+    if _is_torch_func_active():
         return "torch.func"
     return "forward-mode differentiation" if getattr(forward_ad, "_current_level", -1) >= 0 else None
 
@@ -93,13 +96,16 @@ def is_eager() -> bool:
 
     Compilers and exporters get the plain formula, which they derive and fuse by themselves.
     """
-    return not (is_compiling() or is_exporting() or transform() is not None)
+    return not (is_compiling() or is_tracing() or transform())
+
+
+# How many of FakeTensorMode, make_fx's and the like are active.
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def may_read(x: Tensor) -> bool:
     """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU."""
-    modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)()  # FakeTensorMode, make_fx, ...
-    return not modes and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+    return not _modes() and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
 
 
 def is_recomputing() -> bool:
@@ -147,7 +153,9 @@ def name_second_derivative(out: Tensor, name: str) -> None:
     """Let a second derivative of `out`, which attention `name` returned, raise an error that says how to get one."""
     node = None if is_compiling() else out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
-        getattr(node, "_register_hook_dict", lambda _: None)(_refusal(name))  # else PyTorch's own error remains
+        register = getattr(node, "_register_hook_dict", None)
+        if register is not None:  # else PyTorch's own error remains
+            register(_refusal(name))
 
 
 @functools.cache

@@ -25,13 +25,14 @@ def unit(x: Tensor) -> Tensor:
         [..., D] in the dtype of `x`.
     """
     eager = is_eager()
-    if eager and x.dim() == 4 and not x.is_contiguous() and (rows := x.transpose(1, 2)).is_contiguous():
-        return unit(rows).transpose(1, 2)  # the heads of a projection [B, N, H, D], in the order of memory
+    # The heads of a projection [B, N, H, D] are taken in the order of memory.
+    turned = eager and x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    x = x.transpose(1, 2) if turned else x
     # The derivative written by hand takes half the passes of the recorded one.
     by_hand = eager and x.requires_grad and torch.is_grad_enabled()
     # A result is laid out like the first factor: contiguous, whatever x is. That takes a third of the time.
     out: Tensor = _unit(x)[0] if by_hand else (inverse_norm(x, eager) * x).to(x.dtype)
-    return out
+    return out.transpose(1, 2) if turned else out
 
 
 def inverse_norm(x: Tensor, eager: bool) -> Tensor:

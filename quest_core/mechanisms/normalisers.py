@@ -39,28 +39,29 @@ class Softmax(Normaliser):
         dropout_p: float,
         grouped: bool,
     ) -> Tensor:
-        n, m = q.shape[2], k.shape[2]
-        if is_causal and n == 1:
-            is_causal = False  # the last query sees every key
-        if is_causal and (mask is not None or n != m):  # PyTorch aligns causal masks at the first key
-            mask, is_causal = merge_causal(mask, n, m, q.device), False
+        if is_causal:
+            n, m = q.shape[2], k.shape[2]
+            if n == 1:
+                is_causal = False  # the last query sees every key
+            elif mask is not None or n != m:  # PyTorch aligns causal masks at the first key
+                mask, is_causal = merge_causal(mask, n, m, q.device), False
         if scale <= 0:
             q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
-        if transform() is not None:  # the kernels have neither rules for batches nor forward derivatives
+        if transform():  # the kernels have neither rules for batches nor forward derivatives
             return super().forward(
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
         blind = None
-        if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
-            blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
-            mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+        if mask is not None:
+            if is_exporting() or not HIDES_BLIND_ROWS:  # other runtimes divide 0 by 0 there
+                blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
+                mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         if not HAS_GROUPED_ATTENTION:
             if grouped:
                 share = q.shape[1] // k.shape[1]
                 k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
             q, k, v = [x.to(result_type(x)) for x in (q, k, v)]  # nor does autocast know the function there
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
         if q.stride(2) == 0:  # one query for all tokens: in some layouts PyTorch writes past its rows
             q = q.contiguous()
         options = {"enable_gqa": True} if grouped else {}

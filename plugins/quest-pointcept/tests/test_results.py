@@ -9,7 +9,7 @@ import pytest
 from quest_core.testing.cells import run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-SUITES = ["points/scenes"]
+SUITES = ["points/scenes", "time/pointcept"]
 
 
 @pytest.mark.slow

@@ -63,4 +63,17 @@ SUITES: dict[str, dict[str, Any]] = {
             },
         ],
     ),
+    "time/fairseq": {
+        "summary": "a training step of a language model against fairseq's transformer_lm, in turns",
+        "tasks": ["wikitext103-small", "pydocs"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "batch", "kind": "int", "default": 4, "doc": "sequences a step", "minimum": 1},
+            {"name": "rounds", "kind": "int", "default": 10, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

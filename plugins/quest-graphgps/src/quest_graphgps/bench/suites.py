@@ -162,8 +162,9 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
     },
     "time/graphgps": {
-        "summary": "one attention layer on 32 graphs against the host's own on padded batches, in turns",
+        "summary": "an attention layer, or a model of GPSConv, on 32 graphs against the host's own on padded batches",
         "tasks": [
+            *("gps-zinc", "gps-pattern", "gps-peptides"),
             *("2000-among-50", "1000-among-50", "zinc", "pattern", "molecules-and-a-peptide", "peptides"),
             *(f"{nodes}-among-30" for nodes in (30, 40, 45, 50, 60, 80, 120, 200)),
         ],

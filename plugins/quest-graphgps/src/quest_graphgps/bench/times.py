@@ -1,23 +1,27 @@
-"""time/graphgps: one attention layer on batches of 32 graphs, forward and backward, against the host's own.
+"""time/graphgps: a step on batches of 32 graphs, forward and backward, against the host's own attention.
 
 The host's own is torch.nn.MultiheadAttention on padded batches, as in PyTorch Geometric and GraphGPS. The plugin's
-layer packs ragged batches; the option `packing` forces or forbids it.
+layer packs ragged batches; the option `packing` forces or forbids it. A task is one layer of attention, or with the
+prefix gps- a model of PyTorch Geometric's GPSConv layers, each a graph convolution beside the attention.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import GINEConv, GPSConv
 
+import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, beside_stock
 
 from .. import attention
 from ..attention import GraphAttention
 
-WIDTH, HEADS = 64, 4
+WIDTH, HEADS, LAYERS = 64, 4, 4
 
 
 def sizes(task: str) -> list[int]:
@@ -44,20 +48,35 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     Returns:
         The result, with ``areas`` (padded over real area of the batch) and ``packed`` (0 or 1) among the metrics.
     """
-    rounds, nodes = (2, [40, 5, 5]) if cell.smoke else (cell.options["rounds"], sizes(cell.task))
+    rounds, nodes = cell.options["rounds"], sizes(cell.task.removeprefix("gps-"))
+    if cell.smoke:
+        rounds, nodes = 2, [40, 5, 5]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     limits = {"auto": attention.RAGGED, "always": 0.0, "never": float("inf")}
     before, attention.RAGGED = attention.RAGGED, limits[cell.options["packing"]]
     try:
         torch.manual_seed(cell.seed)
-        host = nn.MultiheadAttention(WIDTH, HEADS, dropout=cell.options["dropout"], batch_first=True).to(device)
-        own = GraphAttention.from_torch(host, cell.attention)
         hidden = torch.arange(max(nodes), device=device) >= torch.tensor(nodes, device=device)[:, None]  # [B, N]
-        x = torch.zeros(*hidden.shape, WIDTH, device=device)
-        x[~hidden] = torch.randn(sum(nodes), WIDTH, device=device)
-        result = beside_stock(
-            *(partial(step, layer, x, hidden) for layer in (host, own)), rounds=rounds, progress=progress
-        )
+        x = torch.randn(sum(nodes), WIDTH, device=device)
+        if cell.task.startswith("gps-"):
+            host: nn.Module = Model(cell.options["dropout"]).to(device)
+            own, _ = quest_core.inject(copy.deepcopy(host), cell.attention, fresh=True)
+            graph = torch.arange(len(nodes), device=device).repeat_interleave(torch.tensor(nodes, device=device))
+            # Each graph is a chain, with edges both ways.
+            edges = torch.stack([torch.arange(len(graph) - 1, device=device)[graph[1:] == graph[:-1]]] * 2)  # [2, E]
+            edges = torch.cat(
+                [edges + torch.tensor([[0], [1]]).to(edges), edges + torch.tensor([[1], [0]]).to(edges)], 1
+            )
+            steps = [partial(model_step, model.train(), x, edges, graph) for model in (host, own)]
+        else:
+            host = nn.MultiheadAttention(WIDTH, HEADS, dropout=cell.options["dropout"], batch_first=True).to(device)
+            padded = torch.zeros(*hidden.shape, WIDTH, device=device)
+            padded[~hidden] = x
+            steps = [
+                partial(step, layer, padded, hidden)
+                for layer in (host, GraphAttention.from_torch(host, cell.attention))
+            ]
+        result = beside_stock(*steps, rounds=rounds, progress=progress)
         result.metrics["areas"] = len(nodes) * max(nodes) ** 2 / sum(n * n for n in nodes)
         result.metrics["packed"] = float(attention.ragged_plan(hidden) is not None)
     finally:
@@ -70,3 +89,32 @@ def step(layer: nn.Module, x: Tensor, hidden: Tensor) -> None:
     x = x.detach().requires_grad_()
     out = layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0][~hidden]
     out.square().sum().backward()
+
+
+class Model(nn.Module):
+    """GPS layers (Rampášek et al., 2022) with GINE convolutions."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.edge = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(
+            GPSConv(
+                WIDTH,
+                GINEConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
+                heads=HEADS,
+                attn_kwargs={"dropout": dropout},
+            )
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        """Nodes [N, E] to nodes; `edges` [2, edges] join them, and `graph` [N] says which graph each belongs to."""
+        for layer in self.layers:
+            x = layer(x, edges, graph, edge_attr=self.edge.expand(edges.shape[1], -1))
+        return x
+
+
+def model_step(model: nn.Module, x: Tensor, edges: Tensor, graph: Tensor) -> None:
+    """One forward and backward pass."""
+    model(x, edges, graph).square().mean().backward()
+    model.zero_grad()

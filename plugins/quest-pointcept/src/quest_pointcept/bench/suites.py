@@ -85,4 +85,18 @@ SUITES: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "time/pointcept": {
+        "summary": "a training step of a small Point Transformer V3 against torch-pointcloud's own, in turns",
+        "tasks": ["scenes"],
+        "metric": "time of stock",
+        "jobs": 1,
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "memory of stock"}],
+        "options": [
+            {"name": "batch_size", "kind": "int", "default": 4, "doc": "scenes a step", "minimum": 1},
+            {"name": "patch_size", "kind": "int", "default": 256, "doc": "points of a patch", "minimum": 2},
+            {"name": "rounds", "kind": "int", "default": 10, "doc": "how often each step is timed", "minimum": 2},
+        ],
+    },
 }

@@ -66,7 +66,6 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         ``seconds_per_epoch``; series ``train_loss`` by epoch; the IoU of every class in the details.
     """
     from torch_pointcloud.losses.lovasz import LovaszLoss
-    from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
     options = cell.options
     epochs = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
@@ -81,15 +80,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         progress(0.0, f"{count} scenes to {split}")
 
     torch.manual_seed(cell.seed)
-    decoder = SIZES["decoder_depths"]
-    model = PointTransformerV3Segmentation(
-        in_channels=4,
-        num_classes=len(scenes.CLASSES),
-        encoder_patch_size=(options["patch_size"],) * len(SIZES["encoder_depths"]),
-        decoder_patch_size=(options["patch_size"],) * len(decoder),
-        attention=cell.attention,
-        **SIZES,
-    ).to(device)
+    model = build(options["patch_size"], attention=cell.attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options["lr"], weight_decay=0.005)
     steps = math.ceil(len(data["train"]) / options["batch_size"])
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -151,6 +142,20 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
             "points_per_scene": sum(len(one.labels) for one in data["val"]) / len(data["val"]),
             "voxels_per_scene": int(confusion.sum()) / len(data["val"]),
         },
+    )
+
+
+def build(patch_size: int, **attention: Any) -> Any:
+    """Return torch-pointcloud's model in SIZES; stock's own attention takes `use_flash_attn` in place of `attention`."""
+    from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
+
+    return PointTransformerV3Segmentation(
+        in_channels=4,
+        num_classes=len(scenes.CLASSES),
+        encoder_patch_size=(patch_size,) * len(SIZES["encoder_depths"]),
+        decoder_patch_size=(patch_size,) * len(SIZES["decoder_depths"]),
+        **SIZES,
+        **attention,
     )
 
 
