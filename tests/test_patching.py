@@ -48,6 +48,28 @@ def test_wraps_once_and_undoes() -> None:
     patches.undo()
 
 
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_method_of_a_class_stays_one(kind: Any, inherited: bool) -> None:
+    class Home:
+        call = kind(lambda *arguments: len(arguments))
+
+    class Heir(Home):
+        pass
+
+    owner: Any = Heir if inherited else Home
+    patches, before, stock = Patches(), dict(vars(owner)), owner.call(1)
+    for _ in range(2):
+        patches.wrap(owner, "call", plus_one)
+    assert owner.call(1) == owner().call(1) == stock + 1
+    assert type(vars(owner)["call"]) is kind
+    patches.undo()
+    assert dict(vars(owner)) == before
+    patches.around(owner, "call", lambda original, *arguments: 10 * original(*arguments))
+    assert owner.call(1) == owner().call(1) == 10 * stock
+    patches.undo()
+
+
 def test_calls_go_to_a_function_that_takes_the_original() -> None:
     patches, before = Patches(), dict(vars(Host))
     for _ in range(2):

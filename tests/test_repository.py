@@ -296,6 +296,14 @@ def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> Non
     assert "quest-mmseg-onedl" in names
 
 
+def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
+    """`minversion` of the root's settings holds for their suites too."""
+    for path in PROJECTS:
+        needed = project(path.parent)["optional-dependencies"]["test"]
+        assert "quest-core[test]" in needed, path
+        assert [requirement for requirement in needed if requirement.startswith("pytest")] == [], path
+
+
 def test_the_example_of_a_mechanism_is_installed_beside_every_host() -> None:
     """Its suite of adapters then runs the example; the core writes the example itself and needs its name free."""
     dev = runpy.run_path(str(ROOT / "dev"))

@@ -37,10 +37,12 @@ class Patches:
 
         Args:
             owner: a module, class or object.
-            make: takes the original and returns what stands in its place; see functools.wraps.
+            make: takes the original (the function of a classmethod or staticmethod, which stays one); returns the new.
         """
         if (id(owner), name) not in self._undoes:
-            self.put(owner, name, make(getattr(owner, name)))
+            held: Any = next((vars(kind)[name] for kind in getattr(owner, "__mro__", ()) if name in vars(kind)), None)
+            kind = type(held) if isinstance(held, classmethod | staticmethod) else None
+            self.put(owner, name, kind(make(held.__func__)) if kind else make(getattr(owner, name)))
 
     def around(self, owner: Any, name: str, change: Callable[..., Any], *, everywhere: bool = False) -> None:
         """Let every call of the function `owner.name` go to `change`, as `wrap` does.
@@ -55,8 +57,7 @@ class Patches:
             module, _, kind = owner.partition(":")
 
             def now() -> None:
-                found = sys.modules[module]
-                self.around(getattr(found, kind) if kind else found, name, change)
+                self.around(getattr(sys.modules[module], kind) if kind else sys.modules[module], name, change)
 
             self.when_imported(module, now)
             return
@@ -80,9 +81,8 @@ class Patches:
         """Set `owner.name` to `value`, unless this object has done so already."""
         if (id(owner), name) not in self._undoes:
             original = vars(owner).get(name)
-            undo = functools.partial(setattr, owner, name, original)
-            if name not in vars(owner):
-                undo = functools.partial(delattr, owner, name)
+            delete = functools.partial(delattr, owner, name)
+            undo = functools.partial(setattr, owner, name, original) if name in vars(owner) else delete
             self._changed.append((owner, name, original))
             self.once((id(owner), name), lambda: setattr(owner, name, value), undo)
 

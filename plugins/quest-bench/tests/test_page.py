@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from test_report import write_results
 
-from quest_bench import worker
-from quest_bench.groups import frame
+from quest_bench import store, worker
 from quest_bench.plan import Plan, catalogue, describe_cell, parse_settings
 from quest_bench.report import write_report
 from quest_bench.store import Stored
@@ -98,5 +97,5 @@ def test_500_cells_with_10000_points_are_below_a_megabyte(fake: Path) -> None:
         cells.append(Stored(cell.workdir.parent, describe_cell(cell), result, None))
     assert len(cells) == 504
     Path("out").mkdir()
-    frame(cells).to_parquet("out/results.parquet")
+    store.write_table(cells, Path("out/results.parquet"))
     assert write_report(Path("out"), "standard").stat().st_size < 1_000_000

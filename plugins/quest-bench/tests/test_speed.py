@@ -13,7 +13,7 @@ import torch
 import quest_core
 from quest_bench import scaling, speed
 from quest_bench.cli import app_main
-from quest_core.errors import QuestError
+from quest_core.errors import InputError, QuestError
 
 SHAPE = (2, 4, 5, 8)
 
@@ -159,6 +159,11 @@ def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         speed.measure_apart(plan, 1, lambda: None)
 
 
+def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None:
+    with pytest.raises(InputError, match="max_length"):
+        speed.measure_apart(tiny(attentions=("aft-full(max_length=2)",)), 1, lambda: None)
+
+
 def test_exponents_of_known_curves() -> None:
     points = [scaling.Point("x", n, 1e-6 * n**2, 0, 0, 50 * n) for n in (256, 512, 1024, 2048, 4096)]
     points[0] = scaling.Point("x", 256, 1.0, 0, 0, 1)  # below 1024 tokens nothing is fitted
@@ -166,7 +171,7 @@ def test_exponents_of_known_curves() -> None:
     assert scaling.exponent(points, lambda p: p.peak_bytes) == pytest.approx(1)
 
 
-def test_peak_memory_counts_what_is_held_at_once() -> None:
+def test_peak_memory_counts_what_is_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         kept = torch.empty(1 << 20)
         for _ in range(3):
@@ -174,6 +179,8 @@ def test_peak_memory_counts_what_is_held_at_once() -> None:
         del kept
 
     assert scaling.peak_memory(call, "cpu") == pytest.approx(4 * (2**20 + 2**18), rel=0.01)
+    monkeypatch.setattr(scaling, "peak_mib", lambda step: 1.5)  # on a GPU, the same measure as that of the suites
+    assert scaling.peak_memory(call, "cuda:0") == 1.5 * 2**20
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -221,9 +228,19 @@ def test_the_commands_write_their_reports(tmp_path: Path, capsys: pytest.Capture
         (["speed", "--threads", "two"], "--threads is 'two'; write numbers"),
         (["speed", "--threads", "1,9999"], "--threads has 9999; this process may use 1 to"),
         (["speed", "--cpu-time", "--device", "cpu", "--threads", "1,1"], "--cpu-time counts the processor's work"),
-        (["speed", "--attention", "quest+gqa(kv_heads=2)"], "a grouping has fewer keys"),
+        (["speed", "--attention", "quest+gqa(kv_heads=2)"], "'gqa' takes keys of another shape than the queries"),
+        (
+            ["speed", "--attention", "quest,aft-conv"],
+            "speed calls one layer with q, k and v of one shape, and 'aft-conv'",
+        ),
+        (["speed", "--attention", "elliptical"], "'elliptical' reads what the attention layer before it left behind"),
+        (["scaling", "--attention", "aft-conv"], "'aft-conv' takes keys of another shape"),
+        (["scaling", "--attention", "elliptical-quest"], "'elliptical-quest' reads what the attention layer before"),
+        (["scaling", "--attention", "quest+mqa"], "'mqa' takes keys of another shape"),
+        (["decode", "--attention", "elliptical"], "'elliptical' reads what the attention layer before"),
         (["speed", "--attention", "qest"], "did you mean 'quest'"),
         (["scaling", "--longest", "100"], "--longest is 100; the shortest length is 256"),
+        (["scaling", "--longest", "100", "--smoke"], "--longest is 100; the shortest length is 256"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,9 @@ def test_ranks_by_hand() -> None:
     assert lower.ranks == {"a": 1.0, "b": 2.0}
     assert lower.cliques == []
     assert rank(scores[:1], [True], "standard") is None
+    failed = rank([{"a": math.nan, "b": math.nan, "c": math.nan}] * 2, [True, False], "a")
+    assert failed is not None
+    assert (failed.records["b"], failed.p) == ((0, 2, 0), 1.0)
 
 
 def test_the_critical_difference_is_demsars() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import importlib
 import inspect
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -619,6 +621,32 @@ def test_every_configuration_is_its_base_and_three_lines(tmp_path):
     assert edited.read_text() == "# mine"
     install_configs(tmp_path, force=True)
     assert edited.read_bytes() == paths[0].read_bytes()
+
+
+def test_configurations_are_installed_whole_or_not_at_all(tmp_path, monkeypatch):
+    sources = sorted(CONFIGS.glob("*/*.py"))
+    for source in sources:
+        scope: dict = {}
+        exec(source.read_text(), scope)
+        base = tmp_path / "configs" / source.parent.name / scope["_base_"][0]
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base.touch()
+    before = sorted(tmp_path.rglob("*"))
+    copied = []
+
+    def fill(source, target):
+        target.write_bytes(source.read_bytes()[:20])
+        copied.append(target)
+        if len(copied) == len(sources):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", fill)
+        with pytest.raises(OSError, match="No space left"):
+            install_configs(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    made = install_configs(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, *made])
 
 
 def test_the_installer_imports_no_host(tmp_path) -> None:

@@ -173,6 +173,13 @@ def test_cait_needs_allow_partial():
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
 
 
+def test_volo_needs_allow_partial():
+    with pytest.raises(quest_core.InjectionError, match=r"leave 6 as they are, .*OutlookAttention.*ClassAttention"):
+        timm.create_model("volo_d1_224", attention="quest")
+    model = timm.create_model("volo_d1_224", attention="quest", allow_partial=True)
+    assert len(model.attention_report.replacements) == 14
+
+
 def test_differential_attention_is_refused_by_name():
     with pytest.raises(quest_core.QuestError, match="DiffAttention"):
         vit(attn_layer="diff", attention="quest")

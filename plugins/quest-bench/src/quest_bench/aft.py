@@ -34,15 +34,6 @@ Split = tuple[Tensor, Tensor]
 """Tokens [n, T] and the next ones [n, T]."""
 
 
-class CausalBlock(Block):
-    """A block whose tokens attend only to themselves and to earlier ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, E] -> [B, T, E]."""
-        x = x + self.attention(self.norm1(x), is_causal=True)
-        return x + self.mlp(self.norm2(x))
-
-
 class Decoder(nn.Module):
     """Predict the next token: tokens [B, T] -> logits [B, T, 256]."""
 
@@ -50,7 +41,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.token = nn.Embedding(LEVELS + 1, width)
         self.positions = nn.Parameter(torch.empty(length, width))  # [T, E]
-        self.blocks = nn.ModuleList(CausalBlock(width, heads, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, causal=True) for _ in range(layers))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, LEVELS)
@@ -125,9 +116,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         timed.zero_grad()
 
     stock = build("standard")
-    taken = beside_stock(
-        lambda: step(stock), lambda: step(model), rounds=options["rounds"], progress=lambda fraction, text: None
-    )
+    taken = beside_stock(lambda: step(stock), lambda: step(model), rounds=options["rounds"], progress=lambda *_: None)
     metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})
 

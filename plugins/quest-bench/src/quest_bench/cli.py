@@ -254,7 +254,7 @@ def run(
         console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
         console.print(f"next: quest bench status {folder}", markup=False)
         return
-    command = shlex.join(["quest", "bench", *map(portable, context.obj)])
+    command = typed(context)
     devices = checked["gpus"]
     runner = Runner(
         chosen,
@@ -343,7 +343,7 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     started = time.monotonic()
     outcome = runner.run(cells, folder)
     if not idle:
-        record |= {"seconds": time.monotonic() - started, "interrupted": outcome.interrupted}
+        record |= {"seconds": time.monotonic() - started, "interrupted": outcome.stopped is not None}
         store.write_run(folder, record)
     if outcome.failed:
         table = Table(title="failed cells", title_justify="left", header_style="bold", title_style="bold red")
@@ -361,6 +361,11 @@ def portable(word: str) -> str:
     """A word of the command without the user's home folder in it."""
     head, equals, tail = word.partition("=")
     return f"{head}={hide_home(tail)}" if equals else hide_home(word)
+
+
+def typed(context: typer.Context) -> str:
+    """The command as it was typed, without the user's home folder in it."""
+    return shlex.join(["quest", "bench", *map(portable, context.obj)])
 
 
 @app.command()
@@ -508,7 +513,7 @@ def speed(
         dtype=dtype,
         cpu_time=cpu_time,
     )
-    command = shlex.join(["quest", "bench", *map(portable, context.obj)])
+    command = typed(context)
     if smoke:
         plan, numbers = plan.smoke(), numbers or [1]
     print(bench.run(plan, out, threads=numbers, command=command))
@@ -535,9 +540,8 @@ def scaling(
 
     chosen = parse_attentions(attention or bench.DEFAULT)
     if smoke:  # tables of positions take a gigabyte at 16384
-        longest, threads = 512, threads or 1
-        configs = map(AttentionConfig.parse, chosen)
-        chosen = [str(shortened(config, longest)) for config in configs]
+        longest, threads = min(longest, 512), threads or 1
+        chosen = [str(shortened(AttentionConfig.parse(one), 512)) for one in chosen]
     text = bench.run(
         chosen,
         out,
@@ -545,7 +549,7 @@ def scaling(
         longest=longest,
         device=device,
         is_causal=causal,
-        command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
+        command=typed(context),
     )
     print(text)
 
@@ -580,7 +584,7 @@ def decode(
         tokens=tokens,
         rounds=rounds,
         device=device,
-        command=shlex.join(["quest", "bench", *map(portable, context.obj)]),
+        command=typed(context),
     )
     print(text)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +16,8 @@ from torch import Tensor
 import quest_core
 from quest_core.mechanism import kv_heads
 
-from .store import commit as git_commit
-from .worker import machine, write_text
+from .plan import check_calls
+from .store import measurement
 
 SHAPES = ((1, 8, 64), (8, 8, 64))
 """(B, H, D): one sequence, and a batch of them."""
@@ -102,32 +100,32 @@ def run(
     attentions: list[str], out: Path | None, *, threads: int, tokens: int, rounds: int, device: str, command: str
 ) -> str:
     """Measure and write ``decode.json`` and ``decode.md`` into `out`; returns the Markdown."""
+    check_calls(attentions, "decode")
     torch.set_num_threads(threads)
+    started = time.monotonic()
     rows = measure(attentions, tokens=tokens, rounds=rounds, device=device)
-    here = machine() | {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
-    lines = [
-        "# Speed of a decoding step",
-        "",
-        f"Command: `{command}`, commit {git_commit() or 'unknown'}.",
-        "",
-        f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, {device}.",
-        "",
-        f"A step at {tokens} tokens, as a multiple of scaled_dot_product_attention on views of preallocated keys and "
-        f"values in the same round: the median of {rounds} rounds and, in brackets, the middle half of them.",
-        "",
-        "| (B, H, D) | attention | ms | by hand, ms | ratio |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| (B, H, D) | attention | ms | by hand, ms | ratio |", "|---|---|---|---|---|"]
     for row in rows:
         ratio = f"{row.ratio:.3f} ({row.ratio_low:.3f}-{row.ratio_high:.3f})"
         cells = (row.shape, row.attention, f"{row.milliseconds:.3f}", f"{row.peer_milliseconds:.3f}", ratio)
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    text = "\n".join([*lines, ""])
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        found = [asdict(row) for row in rows]
-        content: dict[str, Any] = {"command": command, "commit": git_commit(), "machine": here}
-        content |= {"torch": torch.__version__, "tokens": tokens, "rows": found}
-        write_text(out / "decode.json", json.dumps(content, indent=1))
-        write_text(out / "decode.md", text)
-    return text
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return measurement(
+        "Speed of a decoding step",
+        [
+            f"A step at {tokens} tokens, as a multiple of scaled_dot_product_attention on views of preallocated keys "
+            f"and values in the same round: the median of {rounds} rounds and, in brackets, the middle half of them.",
+            "\n".join(lines),
+        ],
+        command=command,
+        seconds=time.monotonic() - started,
+        place=f"{instructions}, torch {torch.__version__}, {threads} threads, {device}",
+        out=out,
+        names=("decode.md", "decode.json"),
+        content={
+            "instruction_set": instructions,
+            "threads": threads,
+            "tokens": tokens,
+            "rows": list(map(asdict, rows)),
+        },
+    )

@@ -148,7 +148,9 @@ def _phases(
     probe = upstream.validation[0][:PROBE]
     stock, model = build(plain, cell.seed, options).eval(), models[half]
     with torch.no_grad():
-        timed = beside_stock(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"], progress=_idle)
+        timed = beside_stock(
+            lambda: stock(probe), lambda: model(probe), rounds=options["rounds"], progress=lambda *_: None
+        )
     metrics |= {f"{name} of gqa": timed.metrics[f"{name} of stock"] for name in ("time", "memory")}
     for name, model in {"fine-tuned": models[half], "fine-tuned from gqa": late}.items():
         if name == "fine-tuned" or late is not models[half]:
@@ -157,10 +159,6 @@ def _phases(
             train(name, "finetune", model, downstream, options["downstream"])
         metrics[name] = accuracy(model, *downstream.test)
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in models[half].parameters())})
-
-
-def _idle(fraction: float, text: str) -> None:
-    """Report no progress of the timing, which takes seconds."""
 
 
 def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.discovery import Record
 
@@ -139,12 +137,11 @@ class Group:
             return f"Nothing is compared with {self.baseline}{missing}."
         unit = f" {self.suite.unit}" if self.suite.unit else ""
         parts = []
-        for word in ("better", "worse"):
-            found = [row for row in compared if row.mark == {"better": "▲", "worse": "▼"}[word]]
+        for word, mark in (("better", "▲"), ("worse", "▼")):
+            found = [row for row in compared if row.mark == mark]
             names = [f"{row.attention} ({_gain(row, unit)})" for row in found]
-            parts += (
-                [f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}"] if names else []
-            )
+            if names:
+                parts.append(f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}")
         equal = [row.attention for row in compared if row.comparison and row.comparison.p == 1 and not row.failed]
         if equal:
             parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
@@ -255,36 +252,6 @@ def causes(cells: Iterable[Stored]) -> list[tuple[str, list[Stored]]]:
     return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
-def frame(cells: Sequence[Stored]) -> pd.DataFrame:
-    """One row a cell: suite, task, attention, seed, state, error, seconds, ..., `option/*`, `metric/*` and `series/*`.
-
-    `options`, `details`, `versions` and `provenance` hold JSON text; :func:`quest_bench.store.load_all` reads the table
-    back. The columns `option/*` hold each option as text, because suites may use one name for different types.
-    """
-    rows = []
-    for cell in cells:
-        row: dict[str, Any] = {
-            "suite": cell.cell["suite"],
-            "task": cell.cell["task"],
-            "attention": cell.cell["attention"],
-            "seed": cell.cell["seed"],
-            "smoke": cell.cell["smoke"],
-            "data": cell.cell["data"],
-            "state": cell.state,
-            "error": cell.error,
-            "folder": cell.folder.name,
-            "options": json.dumps(encode(cell.cell["options"])),
-        }
-        row.update({f"option/{key}": write_value(value) for key, value in cell.cell["options"].items()})
-        if cell.result is not None:
-            row.update({key: cell.result.get(key) for key in store.RESULT_FACTS})
-            row.update({key: json.dumps(encode(cell.result.get(key))) for key in store.RESULT_JSON})
-            row.update({f"metric/{key}": float(value) for key, value in cell.result["metrics"].items()})
-            row.update({f"series/{key}": [float(v) for v in values] for key, values in cell.result["series"].items()})
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
 def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
     """Cells that differ only in attention and seed, together; ordered as they were run."""
     groups: dict[str, list[Stored]] = {}
@@ -345,9 +312,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
                 dict(sorted(own.items())),
             )
         )
-    settings = _describe_settings(
-        {k: v for k, v in first["options"].items() if k not in suite.options or suite.options[k]["default"] != v}
-    )
+    settings = ", ".join(f"{key}={write_value(value)}" for key, value in suite.changed(first["options"]).items())
     chosen = first["options"].get("select", suite.info.get("selection"))
     selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
     items = _items(by_attention, names, suite.metric, baseline)
@@ -391,7 +356,7 @@ def _items(
     for key in keys:
         values = {attention: _values(cells, key) for attention, cells in results.items()}
         if not any(math.isfinite(value) for found in values.values() for value in found.values()):
-            continue  # a column of another task in the table of results
+            continue  # every cell diverged
         reference = values.get(baseline, {})
         differences = {a: compare(v, reference, True).difference for a, v in values.items() if a != baseline}
         items.append(
@@ -408,10 +373,6 @@ def order(found: Iterable[str], baseline: str, runs: Sequence[Mapping[str, Any]]
     """The baseline first, then as the commands listed them."""
     listed = [attention for run in runs for attention in run["attentions"]]
     return sorted(found, key=lambda a: (a != baseline, listed.index(a) if a in listed else len(listed), a))
-
-
-def _describe_settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={write_value(value)}" for key, value in settings.items())
 
 
 # --- words --------------------------------------------------------------------------------------------------------

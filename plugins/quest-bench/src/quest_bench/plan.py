@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from quest_core.benchmarks import Cell
-from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, PluginError, one_of
+from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.errors import ConfigError, PluginError, QuestError, one_of
 from quest_core.hosts.discovery import Record
 
 from . import worker
@@ -57,6 +57,10 @@ class Suite:
         for other in self.also:
             changed = {key: other.get(key, getattr(self, key)) for key in ("unit", "higher_is_better")}
             yield replace(self, metric=other["metric"], **changed)
+
+    def changed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a cell's options that are not at their default."""
+        return {k: v for k, v in options.items() if k not in self.options or self.options[k]["default"] != v}
 
     def printed(self, task: str, attention: str) -> Mapping[str, float | None]:
         """The "value" and the "spread" of this metric in the paper's table; empty if it has none."""
@@ -133,13 +137,13 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
         if not equals or not name or not path:
             raise ConfigError(f"--python is {text!r}; write PLUGIN=PATH, such as --python tsai=~/envs/tsai/bin/python")
         chosen[name] = (path, "--python")
-    records = {record.name: record for record in _records(worker.describe())}
+    records = {one["name"]: Record(**one) for one in worker.describe()}
     paths: dict[str, str] = {}
     for name, (text, source) in chosen.items():
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
         if not python.is_file() or not os.access(python, os.X_OK):
             raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is not an executable file")
-        there = {record.name: record for record in _describe(name, python, source)}
+        there = {one["name"]: Record(**one) for one in _describe(name, python, source)}
         if name not in there:
             raise PluginError(
                 f"{source}: {text} has no plugin '{name}'; {one_of(name, there)}; "
@@ -160,21 +164,22 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     return Catalogue(records, dict(sorted(suites.items())), paths)
 
 
-def _describe(name: str, python: Path, source: str) -> list[Record]:
-    done = subprocess.run(
-        [str(python), worker.__file__, "describe"], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+def _ask(python: str, *arguments: str) -> Any:
+    """The JSON in the last line that another python prints; raises QuestError with the last line of its errors."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise QuestError((done.stderr.strip().splitlines() or ["no output"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _describe(name: str, python: Path, source: str) -> Any:
+    try:
+        return _ask(str(python), worker.__file__, "describe")
+    except QuestError as error:
         raise PluginError(
-            f"{source}: asking {python} for the plugin '{name}' failed: {last}; "
+            f"{source}: asking {python} for the plugin '{name}' failed: {error}; "
             f"fix: {python} -m pip install quest-core quest-{name}"
-        )
-    return _records(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _records(described: Iterable[Mapping[str, Any]]) -> list[Record]:
-    return [Record(**record) for record in described]
+        ) from None
 
 
 def suite_of(available: Catalogue, selector: str) -> Suite:
@@ -238,16 +243,12 @@ def _tasks_of(
 
     A task may name its own metric and direction (a config of a framework). All chosen tasks must agree in them.
     """
-    done = subprocess.run(
-        [python, worker.__file__, "tasks", function, str(data)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"suite '{suite.name}': listing the tasks in {data} with {function} failed: {last}")
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        found: dict[str, dict[str, Any]] = _ask(python, worker.__file__, "tasks", function, str(data))
+    except QuestError as error:
+        raise ConfigError(
+            f"suite '{suite.name}': listing the tasks in {data} with {function} failed: {error}"
+        ) from None
     if not found:
         raise ConfigError(f"--data: {data} holds no task of suite '{suite.name}', which expects there: {suite.data}")
     wrong = [f"--data: {data} has no task '{task}'; {one_of(task, found)}" for task in asked if task not in found]
@@ -308,6 +309,20 @@ def parse_attentions(text: str) -> list[str]:
     if not chosen:
         raise ConfigError("--attention is empty; write for example --attention standard,quest")
     return list(dict.fromkeys(chosen))
+
+
+def check_calls(attentions: Iterable[AttentionSpec], command: str, *, equal_shapes: bool = False) -> None:
+    """Raise ConfigError for an attention that a command cannot call on its own, or, if asked, with equal shapes."""
+    for config in map(AttentionConfig.parse, attentions):
+        for part in config.specs():
+            why = "reads what the attention layer before it left behind" if part.chained else ""
+            if equal_shapes and (part.reshapes or part.key_features is not None):
+                why = "takes keys of another shape than the queries"
+            if why:
+                raise ConfigError(
+                    f"attention '{config}': {command} calls one layer{' with q, k and v of one shape' * equal_shapes}, "
+                    f"and '{part.name}' {why}; leave it out of --attention"
+                )
 
 
 def shortened(config: AttentionConfig, longest: int) -> AttentionConfig:
@@ -485,15 +500,14 @@ def check_devices(suite: Suite, python: str, smoke: bool, gpus: Sequence[int] | 
         raise ConfigError(f"--gpus names {write_seeds(missing)}, which {python} lacks: {why}; {fix}")
 
 
-def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite | None) -> str:
+def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite) -> str:
     """The command that runs one row of a report again, of what :func:`describe_cell` gives."""
     words = ["quest", "bench", "run", f"{cell['suite']}/{cell['task']}", "--attention", cell["attention"]]
     words += ["--seeds", write_seeds(seeds)]
     words += ["--smoke"] if cell["smoke"] else []
     words += ["--data", hide_home(cell.get("data_path") or "FOLDER")] if cell["data"] else []
-    for key, value in cell["options"].items():
-        if suite is None or key not in suite.options or suite.options[key]["default"] != value:
-            words += ["--set", f"{key}={write_value(value)}"]
+    for key, value in suite.changed(cell["options"]).items():
+        words += ["--set", f"{key}={write_value(value)}"]
     return shlex.join(words)
 
 

@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import charts, groups, store
 from .charts import Chart, Picture
-from .groups import Group, frame, load_cells, ranking, read_groups
+from .groups import Group, load_cells, ranking, read_groups
 from .stats import write_p
 from .store import Stored
 from .worker import utc, whole, write_text
@@ -50,7 +50,7 @@ def write_report(out: Path, baseline: str) -> Path:
     """
     found = read_groups(out, baseline)
     cells = load_cells(out)
-    table = frame(cells)
+    table = pd.DataFrame(store.rows(cells))
     points = charts.share(found)
     with mpl.rc_context(STYLE):
         for place, group in enumerate(found):
@@ -99,8 +99,7 @@ def write_report(out: Path, baseline: str) -> Path:
             neighbour.write_bytes(plot.png())
     for old in {*pictures.glob("*.png")} - {pictures / plot.file for plot in every}:
         old.unlink()
-    with whole(out / "results.parquet") as neighbour:
-        table.to_parquet(neighbour, index=False)
+    store.write_table(cells, out / "results.parquet")
     write_text(out / "report.md", environment.get_template("report.md.j2").render(facts))
     page = out / "report.html"
     write_text(page, environment.get_template("report.html.j2").render(facts))

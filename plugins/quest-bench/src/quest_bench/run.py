@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -39,10 +39,6 @@ class Outcome:
     failed: list[tuple[Cell, str]] = field(default_factory=list)
     stopped: signal.Signals | None = None  # the signal that ended the run
 
-    @property
-    def interrupted(self) -> bool:
-        return self.stopped is not None
-
 
 class Stopped(KeyboardInterrupt):
     """SIGTERM or SIGHUP arrived."""
@@ -64,14 +60,32 @@ class _Slot:
     fraction: float = 0.0
 
 
-class Display(Protocol):
-    """Where the course of a run is shown."""
+class Display:
+    """Where the course of a run is shown; a method that a display does not define shows nothing."""
 
-    def start(self, cell: Cell) -> None: ...
-    def progress(self, cell: Cell, fraction: float, text: str) -> None: ...
-    def finish(self, cell: Cell, message: str, good: bool) -> None: ...
-    def put_back(self, cell: Cell) -> None: ...
-    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None: ...
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.finished = console, total, 0
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, cell: Cell) -> None:
+        pass
+
+    def progress(self, cell: Cell, fraction: float, text: str) -> None:
+        pass
+
+    def finish(self, cell: Cell, message: str, good: bool) -> None:
+        pass
+
+    def put_back(self, cell: Cell) -> None:
+        pass
+
+    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
+        pass
 
 
 def label(cell: Cell) -> str:
@@ -79,10 +93,11 @@ def label(cell: Cell) -> str:
     return f"{cell.task} · {cell.attention} · seed {cell.seed}"
 
 
-class Bars:
+class Bars(Display):
     """An overall bar and one line for each running cell, on a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
+        super().__init__(console, total)
         self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -93,9 +108,8 @@ class Bars:
         )
         self.all = self.bars.add_task("[bold]all cells", total=total, text=f"0 of {total}")
         self.lines: dict[Path, TaskID] = {}
-        self.finished, self.total = 0, total
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> Display:
         self.bars.start()
         return self
 
@@ -115,40 +129,19 @@ class Bars:
         self.finished += 1
         self.bars.update(self.all, completed=self.finished, text=f"{self.finished} of {self.total}")
         mark = ("✓ ", "green") if good else ("✗ ", "red")
-        self.bars.console.print(Text.assemble(mark, label(cell), "  ", message))
+        self.console.print(Text.assemble(mark, label(cell), "  ", message))
 
     def put_back(self, cell: Cell) -> None:
         self.bars.remove_task(self.lines.pop(cell.workdir))
 
-    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
-        return None
 
-
-class Lines:
+class Lines(Display):
     """Plain lines for logs and pipes: one when a cell ends, and one for each running cell at every beat."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.finished = console, total, 0
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def start(self, cell: Cell) -> None:
-        return None
-
-    def progress(self, cell: Cell, fraction: float, text: str) -> None:
-        return None
 
     def finish(self, cell: Cell, message: str, good: bool) -> None:
         self.finished += 1
         word = "done  " if good else "failed"
         self._print(f"[{self.finished}/{self.total}] {word} {label(cell)}  {message}")
-
-    def put_back(self, cell: Cell) -> None:
-        return None
 
     def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
         for cell, fraction, text, seconds in running:

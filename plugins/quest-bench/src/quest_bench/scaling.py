@@ -6,7 +6,6 @@ from 1024 tokens on, where constant costs no longer count.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -20,17 +19,26 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import quest_core
+from quest_core.benchmarks import peak_mib
 from quest_core.errors import ConfigError
 
-from .speed import BROADCAST, BROADCAST_BYTES, PEER, averages, broadcast_aft, broadcast_fits, keep_freed_memory
-from .store import commit as git_commit
-from .worker import machine, whole, write_text
+from .plan import check_calls
+from .speed import (
+    BROADCAST,
+    BROADCAST_BYTES,
+    PEER,
+    averages,
+    broadcast_aft,
+    broadcast_fits,
+    keep_freed_memory,
+    progress_bar,
+)
+from .store import measurement
+from .worker import whole
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEADS, HEAD_DIM = 4, 64
@@ -90,12 +98,7 @@ def prepare(name: str, tokens: int, device: str, is_causal: bool) -> Call:
 def peak_memory(call: Call, device: str) -> int:
     """The most bytes that `call` holds at a time, above what was there before, inside operators too."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return round(2**20 * peak_mib(call))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     held = peak = 0
@@ -208,49 +211,39 @@ def run(
     attentions: list[str], out: Path | None, *, threads: int, longest: int, device: str, is_causal: bool, command: str
 ) -> str:
     """Measure with a progress bar; write ``scaling.json``, ``.md`` and ``.png``; return the Markdown."""
-    torch.set_num_threads(threads)
-    keep_freed_memory()
     lengths = tuple(n for n in LENGTHS if n <= longest)
     if not lengths:
         raise ConfigError(f"--longest is {longest}; the shortest length is {LENGTHS[0]}")
+    check_calls(attentions, "scaling", equal_shapes=True)
+    torch.set_num_threads(threads)
+    keep_freed_memory()
     naive = [BROADCAST] if any(map(averages, attentions)) else []
     names = [PEER, *naive, *attentions]
     started = time.monotonic()
-    columns = (TextColumn("scaling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar("scaling") as progress:
         task = progress.add_task("scaling", total=len(names) * len(lengths))
         points = measure(
             names, lengths, device=device, is_causal=is_causal, budget=1.0, tick=lambda: progress.advance(task)
         )
-    here, commit, seconds = machine(), git_commit(), math.ceil(time.monotonic() - started)
-    text = "\n".join(
+    text = measurement(
+        "Time and memory over length",
         [
-            "# Time and memory over length",
-            "",
-            f"Command: `{command}` ({seconds} s), commit {commit or 'unknown'}.",
-            "",
-            f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; torch {torch.__version__}, "
-            f"{threads} threads, {device}, float32, batch 1, {HEADS} heads of {HEAD_DIM} features, "
-            f"{'causal' if is_causal else 'not causal'}, forward and backward.",
-            "",
             f"Each time is the median of 3 to 30 turns, with the middle half of them in brackets. Exponents are fitted "
             f"from {FIT_FROM} tokens on. Memory is the most that one call adds to its "
             "inputs, gradients included."
             + (f" {BROADCAST} runs where its [T, T, d] tensor fits {BROADCAST_BYTES >> 20} MiB." if naive else ""),
-            "",
             markdown(points),
-            "",
             "![time and memory over length](scaling.png)",
-            "",
-        ]
+        ],
+        command=command,
+        seconds=time.monotonic() - started,
+        place=f"torch {torch.__version__}, {threads} threads, {device}, float32, batch 1, {HEADS} heads of {HEAD_DIM} "
+        f"features, {'causal' if is_causal else 'not causal'}, forward and backward",
+        out=out,
+        names=("scaling.md", "scaling.json"),
+        content={"points": [asdict(point) for point in points]},
     )
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(point) for point in points]
-        content = {"command": command, "seconds": seconds, "commit": commit, "machine": here}
-        content |= {"torch": torch.__version__, "points": rows}
-        write_text(out / "scaling.json", json.dumps(content, indent=1))
-        write_text(out / "scaling.md", text)
         with whole(out / "scaling.png") as neighbour:
             plot(points, neighbour)
     return text

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
-import math
 import multiprocessing
 import os
 import random
@@ -32,8 +30,9 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, QuestError, one_of
 
-from .store import commit as git_commit
-from .worker import cores, machine, write_text
+from .plan import check_calls
+from .store import measurement
+from .worker import cores, machine
 
 Attend = Callable[..., Tensor]
 Clock = Callable[[], float]
@@ -113,7 +112,7 @@ class Plan:
     """What to measure.
 
     Attributes:
-        attentions: names or specifications, without groupings.
+        attentions: names or specifications, of which `check_calls` refuses some.
         also: further contenders, of ALSO.
         layouts: of LAYOUTS.
         shapes: (B, H, N, D) -> quest's ceiling there.
@@ -145,9 +144,7 @@ class Plan:
             for one in given:
                 if one not in choices:
                     raise ConfigError(f"{option} is {one!r}; {one_of(one, choices)}")
-        for config in map(quest_core.AttentionConfig.parse, self.attentions):
-            if config.family is None and any(part.reshapes for part in config.specs()):
-                raise ConfigError(f"attention '{config}': speed compares equal shapes, and a grouping has fewer keys")
+        check_calls(self.attentions, "speed", equal_shapes=True)
 
     def smoke(self) -> Plan:
         """The same at small sizes, for seconds; the numbers mean nothing."""
@@ -321,14 +318,17 @@ def measure(plan: Plan, threads: int, tick: Callable[[], None] = lambda: None) -
 def _child(pipe: Connection, plan: Plan, threads: int) -> None:
     torch.set_num_threads(threads)
     keep_freed_memory()
-    pipe.send(measure(plan, threads, tick=lambda: pipe.send(None)))
+    try:
+        pipe.send(measure(plan, threads, tick=lambda: pipe.send(None)))
+    except QuestError as error:
+        pipe.send(error)
 
 
 def measure_apart(plan: Plan, threads: int, tick: Callable[[], None]) -> tuple[list[Timing], dict[str, str]]:
     """`measure` in a new process that has `threads` threads from its start.
 
     Raises:
-        QuestError: the process died; its own output says why.
+        QuestError: an attention refused its inputs, or the process died, and its own output says why.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -342,7 +342,15 @@ def measure_apart(plan: Plan, threads: int, tick: Callable[[], None]) -> tuple[l
         child.join()
         raise QuestError(f"the process that measures {threads} threads ended with {child.exitcode}") from None
     child.join()
+    if isinstance(found, QuestError):
+        raise found
     return found  # type: ignore[no-any-return]
+
+
+def progress_bar(name: str) -> Progress:
+    """A bar on standard error, so that standard output holds only the report."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -457,47 +465,38 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
     rows: list[Timing] = []
     left_out: dict[str, str] = {}
     started = time.monotonic()
-    columns = (TextColumn("speed"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar("speed") as progress:
         task = progress.add_task("speed", total=len(DIRECTIONS) * len(plan.races()) * len(numbers))
         for number in numbers:
             found, missing = measure_apart(plan, number, lambda: progress.advance(task))
             rows += found
             left_out |= missing
     rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))
-    here, facts, commit = machine(), environment(), git_commit()
+    facts = environment()
     place = f"{facts['cpu']}, {facts['instruction_set']}, torch {facts['torch']}, {plan.device}, {plan.dtype}"
-    seconds = math.ceil(time.monotonic() - started)
-    lines = [
-        "# Speed of attention",
-        "",
-        f"Command: `{command}` ({seconds} s), commit {commit or 'unknown'}.",
-        "",
-        f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; {place}.",
-        "",
+    paragraphs = [
         f"Each cell is the {'processor ' if plan.cpu_time else ''}time as a multiple of the peer's in the same round: "
         f"the median of {plan.rounds} rounds and, in brackets, the middle half of them. Contenders take turns in "
         "shuffled order, and every call gets fresh tensors. Layout contiguous: q, k, v of shape [B, H, N, D]. Layout "
         "packed: views of one projection [B, N, 3·H·D], to which the gradient flows. Freed memory stays with the "
         "process, as in a training process with a large heap.",
-        "",
-        *(f"Left out: {name} ({why})." for name, why in left_out.items()),
-        *[""] * bool(left_out),
+        "\n".join(f"Left out: {name} ({why})." for name, why in left_out.items()),
         ceilings_markdown(rows, plan.shapes, place),
         "## Times",
-        "",
         markdown(rows, place),
     ]
-    text = "\n".join(lines)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        records = [
-            {**facts, **asdict(row), "ceiling": limit, "within": None if limit is None else within(row, limit)}
-            for row in rows
-            for limit in [ceiling(row, plan.shapes)]
-        ]
-        content = {"command": command, "seconds": seconds, "commit": commit, "machine": here, "rows": records}
-        content |= {"device": plan.device, "dtype": plan.dtype, "left_out": left_out}
-        write_text(out / "speed.json", json.dumps(content, indent=1))
-        write_text(out / "report.md", text)
-    return text
+    records = [
+        {**facts, **asdict(row), "ceiling": limit, "within": None if limit is None else within(row, limit)}
+        for row in rows
+        for limit in [ceiling(row, plan.shapes)]
+    ]
+    return measurement(
+        "Speed of attention",
+        paragraphs,
+        command=command,
+        seconds=time.monotonic() - started,
+        place=place,
+        out=out,
+        names=("report.md", "speed.json"),
+        content={"rows": records, "device": plan.device, "dtype": plan.dtype, "left_out": left_out},
+    )

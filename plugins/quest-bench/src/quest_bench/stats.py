@@ -247,13 +247,13 @@ def rank(scores: Sequence[Mapping[str, float]], higher: Sequence[bool], baseline
     critical = float(stats.studentized_range.ppf(LEVEL, k, np.inf)) * math.sqrt(k * (k + 1) / (12 * n))
     friedman = math.nan
     if k > 2:
-        friedman = 1.0 if np.ptp(worth, axis=1).max() == 0 else float(stats.friedmanchisquare(*worth.T).pvalue)
+        friedman = 1.0 if (worth == worth[:, :1]).all() else float(stats.friedmanchisquare(*worth.T).pvalue)
     records = {}
     if baseline in names:
         base = worth[:, names.index(baseline)]
         for column, name in enumerate(names):
-            signs = np.sign(np.nan_to_num(worth[:, column] - base))
-            records[name] = (int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum()))
+            own = worth[:, column]
+            records[name] = (int((own > base).sum()), int((own == base).sum()), int((own < base).sum()))
     order = sorted(range(k), key=lambda i: ranks[i])
     cliques: list[tuple[str, ...]] = []
     reach = 0

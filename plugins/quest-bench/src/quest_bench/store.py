@@ -9,7 +9,9 @@
                         log.txt          what it printed
                         progress.log     one line a step of its progress
                         claim            locked while the cell runs; touched every few seconds
+                        origin.json      the commits and versions that began it
                         work/            the suite's own files
+    DIR/workers/MACHINE-PID-N.txt        what a worker printed outside its cells; removed if it is empty
     DIR/results.parquet                  written by `report`: all cells in one table, which `report` can read again
 """
 
@@ -30,13 +32,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import quest_core
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 
-from .plan import Plan, cell_id, describe_cell
-from .worker import decode, encode, git_commit, write_json, write_text
+from .plan import Plan, cell_id, describe_cell, write_value
+from .worker import decode, encode, git_commit, machine, whole, write_json, write_text
 
+CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
 RESULT_JSON = ("details", "versions", "commits", "machine")
 
@@ -106,34 +111,60 @@ def load_all(out: Path) -> list[Stored]:
     return found or _load_table(out)
 
 
+def rows(cells: Sequence[Stored]) -> list[dict[str, Any]]:
+    """Return one row a cell: suite, task, attention, seed, state, error, ..., `option/*`, `metric/*` and `series/*`.
+
+    `options` and RESULT_JSON hold JSON text. The columns `option/*` hold each option as text, because suites may use
+    one name for different types. A row lacks what its cell lacks.
+    """
+    found = []
+    for one in cells:
+        row = {key: one.cell[key] for key in CELL_FACTS}
+        row |= {"state": one.state, "error": one.error, "folder": one.folder.name}
+        row["options"] = json.dumps(encode(one.cell["options"]))
+        row |= {f"option/{key}": write_value(value) for key, value in one.cell["options"].items()}
+        if one.result is not None:
+            row |= {key: one.result.get(key) for key in RESULT_FACTS}
+            row |= {key: json.dumps(encode(one.result.get(key))) for key in RESULT_JSON}
+            row |= {f"metric/{key}": float(value) for key, value in one.result["metrics"].items()}
+            row |= {f"series/{key}": list(map(float, values)) for key, values in one.result["series"].items()}
+        found.append(row)
+    return found
+
+
+def write_table(cells: Sequence[Stored], path: Path) -> None:
+    """Write all cells into one parquet file. A value that a cell lacks is null, which differs from NaN."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = rows(cells)
+    names = dict.fromkeys(name for row in table for name in row)
+    with whole(path) as neighbour:
+        columns = {name: [row.get(name) for row in table] for name in names}
+        pyarrow.parquet.write_table(pyarrow.table(columns), neighbour)
+
+
 def _load_table(out: Path) -> list[Stored]:
     path = out / "results.parquet"
     if not path.is_file():
         return []
-    import pandas as pd
+    import pyarrow.parquet
 
     try:
-        rows = pd.read_parquet(path).to_dict("records")
+        table = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as torn:
         raise ConfigError(f"{path} cannot be read ({torn}); copy it again from where it came") from None
     found = []
-    for row in rows:
-        given = {key: value for key, value in row.items() if value is not None and value is not pd.NA}
-        cell = {key: given[key] for key in ("suite", "task", "attention", "smoke")}
-        cell |= {"seed": int(given["seed"]), "options": decode(given["options"]), "data": given.get("data")}
+    for row in table:
+        cell = {key: row[key] for key in CELL_FACTS} | {"options": decode(row["options"])}
         result: dict[str, Any] | None = None
-        if given["state"] == "done":
-            result = {key: given.get(key) for key in RESULT_FACTS}
-            result |= {key: decode(given[key]) if key in given else {} for key in RESULT_JSON}
-            for kind in ("metric", "series"):
-                names = [key for key in row if key.startswith(f"{kind}/")]
-                result["metrics" if kind == "metric" else kind] = {
-                    key.partition("/")[2]: given[key] if kind == "metric" else list(given[key])
-                    for key in names
-                    if key in given
-                }
-        error = given.get("error") if given["state"] == "failed" else None
-        found.append(Stored(out / "cells" / given["folder"], cell, result, error))
+        if row["state"] == "done":
+            result = {key: row.get(key) for key in RESULT_FACTS}
+            result |= {key: decode(row.get(key) or "{}") for key in RESULT_JSON}
+            for name, prefix in (("metrics", "metric/"), ("series", "series/")):
+                own = {key: value for key, value in row.items() if key.startswith(prefix) and value is not None}
+                result[name] = {key.removeprefix(prefix): value for key, value in own.items()}
+        found.append(Stored(out / "cells" / row["folder"], cell, result, row["error"]))
     return found
 
 
@@ -326,3 +357,44 @@ def versions(plan: Plan) -> dict[str, str]:
 def commit() -> str | None:
     """The commit of the checkout that quest_core is imported from; see :func:`quest_bench.worker.git_commit`."""
     return git_commit(Path(quest_core.__file__).parent)
+
+
+def measurement(
+    title: str,
+    paragraphs: Sequence[str],
+    *,
+    command: str,
+    seconds: float,
+    place: str,
+    out: Path | None,
+    names: tuple[str, str],
+    content: Mapping[str, Any],
+) -> str:
+    """Write what `speed`, `scaling` or `decode` has measured, and return the report as Markdown.
+
+    Args:
+        title: the heading of the report.
+        paragraphs: the report below its command and machine.
+        command: what was typed.
+        seconds: how long it took.
+        place: the conditions besides the machine: PyTorch, device, threads.
+        out: the folder to write into, which is made; None writes nothing.
+        names: of the Markdown and the JSON in it.
+        content: the JSON besides command, seconds, commit, machine and torch.
+    """
+    here, found, seconds = machine(), commit(), math.ceil(seconds)
+    text = "\n\n".join(
+        [
+            f"# {title}",
+            f"Command: `{command}` ({seconds} s), commit {found or 'unknown'}.",
+            f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; {place}.",
+            *filter(None, map(str.rstrip, paragraphs)),
+        ]
+    )
+    text += "\n"
+    if out is not None:
+        facts = {"command": command, "seconds": seconds, "commit": found, "machine": here, "torch": torch.__version__}
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / names[0], text)
+        write_text(out / names[1], json.dumps({**facts, **content}, indent=1))
+    return text

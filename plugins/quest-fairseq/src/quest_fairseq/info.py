@@ -11,6 +11,5 @@ INFO: dict[str, Any] = {
     "api": (1, 0),
     "summary": "language models and translation with fairseq's Transformers",
     "capabilities": {"ordered": True, "causal": True, "cached": True},
-    "architectures": ["quest_transformer_lm", "quest_transformer", "quest_transformer_xl"],
     "suites": "quest_fairseq.bench.suites:SUITES",
 }

@@ -22,16 +22,6 @@ INFO: dict[str, Any] = {
         "SplitAttn",
         "StripAttn",
     ],
-    "architectures": [
-        "ViT, DeiT, DeiT-3, and others with timm.layers.Attention",
-        "EVA, EVA-02, ViT-RoPE, DINOv3",
-        "BEiT, BEiTv2",
-        "Swin",
-        "CrossViT",
-        "CaiT (class attention only)",
-        "MaxViT, MaxxViT, CoAtNet",
-        "Hiera, NesT, PVTv2, Twins, VOLO (class attention only), CAFormer, ViT-RelPos",
-    ],
     "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`
         "torchvision::nms": "install PyTorch and torchvision from one place: "
         "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",

@@ -11,6 +11,5 @@ INFO: dict[str, Any] = {
     "api": (1, 0),
     "summary": "every model of Hugging Face transformers that calls its AttentionInterface",
     "capabilities": {"ordered": True},
-    "architectures": ["BERT", "RoBERTa", "ViT", "GPT-2", "Llama", "Qwen2", "Qwen3", "Mistral", "BART", "T5"],
     "suites": "quest_transformers.bench.suites:SUITES",
 }

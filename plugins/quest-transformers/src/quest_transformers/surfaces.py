@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -77,17 +77,10 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "set_attn_implementation", functools.partial(_inject_instead, adapter))
     patches.wrap(PreTrainedModel, "post_init", functools.partial(_inject_new, adapter))
     patches.wrap(PreTrainedModel, "load_state_dict", _refuse_unread)
-    _wrap_method(patches, PreTrainedModel, "_from_config", _copy_config)
-    _wrap_method(patches, PreTrainedModel, "from_pretrained", _remember_loading)
-    _wrap_method(patches, PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
-    _wrap_method(patches, PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
-
-
-def _wrap_method(patches: Patches, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """As `Patches.wrap`, but for a classmethod or a staticmethod."""
-    stock = vars(owner)[name]
-    if not any(holder is owner and wrapped == name for holder, wrapped, _ in patches):
-        patches.put(owner, name, type(stock)(make(stock.__func__)))
+    patches.wrap(PreTrainedModel, "_from_config", _copy_config)
+    patches.wrap(PreTrainedModel, "from_pretrained", _remember_loading)
+    patches.wrap(PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
+    patches.wrap(PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
 
 
 # --- configs --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 def install_configs(root: Path, *, force: bool = False) -> list[Path]:
     """Copy every configuration into the folder of its base in a checkout of Pointcept; return their paths there.
 
-    Nothing is copied if one file cannot be. A file that is there already and equal stays as it is.
+    If one file cannot be copied, for example because the disk is full, none changes. A file is never torn.
 
     Args:
         root: the checkout.
@@ -37,9 +37,16 @@ def install_configs(root: Path, *, force: bool = False) -> list[Path]:
     if edited and not force:
         listed = ", ".join(str(path.relative_to(root)) for path in edited)
         raise ConfigError(f"{listed} differ from this plugin's files; rename them, or overwrite them with --force")
-    for source, target in pairs.items():
-        shutil.copyfile(source, target)
-    return list(pairs.values())
+    copies = {target: target.with_name(f".{target.name}.new") for target in pairs.values()}
+    try:
+        for source, target in pairs.items():
+            shutil.copyfile(source, copies[target])
+        for target, copy in copies.items():
+            copy.replace(target)
+    finally:
+        for copy in copies.values():
+            copy.unlink(missing_ok=True)
+    return list(copies)
 
 
 def _bases(path: Path) -> list[str]:

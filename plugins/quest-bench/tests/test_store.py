@@ -1,0 +1,92 @@
+"""The table of a run's folder holds what its cells hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quest_bench import store
+from quest_bench.compare import _key
+from quest_bench.groups import read_groups
+from quest_bench.plan import Plan, catalogue, parse_settings
+from quest_bench.report import mixed, write_report
+from quest_bench.store import Stored
+from quest_bench.worker import write_json
+
+NAMES = st.sampled_from(["a", "b/c", "d=1 ", "é"])
+NUMBERS = st.floats(width=64) | st.integers(-(2**53), 2**53)
+VALUES = st.none() | st.booleans() | NUMBERS | NAMES | st.lists(st.integers(), max_size=2)
+MAPPINGS = st.dictionaries(NAMES, VALUES, max_size=2)
+
+
+@st.composite
+def stored(draw: Any) -> Stored:
+    """A cell of any suite: done, failed or unfinished."""
+    cell = {key: draw(NAMES) for key in ("suite", "task", "attention")}
+    cell |= {"seed": draw(st.integers(0, 2**40)), "smoke": draw(st.booleans()), "data": draw(st.none() | NAMES)}
+    cell["options"] = draw(MAPPINGS)
+    result = None
+    if draw(st.booleans()):
+        result = {"seconds": draw(NUMBERS), "peak_rss_mib": draw(st.none() | NUMBERS), "device": draw(NAMES)}
+        result |= {"threads": draw(st.none() | st.integers(1, 99)), "finished": draw(NAMES)}
+        result |= {key: draw(MAPPINGS) for key in store.RESULT_JSON}
+        result["metrics"] = draw(st.dictionaries(NAMES, NUMBERS, max_size=3))
+        result["series"] = draw(st.dictionaries(NAMES, st.lists(NUMBERS, max_size=3), max_size=3))
+    return Stored(Path(draw(NAMES)), cell, result, draw(st.none() | NAMES))
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(stored(), max_size=3))
+def test_what_is_written_is_read(cells: list[Stored]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        store.write_table(cells, out / "results.parquet")
+        wanted = [dataclasses.replace(one, folder=out / "cells" / one.folder.name) for one in cells]
+        assert repr(list(map(_sorted, store.load_all(out)))) == repr(list(map(_sorted, wanted)))  # NaN equals NaN
+
+
+def _sorted(one: Stored) -> Stored:
+    """The same with sorted keys, and with the numbers of metrics and series as floats."""
+    result: Any = one.result
+    if result is not None:
+        numbers = {key: float(value) for key, value in result["metrics"].items()}
+        series = {key: list(map(float, values)) for key, values in result["series"].items()}
+        facts = {key: None if result[key] is None else float(result[key]) for key in ("seconds", "peak_rss_mib")}
+        result = {**result, **facts, "metrics": numbers, "series": series}
+    return dataclasses.replace(one, cell=_by_key(one.cell), result=_by_key(result), error=one.error)
+
+
+def _by_key(value: Any) -> Any:
+    return {key: _by_key(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
+
+
+def test_a_table_of_mixed_cells_compares_with_their_folder(fake: Path) -> None:
+    """Cells with and without data, failed ones, and a metric that only one task has."""
+    suite = catalogue().suites["fake/suite"]
+    for task, data in (("one", None), ("two", "a1b2")):
+        plan = Plan(suite, {task: data}, ["standard", "quest"], [0, 1], parse_settings(suite, []))
+        for cell in plan.cells(Path("out")):
+            cell.workdir.mkdir(parents=True)
+            path = store.prepare(cell, suite.metric)
+            if task == "two" and cell.seed:
+                store.fail(path.parent, "out of memory")
+                continue
+            metrics = {"score": 1.0 + cell.seed, **({"score/part": 2.0} if data else {})}
+            facts = {"seconds": 1.0, "peak_rss_mib": None, "device": "cpu", "threads": 1, "finished": ""}
+            write_json(path.with_name("result.json"), {"metrics": metrics, "series": {}, **facts})
+    cells = store.load_all(Path("out"))
+    groups = read_groups(Path("out"), "standard")
+    write_report(Path("out"), "standard")
+    Path("out/cells").rename("elsewhere")
+    again, table = store.load_all(Path("out")), read_groups(Path("out"), "standard")
+    keys = [{_key(group, row) for group in found for row in group.rows} for found in (groups, table)]
+    assert keys[0] == keys[1]
+    assert mixed(again) == mixed(cells) == {"threads": {"1": ["quest", "standard"]}}
+    assert [one.result and one.result["metrics"] for one in again] == [
+        one.result and one.result["metrics"] for one in cells
+    ]
