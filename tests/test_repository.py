@@ -326,6 +326,20 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     assert "core-newest" in dev["further"]()
 
 
+def test_a_path_chooses_the_further_environments_of_its_own() -> None:
+    selection = runpy.run_path(str(ROOT / "dev"))["selection"]
+    core, mmseg, other = (
+        str(ROOT / path) for path in ("tests/test_config.py", "plugins/quest-mmseg/tests", "integration_tests/gpu")
+    )
+    assert selection(False, [core, "-k", "grammar", f"{mmseg}/"]) == {"core": [core], "quest-mmseg": [f"{mmseg}/"]}
+    everywhere = selection(True, [f"{core}::test_grammar", mmseg, other])
+    assert everywhere["core"] == [f"{core}::test_grammar", other]
+    assert everywhere["core-oldest"] == everywhere["core-newest"] == [f"{core}::test_grammar"]
+    assert everywhere["quest-mmseg-onedl"] == [mmseg]
+    assert "quest-tsai" not in everywhere
+    assert not selection(True, ["--co"])
+
+
 def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
     dev = runpy.run_path(str(ROOT / "dev"))
     assert dev["owner"](ROOT / "integration_tests" / "gpu" / "test_pointcept_patches.py") == "quest-pointcept"

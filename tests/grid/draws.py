@@ -92,6 +92,8 @@ class Example:
 
 SCORES = ("standard", "quest", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
+FIRST = 29  # tokens of the first call of a graph for all lengths; it and FIRST + 8 equal no other size, because
+# torch.compile takes equal sizes for one
 KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
 
 
@@ -235,14 +237,13 @@ class MadeOf(Made):
         self.module.train(self.one.training)
 
     def lengths(self) -> Sequence[int]:
-        # The first length equals no other size: torch.compile takes equal sizes for one.
-        return (self.one.n,) if self.single else (29, self.one.n, self.one.n + 1)
+        return (self.one.n,) if self.single else (FIRST, self.one.n, self.one.n + 1)
 
     def tensors(self, tokens: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
         one = self.one
         torch.manual_seed(self.seed + 1 + seed)
         n = one.n if tokens is None else tokens
-        m = one.m if n == one.n else max(n - one.n + one.m, 2)
+        m = n if one.m == one.n else FIRST + 8 if n == FIRST else n - one.n + one.m
         q = one.q.make((one.batch, one.heads, n, one.dim), one.dtype, one.factor)
         if one.shared:
             both = one.k.make((one.batch, one.groups, m, one.key_dim + one.dim_v), one.dtype, one.factor)

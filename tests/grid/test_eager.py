@@ -48,10 +48,22 @@ def test_masks(subject: Subject) -> None:
         pytest.skip(lacking[0])
 
 
+OVERLAPPING = {  # shape, strides
+    "one query for all tokens": ((1, 2, 7, 24), (1, 0, 0, 1)),
+    "windows of tokens": ((2, 4, 7, 8), (56, 14, 1, 1)),
+    "windows of heads": ((2, 4, 7, 8), (77, 1, 11, 1)),
+}
+
+
+@pytest.mark.parametrize("layout", OVERLAPPING)
 @pytest.mark.parametrize("name", ["standard", "quest"])
-def test_one_query_for_all_tokens(name: str) -> None:
+def test_overlapping_queries(name: str, layout: str) -> None:
     """PyTorch's kernel gives such an output strides in which it writes past its rows."""
-    q = torch.randn(24).as_strided((1, 2, 7, 24), (1, 0, 0, 1))
-    k, v = torch.randn(2, 1, 2, 67, 24)
-    out = quest_core.attention(q, k, v, name)
-    torch.testing.assert_close(out, quest_core.attention(q.contiguous(), k, v, name))
+    shape, strides = OVERLAPPING[layout]
+    q = torch.randn(500).as_strided(shape, strides)
+    k, v = torch.randn(2, *shape[:2], 67, shape[3])
+    for _ in range(20):  # it shows where the memory of the output was not zero
+        junk = [torch.full((q.numel(),), torch.nan) for _ in range(20)]
+        del junk
+        out = quest_core.attention(q, k, v, name)
+        torch.testing.assert_close(out, quest_core.attention(q.contiguous(), k, v, name))
