@@ -316,8 +316,9 @@ def recipe(cell: Cell, progress: Progress) -> Result:
 
     Returns:
         Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the
-        rate that is best on it too, and ``accuracy/lr=R`` at each (NaN if it diverged); ``validation``; and
-        ``diverged``, a number of rates. Series ``train_loss/lr=R`` and ``validation/lr=R`` by epoch.
+        rate that is best on it too, NaN if all rates diverged; ``validation``; and ``diverged``, a number of rates.
+        Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
+        the series' names end on ``/lr=R`` too.
 
     Raises:
         ConfigError: a size is invalid, or the data is missing.
@@ -329,7 +330,7 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     deit = cell.task == "deit"
     scores: dict[str, float] = {}
     series: dict[str, list[float]] = {}
-    best, chosen = -math.inf, ""
+    best, chosen, several = -math.inf, "", options["rates"] > 1
     for place in range(options["rates"]):
         rate = options["rate"] * 10 ** (place / 2)
         name = f"lr={rate:.2g}"
@@ -362,11 +363,11 @@ def recipe(cell: Cell, progress: Progress) -> Result:
             reached = curves["validation"][found.selected]
             if reached > best:
                 best, chosen = reached, name
-        series |= {f"{key}/{name}": values for key, values in curves.items()}
+        series |= {f"{key}/{name}" if several else key: values for key, values in curves.items()}
     return Result(
         {
             "accuracy": scores.get(chosen, math.nan),
-            **{f"accuracy/{name}": score for name, score in scores.items()},
+            **({f"accuracy/{name}": score for name, score in scores.items()} if several else {}),
             "validation": best if chosen else math.nan,
             "diverged": float(sum(map(math.isnan, scores.values()))),
         },
