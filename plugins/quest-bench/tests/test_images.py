@@ -89,6 +89,15 @@ def test_a_recipe_trains_in_each_precision(data: Path, precision: str) -> None:
     assert math.isfinite(recipe(data, "quest", "vit", precision=precision).series["train_loss"][0])
 
 
+def test_a_recipe_reports_the_rate_that_validation_chooses(data: Path) -> None:
+    result = recipe(data, "quest", "vit", rate=1e-6, rates=6, validation=60)
+    rates = [name.removeprefix("accuracy/") for name in result.metrics if name.startswith("accuracy/")]
+    assert rates == ["lr=1e-06", "lr=3.2e-06", "lr=1e-05", "lr=3.2e-05", "lr=0.0001", "lr=0.00032"]
+    best = max(rates, key=lambda rate: max(result.series[f"validation/{rate}"]))
+    assert result.details["chosen"] == best
+    assert result.metrics["accuracy"] == result.metrics[f"accuracy/{best}"]
+
+
 def test_augmentation_keeps_probabilities_and_mixes_in_proportion() -> None:
     x, y = torch.zeros(8, 1, 16, 16), torch.arange(8) % 4
     x[4:] = 1  # the batch is mixed with its reverse, so each image is mixed with one of the other value

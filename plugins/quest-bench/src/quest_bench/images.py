@@ -13,7 +13,8 @@ images/fashion-mnist has no augmentation and no clipping of gradients. images/re
   stochastic depth 0.1. RandAugment, repeated augmentation and distillation are left out.
 
 A part of the training images is held out. The reported test accuracy is that of the epoch with the best accuracy on
-these validation images; the test images choose nothing. A run whose loss is not finite ends, and counts as diverged.
+these validation images; the test images choose nothing. With the option `rates`, images/recipes also chooses the
+learning rate so, for each attention and seed. A run whose loss is not finite ends, and counts as diverged.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import gzip
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -306,15 +308,17 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 
 def recipe(cell: Cell, progress: Progress) -> Result:
-    """Train one attention with the recipe that the task names, "vit" or "deit".
+    """Train one attention with the recipe that the task names, "vit" or "deit", from the same weights at each rate.
 
     Args:
         cell: `data` see `load`.
         progress: called after each epoch.
 
     Returns:
-        Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split; NaN if the run
-        diverged), ``validation`` and ``diverged``. Series ``train_loss`` and ``validation`` by epoch.
+        Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the
+        rate that is best on it too, NaN if all rates diverged; ``validation``; and ``diverged``, a number of rates.
+        Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
+        the series' names end on ``/lr=R`` too.
 
     Raises:
         ConfigError: a size is invalid, or the data is missing.
@@ -322,34 +326,53 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     options = dict(cell.options)
     if cell.smoke:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
-    draw = torch.Generator().manual_seed(cell.seed)
-    data = load(cell.data, options, draw)
+    data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     deit = cell.task == "deit"
-    torch.manual_seed(cell.seed)
-    model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
-    try:
-        found = classify(
-            cell,
-            "training",
-            model,
-            data.train,
-            {"validation": data.validation},
-            options,
-            rate=options["rate"],
-            draw=draw,
-            progress=progress,
-            precision=options["precision"],
-            clip=math.inf if deit else 1.0,
-            change=(lambda x, y: augment(x, y, data.classes, draw)) if deit else None,
-        )
-    except DivergedError as error:
-        progress(1.0, str(error))
-        return Result({"accuracy": math.nan, "validation": math.nan, "diverged": 1.0}, error.series)
-    model.load_state_dict(found.weights)
+    scores: dict[str, float] = {}
+    series: dict[str, list[float]] = {}
+    best, chosen, several = -math.inf, "", options["rates"] > 1
+    for place in range(options["rates"]):
+        rate = options["rate"] * 10 ** (place / 2)
+        name = f"lr={rate:.2g}"
+        draw = torch.Generator().manual_seed(cell.seed)
+        change = partial(augment, classes=data.classes, draw=draw) if deit else None
+        torch.manual_seed(cell.seed)
+        model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
+        scores[name] = math.nan
+        try:
+            found = classify(
+                cell,
+                name,
+                model,
+                data.train,
+                {"validation": data.validation},
+                options,
+                rate=rate,
+                draw=draw,
+                progress=part(progress, place, options["rates"]),
+                precision=options["precision"],
+                clip=math.inf if deit else 1.0,
+                change=change,
+            )
+        except DivergedError as error:
+            curves = error.series
+        else:
+            curves = found.series
+            model.load_state_dict(found.weights)
+            scores[name] = accuracy(model, *data.test)
+            reached = curves["validation"][found.selected]
+            if reached > best:
+                best, chosen = reached, name
+        series |= {f"{key}/{name}" if several else key: values for key, values in curves.items()}
     return Result(
-        {"accuracy": accuracy(model, *data.test), "validation": max(found.series["validation"]), "diverged": 0.0},
-        found.series,
-        {"best_epoch": found.selected + 1},
+        {
+            "accuracy": scores.get(chosen, math.nan),
+            **({f"accuracy/{name}": score for name, score in scores.items()} if several else {}),
+            "validation": best if chosen else math.nan,
+            "diverged": float(sum(map(math.isnan, scores.values()))),
+        },
+        series,
+        {"chosen": chosen},
     )
 
 

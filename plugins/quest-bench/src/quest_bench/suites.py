@@ -95,7 +95,8 @@ def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, A
 
 RECIPE_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
-    {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "highest learning rate"},
+    {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
     _TEST,
     _SIZE,
     _PRECISION,
