@@ -96,10 +96,11 @@ def is_eager() -> bool:
     return not (is_compiling() or is_exporting() or transform() is not None)
 
 
-def may_read(x: Tensor) -> bool:
-    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU."""
+def may_read(x: Tensor, *, waits: bool = False) -> bool:
+    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU, or may."""
     modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)()  # FakeTensorMode, make_fx, ...
-    return not modes and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+    near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not modes and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
 
 
 def is_recomputing() -> bool:
