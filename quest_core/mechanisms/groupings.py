@@ -277,7 +277,7 @@ PARTS = (
         (KV_HEADS, MIN_QUERIES),
         reshapes=True,
         cross=True,
-        reads=("tokens", "heads", "samples"),
+        reads=("tokens", "unseen", "heads", "samples"),
         causal_reason="its head sizes depend on all keys, those of the future too",
     ),
     Part(
@@ -307,7 +307,7 @@ PARTS = (
         (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
         reshapes=True,
         cross=True,
-        reads=("tokens", "queries", "group", "random"),
+        reads=("tokens", "queries", "unseen", "group", "random"),
         stops_gradient=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         complexity="O(N·M·D) time, O(N·M) memory",
