@@ -102,7 +102,7 @@ class PackingPlan:
             if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64)):
                 raise InputError(f"{name} is {cu.dtype} of shape {list(cu.shape)}; it needs int32 of shape [B + 1]")
         self.cu_seqlens_q = self.cu_seqlens_k = cu_seqlens_q.to(torch.int32)
-        self._longest = (max_seqlen_q, max_seqlen_q)
+        self._longest = (max_seqlen_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k)
         if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
             one, other = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
             if one != other:
