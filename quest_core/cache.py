@@ -7,7 +7,8 @@ import copy
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, InputError, UnsupportedError
+from .checks import check_sizes
+from .errors import InputError, UnsupportedError
 
 
 class Cache:
@@ -34,12 +35,11 @@ class Cache:
         tokens: how many tokens have been decoded.
 
     Raises:
-        ConfigError: `max_length` is below 1.
+        ConfigError: `max_length` is not a whole number of at least 1.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length is {max_length}; it is a number of tokens, at least 1, or None to grow")
+        check_sizes(max_length=max_length)
         self.max_length = max_length
         self.tokens = 0
         self._memory: dict[str, Tensor] = {}  # [B, G, capacity, D], of which the first `tokens` are filled

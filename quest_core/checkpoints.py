@@ -37,7 +37,12 @@ def spell(config: AttentionConfig) -> Tensor:
 
 
 def read(spelled: Tensor) -> str:
-    """Return the text that `spell` wrote; averaging and casts may have rounded it."""
+    """Return the text that `spell` wrote; averaging and casts may have rounded it, NaN is an error."""
+    if not spelled.isfinite().all():
+        raise CheckpointError(
+            f"a checkpoint's '{ENTRY}' holds NaN or infinity, so the attention that it was trained with is unknown; "
+            "replace this entry by that of a model with the same attention"
+        )
     return bytes(round(code) & 255 for code in spelled.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Cache
+from .checks import check_sizes
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError
 from .mechanism import Mechanism, head_sizes
@@ -52,18 +53,17 @@ class Attention(Projected):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ConfigError(f"num_heads is {num_heads}; it is a whole number of at least 1")
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, context_dim=context_dim, head_dim=head_dim)
         if head_dim is None and embed_dim % num_heads:
             raise ConfigError(f"embed_dim is {embed_dim}, which the {num_heads} heads do not divide; give head_dim")
         if not 0 <= dropout < 1:
             raise ConfigError(f"dropout is {dropout}; it is a probability in [0, 1)")
         self.config = AttentionConfig.parse(attention)
         self.num_heads = num_heads
-        self.head_dim = head_dim or embed_dim // num_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.head_sizes = head_sizes(self.config, num_heads, self.head_dim)
         self.dropout = dropout
-        source = context_dim or embed_dim
+        source = embed_dim if context_dim is None else context_dim
         factory = {"device": device, "dtype": dtype}
         q_rows, k_rows, v_rows = self.head_sizes.widths
         self.q_proj = nn.Linear(embed_dim, q_rows, bias, **factory)

@@ -27,6 +27,7 @@ from .mechanisms.base import (
     apply_weights,
     drop,
     hide_lowest,
+    hides_the_future,
     logits,
     merge_causal,
 )
@@ -382,8 +383,6 @@ class Mechanism(Spelled):
                 "fresh=True), or call start() of a layer that inherits quest_core.projections.Projected, or leave the "
                 "option out"
             )
-        if is_causal and self._no_causal:
-            raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -406,6 +405,8 @@ class Mechanism(Spelled):
                 why = None if heads == groups else f"q has {heads} heads and k has {groups}"
             if why:
                 raise InputError(f"attention '{self.config}': {why}")
+        if self._no_causal and (is_causal or (mask is not None and hides_the_future(mask))):
+            raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
 
     def extra_repr(self) -> str:

@@ -80,6 +80,15 @@ def test_half_precision_modules() -> None:
         (lambda: Attention(8, 4, "quest+gqa(kv_heads=3)"), "kv_heads is 3, .*the 4 heads; choose from: 1, 2, 4"),
         (lambda: Attention(8, 4, "gqa"), r"needs 'kv_heads'.*gqa\(kv_heads=2\)"),
         (lambda: Attention(8, 4, "quest", dropout=1.0), "dropout is 1.0"),
+        (lambda: Attention(0, 4), "embed_dim is 0; it is a whole number of at least 1"),
+        (lambda: Attention(8, 0), "num_heads is 0"),
+        (lambda: Attention(8, 4, head_dim=0), "head_dim is 0"),
+        (lambda: Attention(8, 4, head_dim=-8), "head_dim is -8"),
+        (lambda: Attention(8, 4, head_dim=2.5), "head_dim is 2.5"),
+        (lambda: Attention(8, 4, context_dim=0), "context_dim is 0"),
+        (lambda: quest_core.Cache(max_length=0), "max_length is 0"),
+        (lambda: quest_core.Cache(max_length=2.5), "max_length is 2.5; it is a whole number of at least 1"),
+        (lambda: quest_core.Cache(max_length="9"), "max_length is '9'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(build: object, message: str) -> None:
@@ -145,3 +154,43 @@ def test_a_second_derivative_is_refused_by_name_beside_hooks_of_the_caller(spec:
             with pytest.raises(quest_core.UnsupportedError, match=f"attention '{spec}': a second derivative"):
                 torch.autograd.grad(out.sum(), v, create_graph=True)
     assert seen == ["first", "second"] * 3  # each output has only its own
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 6), (2, 0), (0, 0)])
+def test_nothing_gives_nothing(batch: int, tokens: int) -> None:
+    """An empty batch and no tokens, wherever attention is called; stock PyTorch returns such shapes too."""
+    x = torch.randn(batch, tokens, 32)
+    q = torch.randn(batch, 4, tokens, 8)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    for name in ("standard", "quest", "quest+sigmoid", "quest+sinkhorn", "qknorm", "linear"):
+        made = quest_core.Mechanism(name, num_heads=4, head_dim=8)
+        assert made(q, q, q).shape == q.shape
+        assert Attention(32, 4, name)(x).shape == x.shape
+        for training in (False, True):
+            module = quest_core.MultiheadAttention(32, 4, batch_first=True, attention=name).train(training)
+            out, weights = module(x, x, x, need_weights=name != "linear")
+            assert out.shape == x.shape
+            assert weights is None or weights.shape == (batch, tokens, tokens)
+    for name in ("standard", "quest", "quest+sigmoid"):
+        assert quest_core.attention(q, q, q, name).shape == q.shape
+        assert quest_core.attention(q, q, q, name, attn_mask=mask).shape == q.shape
+        assert Attention(32, 4, name)(x, attn_mask=mask, is_causal=True).shape == x.shape
+        tokens_first = x.transpose(0, 1)
+        module = quest_core.MultiheadAttention(32, 4, attention=name)
+        assert module(tokens_first, tokens_first, tokens_first, attn_mask=~mask)[0].shape == tokens_first.shape
+    first, second = (quest_core.Mechanism("elliptical", num_heads=4, head_dim=8) for _ in range(2))
+    quest_core.chain(torch.nn.ModuleList([first, second]))
+    for how in ({}, {"is_causal": True}, {"attn_mask": mask}):
+        first(q, q, q, **how)
+        assert second(q, q, 2 * q, **how).shape == q.shape
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 32), (2, 0, 32)])
+def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape: tuple[int, ...]) -> None:
+    class Host(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    model = quest_core.inject(Host(), "quest", example=torch.randn(2, 6, 32))[0]
+    assert model(torch.randn(shape)).shape == (shape[0], 4, shape[1], 8)

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 import quest_core
+from quest_core import CheckpointError
 from quest_core.checkpoints import ENTRY, accept, read, spell
 
 SPECS = ("standard", "quest", "quest+gqa(kv_heads=2)", "quest+sigmoid(bias=-1.5)", "dgqa(kv_heads=2)", "cosine")
@@ -129,6 +130,14 @@ def test_a_long_text_is_spelled_whole() -> None:
     config = quest_core.AttentionConfig.parse("aft-conv(grid='" + "1" * 90 + "x1')")
     assert read(spell(config)) == str(config)
     assert spell(config).shape == (128,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_text_of_nan_is_named(bad: float) -> None:
+    made = model("quest")
+    state = {name: x * bad if name.endswith(ENTRY) else x for name, x in made.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"'{ENTRY}' holds NaN or infinity"):
+        made.load_state_dict(state)
 
 
 def test_data_parallel_does_not_broadcast_it() -> None:

@@ -123,6 +123,22 @@ def test_the_report_reads_well() -> None:
     assert [float(x) for x in lines[1].split()[1:]] == pytest.approx(report.layers[1].factors, rel=1e-3)
 
 
+def test_batches_are_run_as_the_example_of_inject() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = model()
+
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            out: Tensor = self.encoder(x * scale)
+            return out
+
+    stock, x = Named(), torch.randn(2, 5, E)
+    batches: list[Any] = [{"x": x, "scale": 2.0}, (2 * x,), 2 * x, lambda module: module(x, scale=2.0)]
+    reports = [quest_core.calibrate(copy.deepcopy(stock), [batch])[1] for batch in batches]
+    assert all(report == reports[0] for report in reports)
+
+
 def test_batches_are_run_as_told_and_outputs_may_be_nested() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:

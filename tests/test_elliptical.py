@@ -36,12 +36,11 @@ def formula(name: str, q: Tensor, k: Tensor, v: Tensor, before: Tensor, mask: Te
     share = heads // k.shape[1]
     k, v, before = (x.repeat_interleave(share, 1) for x in (k, v, before))
     seen = visible(n, n, mask, is_causal).expand(batch, heads, n, n)
-    keys = (visible(n, n, mask, False).expand(batch, heads, n, n)).any(2)  # [B, H, M]
     metric = torch.ones(batch, heads, n, dim, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             for i in range(n):
-                tokens = [j for j in range(n) if keys[b, h, j] and (j <= i or not is_causal)]
+                tokens = [j for j in range(n) if seen[b, h, i, j]]
                 if tokens:
                     mean = torch.stack([(v[b, h, j] - before[b, h, j]).abs() for j in tokens]).mean(0)
                     if mean.max() > 0:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score, local
+from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score, local, visible
 from quest_core.testing import MechanismError, check_mechanism
 from quest_core.testing.mechanisms import known
 from quest_core.testing.versions import PREFIX, has_half
@@ -304,6 +304,19 @@ class HeadsFirst(Sums):
         return new
 
 
+class SomeQuery(Score):
+    """Right under is_causal; under a mask it looks at every key that some query sees."""
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, is_causal: bool, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        n, m = q.shape[2], k.shape[2]
+        seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n if is_causal else m)
+        if mask is not None:
+            seen = seen & visible(mask).any(1, keepdim=True).any(2, keepdim=True)
+        return q + seen.to(k.dtype) @ k / seen.sum(-1, keepdim=True).clamp(min=1), k
+
+
 def toy(build: Any, axis: str = "score", **declared: Any) -> Part:
     return Part("toy", axis, "a toy", "a test", build, **declared)
 
@@ -319,6 +332,14 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
     "statistics over tokens, declared": (
         toy(Deviation, **LINEAR),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "padding_does_not_matter"},
+    ),
+    "keys that some query sees": (
+        toy(SomeQuery, **{**LINEAR, "cached": False}),
+        {"no_query_sees_the_future", "hidden_keys_do_not_matter"},
+    ),
+    "keys that some query sees, not causal": (
+        toy(SomeQuery, reads=("tokens",)),
+        {"hidden_keys_do_not_matter"},
     ),
     "statistics over queries": (
         toy(Loudest, **POINTWISE),
@@ -429,6 +450,13 @@ def test_a_mechanism_is_known_only_while_it_is_checked() -> None:
             pass
     with pytest.raises(ConfigError, match="'toy' is not a mechanism"):
         check_mechanism("toy")
+
+
+def test_a_mask_of_the_past_is_refused_where_causality_is_not_declared() -> None:
+    q = torch.randn(1, 4, 5, 8)
+    why = "'toy' cannot be causal: its Part does not declare causal=True"
+    with known(toy(SomeQuery)), pytest.raises(UnsupportedError, match=why):
+        quest_core.attention(q, q, q, "toy", attn_mask=torch.ones(5, 5, dtype=torch.bool).tril())
 
 
 def test_the_random_state_is_left_as_it_was() -> None:

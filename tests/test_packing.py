@@ -350,6 +350,13 @@ def test_errors_name_what_does_not_fit() -> None:
         attention_packed(q, k, v, cu_seqlens=cumulative([3, 5]))
     with pytest.raises(InputError, match="int32 of shape"):
         attention_packed(q, k, v, cu_seqlens=cu.float())
+    with pytest.raises(InputError, match="cu_seqlens_q is a list; it needs a tensor"):
+        attention_packed(q, k, v, cu_seqlens=[0, 7])
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(InputError, match=f"{name} is 2, and the longest sequence has 4 tokens"):
+            attention_packed(q, k, v, cu_seqlens=PackingPlan(cu, cumulative([3, 4]), **{name: 2}))
+        with pytest.raises(InputError, match="is 2, and the longest sequence has 4 tokens"):
+            attention_packed(q, k, v, cu_seqlens=PackingPlan(cu, **{name: 2}))
     with pytest.raises(InputError, match="never falls"):
         attention_packed(q, k, v, cu_seqlens=torch.tensor([0, 5, 3, 7], dtype=torch.int32))
     with pytest.raises(InputError, match="2 sequences and cu_seqlens_k 1"):

@@ -133,7 +133,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         if causal and attn_mask is not None and key_padding_mask is None and not need_weights:
             mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
         q, k, v = (
-            x.view(*x.shape[:2], heads, -1).permute(1 - tokens, 2, tokens, 3)
+            x.unflatten(2, (heads, -1)).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))
         )  # [B, H, N, D], [B, G, M, Dk], [B, G, M, D]
         k, v, mask = self._extend(k, v, mask, causal)

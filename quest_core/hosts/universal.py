@@ -25,6 +25,7 @@ from ..config import AttentionConfig
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
 from ..mechanism import Mechanism, head_sizes
+from ..mechanisms.base import hides_the_future
 from ..projections import HeadSizes, shallow_copy
 from .adapter import Adapter, Capabilities, Site, refusal
 from .replacement import mechanism_for
@@ -162,9 +163,9 @@ def _attend(site: Routed, call: _Arguments) -> Tensor:
         mask = _batched(mask.expand(*lead, *mask.shape[-3:]), axes)
     q, k, v = (_batched(x, axes) for x in call[:3])
     n, m = size(q, 2), size(k, 2)
+    if is_causal and mask is not None:
+        raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
     if is_causal and n != m:  # Mechanism aligns at the last key
-        if mask is not None:
-            raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
     return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
@@ -328,6 +329,15 @@ def looks_like_attention(module: nn.Module) -> bool:
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 
+def run_example(model: nn.Module, example: Any) -> Any:
+    """Return the output of a model for a tensor, a tuple or list of arguments, a mapping of them, or a function."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    if isinstance(example, tuple | list):
+        return model(*example)
+    return example(model) if callable(example) else model(example)
+
+
 class _Search(TorchFunctionMode):
     """Notes which module calls the function, and which forms weights by a softmax, while a model runs."""
 
@@ -347,12 +357,7 @@ class _Search(TorchFunctionMode):
         handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
         try:
             with same_random_state(model), torch.no_grad(), self:
-                if isinstance(example, Mapping):
-                    model(**example)
-                elif isinstance(example, tuple | list):
-                    model(*example)
-                else:
-                    _ = example(model) if callable(example) else model(example)
+                run_example(model, example)
         finally:
             for handle in handles:
                 handle.remove()
@@ -387,10 +392,8 @@ def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
     """Return what a call asks of a mechanism."""
     n, m = call.query.shape[-2], call.key.shape[-2]
     mask, is_causal, masked = call.attn_mask, call.is_causal, False
-    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1 and not mask.is_meta:
-        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-        later = torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1 + m - n)  # [N, M]
-        is_causal = is_causal or (n > 1 and bool((hidden | ~later).all()))
+    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        is_causal = is_causal or hides_the_future(mask)
         masked = True
     return Call(
         path,

@@ -103,9 +103,10 @@ def is_eager() -> bool:
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
-def may_read(x: Tensor) -> bool:
-    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU."""
-    return not _modes() and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+def may_read(x: Tensor, *, waits: bool = False) -> bool:
+    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU, or may."""
+    near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not _modes() and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
 
 
 def is_recomputing() -> bool:

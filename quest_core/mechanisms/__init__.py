@@ -12,7 +12,7 @@ from .base import Grouping as Grouping
 from .base import Normaliser as Normaliser
 from .base import Score as Score
 from .base import local as local
-from .base import visible_keys as visible_keys
+from .base import visible as visible
 from .part import CAUSAL as CAUSAL
 from .part import POINTWISE as POINTWISE
 from .part import READS as READS

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import Cache
-from ..kernels.pytorch import HAS_DTENSOR, autocast_dtype, wider
+from ..kernels.pytorch import HAS_DTENSOR, autocast_dtype, is_eager, may_read, wider
 
 
 @dataclass(frozen=True)
@@ -240,17 +241,44 @@ def hide_lowest(mask: Tensor) -> Tensor:
     return mask.masked_fill(mask + mask <= torch.finfo(mask.dtype).min, -math.inf)
 
 
-def visible_keys(mask: Tensor | None, batch: int, m: int) -> Tensor | None:
-    """[B, M], True where some query of the sample sees the key; None when every query sees every key.
+def visible(mask: Tensor) -> Tensor:
+    """Return what a mask leaves visible, boolean [B or 1, H or 1, N or 1, M or 1].
 
     Args:
         mask: boolean (True = may attend) or additive (−inf hides), [N, M] or broadcastable to [B, H, N, M].
     """
-    if mask is None:
-        return None
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    seen = seen[(None,) * (4 - seen.dim())]
-    return seen.any(2).any(1).expand(batch, m)
+    return seen[(None,) * (4 - seen.dim())]
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> what `hides_the_future` found for each view of it
+
+
+def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
+    """Return whether a mask hides every key j > i + M − N from query i, and shows some earlier key to it.
+
+    A mask of padding does not count, nor does one that cannot be read here: under a compiler or a function transform,
+    or while a CUDA graph is recorded. Reading waits for a GPU, so the answer is kept with the mask, and views of it.
+
+    Args:
+        mask: boolean (True = may attend) or additive (−inf and lowest values hide), broadcastable to [B, H, N, M].
+        only: whether it must hide nothing else and add nothing, so that is_causal replaces it.
+    """
+    if not (is_eager() and may_read(mask, waits=True)):
+        return False
+    kept = {} if mask.is_inference() else _known.setdefault(mask if mask._base is None else mask._base, {})
+    view = (mask.is_inference() or mask._version, mask.dtype, mask.shape, mask.stride(), mask.storage_offset(), only)
+    if view not in kept:
+        n, m = mask.shape[-2:]
+        seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
+        past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
+        if only:
+            found = (seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))
+        else:
+            padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
+            found = (past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any()
+        kept[view] = bool(found.all())
+    return kept[view]  # type: ignore[no-any-return]
 
 
 def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:

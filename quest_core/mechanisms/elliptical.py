@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..cache import Cache
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_compiling, is_recomputing, wider
+from ..kernels.pytorch import is_compiling, is_recomputing, no_autocast, wider
 from ..kernels.unit import unit
-from .base import Dims, Score, visible_keys
+from .base import Dims, Score, visible
 from .part import MIXING, Part
 from .scores import SCALE, STARTS, Standard
 
@@ -31,8 +30,8 @@ Arrange: TypeAlias = Callable[[Tensor], Tensor]
 class Elliptical(Standard):
     """(q ⊙ m) kᵀ / √D ([E]), with m from how much each feature of the values has changed since the last layer.
 
-    m is the mean over the visible tokens of abs(v − v of the previous layer), divided by its largest feature; when
-    nothing has changed it is 1. No gradient flows through it. A causal layer uses the mean over the tokens so far.
+    m is the mean over the keys that the query sees of abs(v − v of the previous layer), divided by its largest feature;
+    when nothing has changed it is 1. No gradient flows through it. A cache keeps the change of every token.
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
 
     Values are handed over once, within one forward pass and one thread. A layer that finds none refuses to run: its
@@ -73,12 +72,17 @@ class Elliptical(Standard):
         finally:
             self._arrangement = None
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor | None, **how: Any) -> tuple[Tensor, Tensor]:
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, head: Tensor | None, **how: Any
+    ) -> tuple[Tensor, Tensor]:
         before = self.hand_over(v.detach())
         if before is not None:
-            metric = self._metric(v.detach(), before, q.shape[2], **how).to(q.dtype)  # [B, G, N or 1, D]
-            share = q.shape[1] // metric.shape[1]
-            q = q * (metric.repeat_interleave(share, 1) if head is None else metric.index_select(1, head))
+            change = (v.detach() - before).abs()  # [B, G, M, D]
+            change = change if how["cache"] is None else how["cache"].append("elliptical_change", change)
+            if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # query heads see different keys
+                change, head = _spread(change, q.shape[1], head), None
+            metric = _metric(change.to(wider(v.dtype)), q.shape[2], mask, is_causal)  # [B, G or H, N or 1, D]
+            q = q * _spread(metric.to(q.dtype), q.shape[1], head)
         return self.query(q), self.key(k)
 
     def hand_over(self, v: Tensor) -> Tensor | None:
@@ -139,39 +143,43 @@ class Elliptical(Standard):
             "between. Run backward after each forward pass, or leave out activation checkpointing"
         )
 
-    @staticmethod
-    def _metric(v: Tensor, before: Tensor, n: int, mask: Tensor | None, is_causal: bool, cache: Cache | None) -> Tensor:
-        """m: [B, G, 1, D], or [B, G, N, D] when causal."""
-        change = (v - before).abs().to(wider(v.dtype))  # [B, G, M, D]
-        m = v.shape[2]
-        if m == 0:
-            return change.new_ones(1, 1, 1, 1).expand(*v.shape[:2], 1, v.shape[3])
-        seen = visible_keys(mask, v.shape[0], m if cache is None else m + cache.tokens)
-        if seen is not None:
-            weight = seen[:, None, -m:, None].to(change.dtype)  # [B, 1, M, 1]
-            change = change * weight
-        else:
-            weight = change.new_ones(1, 1, m, 1)
-        if cache is not None:  # as many queries as new keys
-            total, count = (change, weight) if m == 1 else (change.cumsum(2), weight.cumsum(2))
-            if "elliptical_total" in cache:
-                total, count = total + cache["elliptical_total"], count + cache["elliptical_count"]
-            # Copies, because a view would keep the memory of all new tokens.
-            cache["elliptical_total"] = total[:, :, -1:].clone()
-            cache["elliptical_count"] = count[:, :, -1:].expand(v.shape[0], 1, 1, 1).clone()
-            mean = total / count.clamp(min=1)  # [B, G, N, D]
-        elif is_causal:
-            # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
-            last = (torch.arange(n, device=v.device) + m - n).clamp(min=0)
-            mean = change.cumsum(2)[:, :, last] / weight.cumsum(2)[:, :, last].clamp(min=1)  # [B, G, N, D]
-        else:
-            mean = change.sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)  # [B, G, 1, D]
-        top = mean.amax(-1, keepdim=True)
-        changed = top > 0
-        return torch.where(changed, mean / torch.where(changed, top, 1), 1)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_values": {}, "_step": {}}  # of one forward pass; no copy should have them
+
+
+def _spread(x: Tensor, heads: int, head: Tensor | None) -> Tensor:
+    """Repeat the key/value heads of `x` for their query heads, [B, G, N, D] -> [B, H, N, D]; `head` as in `prepare`."""
+    if head is None:
+        return x.repeat_interleave(heads // x.shape[1], 1) if heads != x.shape[1] else x
+    return x.index_select(1, head)
+
+
+def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """m, [B, G, N, D]; [B, G, 1, D] where all of `n` queries see the same keys.
+
+    Args:
+        change: abs(v − v of the layer before) of all keys, [B, G, M, D].
+        mask: as in `Mechanism.forward`; G = H if it differs between heads.
+    """
+    m = change.shape[2]
+    if m == 0:
+        return change.new_ones(*change.shape[:2], 1, 1)
+    seen = change.new_ones(1, 1, 1, 1) if mask is None else visible(mask).to(change.dtype)
+    seen = seen.expand(*seen.shape[:3], m)  # [B or 1, G or 1, N or 1, M]
+    if seen.shape[2] > 1:
+        seen = seen.tril(m - n) if is_causal else seen
+        with no_autocast(change.device.type):
+            total, count = torch.einsum("bhnm,bhmd->bhnd", seen, change), seen.sum(-1, keepdim=True)
+    elif is_causal and n > 1:
+        # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
+        last = (torch.arange(n, device=change.device) + m - n).clamp(min=0)
+        total, count = [x.cumsum(2)[:, :, last] for x in (change * seen.mT, seen.mT)]
+    else:
+        total, count = (change * seen.mT).sum(2, keepdim=True), seen.sum(-1, keepdim=True)
+    mean = total / count.clamp(min=1)
+    top = mean.amax(-1, keepdim=True)
+    changed = top > 0
+    return torch.where(changed, mean / torch.where(changed, top, 1), 1)
 
 
 class EllipticalQuest(Elliptical):

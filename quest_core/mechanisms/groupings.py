@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.pytorch import is_exporting_to_onnx, is_recomputing, transform, wider
-from .base import Dims, Grouping, visible_keys
+from .base import Dims, Grouping, visible
 from .part import CAUSAL, POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
@@ -109,9 +108,8 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     """
     k = k.detach()
     tokens = torch.linalg.vector_norm(k, dim=-1, dtype=wider(k.dtype))  # [B, G, M]
-    seen = visible_keys(mask, k.shape[0], k.shape[2])
-    if seen is not None:
-        tokens = tokens * seen[:, None]
+    if mask is not None:
+        tokens = tokens * visible(mask).any(2).any(1, keepdim=True)
     norms: Tensor = tokens.double().square().sum(-1).sqrt()
     return norms
 
@@ -249,8 +247,7 @@ class Perturbed(Grouped):
             )
         n, m = weights.shape[2:]
         seen = torch.ones_like(weights, dtype=torch.bool)
-        if mask is not None:
-            seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
+        seen = seen if mask is None else seen & visible(mask)
         group = (2, 3, 4)  # its heads, queries and keys
         grouped = weights.detach().unflatten(1, (kv_heads, -1))  # [B, G, H/G, N, M]
         counted = seen.unflatten(1, (kv_heads, -1))
@@ -280,7 +277,7 @@ PARTS = (
         (KV_HEADS, MIN_QUERIES),
         reshapes=True,
         cross=True,
-        reads=("tokens", "heads", "samples"),
+        reads=("tokens", "unseen", "heads", "samples"),
         causal_reason="its head sizes depend on all keys, those of the future too",
     ),
     Part(
@@ -310,7 +307,7 @@ PARTS = (
         (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
         reshapes=True,
         cross=True,
-        reads=("tokens", "queries", "group", "random"),
+        reads=("tokens", "queries", "unseen", "group", "random"),
         stops_gradient=True,
         causal_reason="its noise depends on the weights of all queries, those of the future too",
         complexity="O(N·M·D) time, O(N·M) memory",

@@ -259,7 +259,7 @@ PARTS = (
         causal_reason="a lower-triangular doubly stochastic matrix is the identity",
         cross=True,
         dropout=True,
-        reads=("tokens", "queries"),
+        reads=("tokens", "queries", "unseen"),
         complexity=f"O(iterations·{_IN_BLOCKS[2:]}",
     ),
 )

@@ -16,6 +16,7 @@ AXES = ("score", "normaliser", "grouping", "family")
 READS = {
     "tokens": "several tokens, outside of scaled_dot_product_attention",
     "queries": "other queries, so padding must be hidden as a query too",
+    "unseen": "keys that a mask hides from the query and not from all others",
     "group": "other query heads of the same key/value head",
     "heads": "other key/value heads",
     "samples": "other samples of the batch",

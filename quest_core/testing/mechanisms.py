@@ -232,13 +232,27 @@ class MechanismConformance:
     @contextlib.contextmanager
     def refused(self, what: str, promise: str) -> Iterator[None]:
         """Fail unless the block raises UnsupportedError that names the mechanism."""
+        ran = False
+        with self.possible(what):
+            yield
+            ran = True
+        if ran:
+            raise _Found(f"{what} runs, although no part declares {promise}; report this to quest_core")
+
+    @contextlib.contextmanager
+    def possible(self, what: str) -> Iterator[None]:
+        """Let the block raise UnsupportedError, if it names the mechanism."""
         try:
             yield
         except UnsupportedError as error:
             if not any(part.name in str(error) for part in self.parts):
                 raise _Found(f"{what} is refused without naming the mechanism: {error}") from error
-        else:
-            raise _Found(f"{what} runs, although no part declares {promise}; report this to quest_core")
+
+    def spelled(self, seen: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A mask, True where a key is visible, in every form."""
+        yield "boolean", seen
+        for name, low in (("−inf", -math.inf), ("the lowest value", torch.finfo(torch.float64).min)):
+            yield f"additive, of {name}", torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, low)
 
     def changed(self, x: Tensor, index: tuple[Any, ...]) -> Tensor:
         """A copy of `x` with other numbers at `index`."""
@@ -599,11 +613,17 @@ class MechanismConformance:
     # --- causality and decoding ------------------------------------------------------------------------------------
 
     def test_no_query_sees_the_future(self) -> None:
-        """With is_causal, a token changes no output before it, in evaluation and in training."""
+        """With is_causal, a token changes no output before it, in evaluation and in training.
+
+        A mask that hides the future means the same, or is refused.
+        """
         made = self.build()
         if not self.can("causal"):
             with self.refused("is_causal=True", "causal=True"):
                 made.last(*self.inputs(), is_causal=True)
+            for name, mask in self.spelled(torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()):
+                with self.refused(f"a mask that hides the future ({name})", "causal=True"):
+                    made.last(*self.inputs(), attn_mask=mask)
             return
         fix = self.declare("drop causal and cached")
         longest = self.longest()
@@ -619,6 +639,35 @@ class MechanismConformance:
                     later = made(asking, self.changed(k, at), self.changed(v, at), is_causal=True)
                     said = f"with is_causal, {token} of {n} outputs precede a token that changes them"
                     self.equal(later[:, :, :token], out[:, :, :token], f"{said}: the future leaks. {fix}")
+                for name, mask in self.spelled(torch.ones(n, m, dtype=torch.bool).tril(m - n)):
+                    with self.possible("a mask that hides the future"):
+                        masked = made(q, k, v, attn_mask=mask)
+                        self.equal(masked, out, f"is_causal and a mask that hides the future ({name}) differ. {fix}")
+
+    def test_hidden_keys_do_not_matter(self) -> None:
+        """Under masks that show each query other keys, a token changes nothing for those that do not see it."""
+        if "unseen" in self.reads:
+            return
+        made, (q, k, v) = self.build(), self.inputs()
+        i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+        torch.manual_seed(4)
+        for shape, seen in (
+            ("a sliding window", (i - j).abs() < 3),
+            ("a causal window", (i >= j) & (i - j < 3)),
+            ("packed sequences", i // 3 == j // 3),
+            ("packed causal sequences", (i // 3 == j // 3) & (i >= j)),
+            ("a prefix", (j <= i) | (j < 4)),
+            ("other pairs in every head", torch.rand(2, HEADS, TOKENS, TOKENS) > 0.4),
+        ):
+            for name, mask in self.spelled(seen):
+                with self.possible(f"a mask of {shape}"):
+                    out = made(q, k, v, attn_mask=mask)
+                    for token in range(0, TOKENS, 4):
+                        at = (slice(None), slice(None), token)
+                        other = made(q, self.changed(k, at), self.changed(v, at), attn_mask=mask)
+                        blind = ~seen[..., token].expand(out.shape[:3])  # [B, H, N]
+                        said = f"under {shape} ({name}) key {token} changes outputs of queries that do not see it"
+                        self.equal(other[blind], out[blind], f"{said}. {self.reading('unseen')}")
 
     def test_decoding_equals_the_forward_pass(self) -> None:
         """One token at a time with a Cache, with and without padding."""

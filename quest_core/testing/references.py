@@ -120,17 +120,15 @@ SCORES: Mapping[str, Callable[..., Tensor]] = {
 def _metric(
     q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, mask: Tensor | None, is_causal: bool
 ) -> Tensor | float:
-    """m [B, H, N, D]: the mean of abs(v − before) over the tokens so far that some query sees, over its maximum in D.
+    """m [B, H, N, D]: the mean of abs(v − before) over the keys that the query sees, over its maximum in D.
 
     Args:
         v: [B, H, M, D], and before: [B, H, M, D], the values of the layer before; None in the first layer.
-        is_causal: the tokens so far are those up to the query; otherwise all.
     """
     if before is None:
         return 1.0
-    counted = seen_by_some(mask, len(k), k.shape[2])[:, None, None]
-    weight = (visible(q.shape[2], k.shape[2], None, is_causal) & counted).double()  # [B, 1, N, M]
-    mean = weight / weight.sum(-1, keepdim=True).clamp(min=1) @ (v - before).abs()
+    seen = visible(q.shape[2], k.shape[2], mask, is_causal).double()  # [N, M] or wider
+    mean = seen / seen.sum(-1, keepdim=True).clamp(min=1) @ (v - before).abs()
     top = mean.amax(-1, keepdim=True)
     return torch.where(top > 0, mean / torch.where(top > 0, top, 1), 1).detach()
 

@@ -17,6 +17,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.injection import inject
 from ..hosts.loading import adapter as find_adapter
+from ..hosts.universal import run_example
 from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import Dims
@@ -95,7 +96,7 @@ def calibrate(
         attention: quest, with any normaliser, and a grouping only if it leaves every query head its own key head.
         adapter: as in :func:`quest_core.inject`.
         forward: ``forward(model, batch)`` returns the output to compare, a tensor or a nest of tuples, lists and
-            mappings of tensors; by default ``model(*batch)`` for a tuple or list and ``model(batch)`` for others.
+            mappings of tensors; by default the model is called with a batch as with the `example` of `inject`.
 
     Returns:
         The model, as inject returns it, and the report.
@@ -108,7 +109,7 @@ def calibrate(
     """
     target = AttentionConfig.parse(attention)
     refuse_uncalibratable(target)
-    run = forward or _run
+    run = forward or run_example
     batches = list(batches)
     if not batches:
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
@@ -168,10 +169,6 @@ def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
             raise UnsupportedError(f"'{one}' and '{other}' share parameters; inject and fine-tune without calibration")
-
-
-def _run(model: nn.Module, batch: Any) -> Any:
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _measure(

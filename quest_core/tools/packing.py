@@ -95,10 +95,14 @@ class PackingPlan:
         max_seqlen_k: int | None = None,
     ) -> None:
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu is not None and not isinstance(cu, Tensor):
+                raise InputError(
+                    f"{name} is a {type(cu).__name__}; it needs a tensor: torch.tensor(..., dtype=torch.int32)"
+                )
             if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64)):
                 raise InputError(f"{name} is {cu.dtype} of shape {list(cu.shape)}; it needs int32 of shape [B + 1]")
         self.cu_seqlens_q = self.cu_seqlens_k = cu_seqlens_q.to(torch.int32)
-        self._longest = (max_seqlen_q, max_seqlen_q)
+        self._longest = (max_seqlen_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k)
         if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
             one, other = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
             if one != other:
@@ -123,8 +127,11 @@ class PackingPlan:
 
     @functools.cached_property
     def lengths(self) -> list[tuple[int, int]]:
-        """Queries n and keys m of every sequence."""
+        """Queries n and keys m of every sequence; InputError if one is longer than `max_seqlen_q` or `max_seqlen_k`."""
         n, m = ([b - a for a, b in itertools.pairwise(offsets)] for offsets in self.offsets)
+        for name, given, found in zip(("max_seqlen_q", "max_seqlen_k"), self._longest, (n, m), strict=True):
+            if given is not None and given < max(found, default=0):
+                raise InputError(f"{name} is {given}, and the longest sequence has {max(found)} tokens")
         return list(zip(n, m, strict=True))
 
     @functools.cached_property

@@ -264,7 +264,8 @@ class MadeOf(Made):
         dtype = torch.float32 if one.mask_wide else one.dtype
         seen = torch.rand(shape) > 0.4
         if shape[-2]:
-            seen[..., 0, :] = bool(one.seed % 2)
+            free = all(part.causal for part in self.config.specs())  # others refuse a mask that hides the future
+            seen[..., 0, :] = bool(one.seed % 2) or not free
         if one.mask == "boolean":
             return seen
         if one.mask == "bias":

@@ -84,26 +84,22 @@ def prepared(score: str, q: Tensor, k: Tensor, learned: Mapping[str, Tensor]) ->
     return unit(q) * learned["query_scale"], unit(k) * learned["key_scale"], 1.0
 
 
-def metric(v: Tensor, before: Tensor, n: int, seen: Tensor, is_causal: bool) -> Tensor:
-    """Elliptical m: the mean over visible tokens of abs(v − v of the layer before), over its maximum over D.
+def metric(v: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+    """Elliptical m: the mean over visible keys of abs(v − v of the layer before), over its maximum over D.
 
     Args:
-        v, before: [B, G, M, D].
-        seen: [B, M], True where some query sees the key.
+        v, before: [B, H, M, D].
+        seen: [B, H, N, M], True where the query sees the key; one that sees none takes any metric.
 
     Returns:
-        [B, G, N or 1, D].
+        [B, H, N, D].
     """
-    change = (v - before).abs().detach() * seen[:, None, :, None]
-    m = v.shape[2]
-    if is_causal:
-        rows = []
-        for i in range(n):
-            last = max(i + m - n + 1, 1)  # a query that sees no key takes any metric
-            rows.append(change[:, :, :last].sum(2) / seen[:, :last].sum(1).clamp(min=1)[:, None, None])
-        mean = torch.stack(rows, 2)
-    else:
-        mean = change.sum(2, keepdim=True) / seen.sum(1).clamp(min=1)[:, None, None, None]
+    change = (v - before).abs().detach()
+    rows = []
+    for i in range(seen.shape[2]):
+        own = seen[:, :, i, :, None]  # [B, H, M, 1]
+        rows.append((change * own).sum(2) / own.sum(2).clamp(min=1))
+    mean = torch.stack(rows, 2)
     top = mean.amax(-1, keepdim=True)
     return torch.where(top > 0, mean / torch.where(top > 0, top, 1), torch.ones_like(mean))
 
@@ -222,15 +218,15 @@ def attend(
     head = head_of_each(config, k, heads, any_query, state)
     learned = {name: x[head] if name == "key_scale" and len(x) > 1 else x for name, x in learned.items()}
     k, v = k[:, head], v[:, head]
+    if is_causal:
+        seen = seen & causal(n, m)
     if before is not None:
-        q = q * metric(v, before[:, head], n, any_query, is_causal)
+        q = q * metric(v, before[:, head], seen)
     q, k, scale = prepared(config["score"], q, k, learned)
     given = config.option("scale")
     logits = q @ k.mT * (scale if given is None else given)
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + torch.where(wide(hidden(mask), shape), torch.zeros_like(mask), mask).to(logits.dtype)
-    if is_causal:
-        seen = seen & causal(n, m)
     options = {o: config.option(o) for o in ("bias", "eps", "iterations") if config.option(o) is not None}
     weights = NORMALISERS[config["normaliser"]](logits, seen, options)
     if draw is not None:

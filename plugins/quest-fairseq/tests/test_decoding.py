@@ -14,7 +14,7 @@ import quest_core
 from quest_core.mechanisms import PARTS
 from quest_core.mechanisms.elliptical import Elliptical
 from quest_fairseq import FairseqAdapter
-from quest_fairseq.attention import Attention, hides_the_future
+from quest_fairseq.attention import Attention
 
 LM = ["--decoder-layers", "3", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32"]
 LM += ["--decoder-attention-heads", "4", "--dropout", "0"]
@@ -182,18 +182,6 @@ def test_weights_are_those_of_stock_fairseq(training: bool, heads: bool) -> None
         found.append(module(query, key, key, hidden, static_kv=True, need_weights=True, need_head_weights=heads))
     for mine, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_masks_are_recognised_by_what_they_hide() -> None:
-    future = torch.full((6, 6), -float("inf")).triu(1)
-    assert hides_the_future(future)
-    assert hides_the_future(future[:4, :4])
-    assert hides_the_future(future.isinf())
-    assert not hides_the_future(future[:4, :5])
-    assert not hides_the_future(future[1:, 1:] + 1)
-    assert hides_the_future(future[1:, 1:])  # again a triangle
-    future[5, 0] = -1.0
-    assert not hides_the_future(future)  # the mask was changed since it was last looked at
 
 
 def test_other_masks_are_added_and_families_refuse_them() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from quest_core import Cache
 from quest_core.errors import InputError
 from quest_core.hosts.replacement import HostAttention, one_mask
-from quest_core.mechanisms.base import merge_causal
+from quest_core.mechanisms.base import hides_the_future, merge_causal
 from quest_core.projections import Separate
 
 State = dict[str, dict[str, Any]]
@@ -136,7 +135,8 @@ class Attention(HostAttention, MultiheadAttention):
 
     def _visible(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
-        causal = attn_mask is not None and hides_the_future(attn_mask)
+        ours = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        causal = ours is not None and hides_the_future(ours, only=True)
         seen = None  # [B, 1, 1 or S, S]
         if padding is not None:
             seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=self.self_attention)
@@ -154,22 +154,3 @@ class Attention(HostAttention, MultiheadAttention):
             seen = merge_causal(seen, q.shape[2], k.shape[2], q.device) if causal else seen
             weights = self.mechanism.normaliser.weights(scores, seen)
         return out, weights
-
-
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> what was found for each view of it
-
-
-def hides_the_future(mask: Tensor) -> bool:
-    """Return whether an attn_mask [N, M] hides later keys and nothing else, so that is_causal replaces it.
-
-    fairseq's decoders build one mask and pass views of it, so the answer is kept with that mask.
-    """
-    whole = mask if mask._base is None else mask._base
-    if whole not in _known:
-        _known[whole] = {}
-    view = (whole._version, mask.shape, mask.stride(), mask.storage_offset())
-    if view not in _known[whole]:
-        future = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).triu(1)
-        wanted = future if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill_(future, -math.inf)
-        _known[whole][view] = mask.shape[0] == mask.shape[1] and torch.equal(mask, wanted)
-    return _known[whole][view]  # type: ignore[no-any-return]

@@ -56,8 +56,11 @@ class TransformersAdapter(Adapter):
                 f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"
             )
         window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-        if window is not None and (config.family or any(part.chained for part in config.specs())):
+        if window is not None and config.family:
             return f"it looks at all tokens, and the model has a sliding window of {window}"
+        kinds = sorted(set(getattr(module.config, "layer_types", None) or ()))
+        if len(kinds) > 1 and any(part.chained for part in config.specs()):
+            return f"it compares the tokens of one layer with those of the next, and a cache holds others ({kinds})"
         try:
             wanted = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads).kv_heads
         except ConfigError:  # kv_heads is missing or does not divide the heads: an error of its own

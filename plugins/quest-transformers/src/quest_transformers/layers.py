@@ -224,8 +224,7 @@ class Rules:
 
     Attributes:
         scaling: the factor on q·k that the mechanism was built for.
-        family: it never forms weights, so masks are of keys only.
-        order: a mask does not make it causal, because it counts every token that any query sees.
+        family: it never forms weights, so masks are of keys only, and do not make it causal.
         counts_queries: padding must not take part as a query either.
         unit_keys: a cache may hold its keys after their normalisation; see quest_transformers.caching.
         cross: the keys are those of another sequence.
@@ -233,7 +232,6 @@ class Rules:
 
     scaling: float
     family: bool
-    order: bool
     counts_queries: bool
     unit_keys: bool
     cross: bool
@@ -241,11 +239,9 @@ class Rules:
     @classmethod
     def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
         """Return the rules of a mechanism in a module."""
-        specs = list(mechanism.config.specs())
         return cls(
             anatomy.scaling,
             mechanism.family is not None,
-            mechanism.family is not None or any(part.chained for part in specs),
             "queries" in mechanism.reads,
             mechanism.takes_unit_keys,
             anatomy.role == "cross",
@@ -317,7 +313,7 @@ def attend(
     if implied and m > n:  # a static cache holds room for tokens to come
         key, value, m = key[:, :, :n], value[:, :, :n], n
         position_bias = None if position_bias is None else position_bias[..., :n]
-    if causal and rules.order:
+    if causal and rules.family:
         implied = _order(module, mechanism, attention_mask, n, m)
     if rules.counts_queries and attention_mask is not None and n == m:
         attention_mask = _hide_queries(attention_mask)
@@ -349,7 +345,7 @@ def _described(mask: Any) -> str:
 
 
 def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: int) -> bool:
-    """Whether to say is_causal to a mechanism with `Rules.order`.
+    """Whether to say is_causal to a family.
 
     With more keys than queries, only a mask says which keys are of the past; without one, all are.
 
@@ -357,9 +353,7 @@ def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: in
         UnsupportedError: a mask, and more keys than queries.
     """
     if mask is None or n == m:
-        return n > 1 or mechanism.family is not None
-    if n == 1 and mechanism.family is None:  # a single query sees all of the past
-        return False
+        return True
     raise UnsupportedError(
         f"attention '{mechanism.config}' in {type(module).__name__} cannot see which of {m} keys are of the past for "
         f"{n} queries, as with a static cache, padding or assisted decoding; use a dynamic cache without padding, or "
