@@ -5,22 +5,17 @@ A plugin declares its suites as data in a module of its sub-package ``bench`` (R
 ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
 cell: one task, one attention, one seed.
 
-Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `own_trainer` runs
-a framework's own training script, and `beside_stock` times a step against the host's own.
+Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, and `own_trainer` runs
+a framework's own training script. :mod:`quest_core.testing.timing` times a step against the host's own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import math
 import os
 import random
-import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,79 +165,3 @@ def own_trainer(
             raise
     if process.returncode:
         raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
-
-
-def beside_stock(
-    stock: Callable[[], object], own: Callable[[], object], *, rounds: int, progress: Progress, warm_up: int = 2
-) -> Result:
-    """Time two steps in turns, and measure the memory of each.
-
-    In each round both steps run once, in a random order, so a change of the machine's load meets both alike. On a CPU
-    the time is that of the processor, on a GPU that of the clock.
-
-    Args:
-        stock: one step with the host's own attention.
-        own: the same step with the attention of the cell.
-        rounds: how often each step is timed.
-        progress: called after each round.
-        warm_up: rounds before the first timed one.
-
-    Returns:
-        Metrics ``time of stock`` (the median over the rounds of the ratio), ``least time of stock`` (the ratio of the
-        shortest rounds, which other work on the machine changes least), ``seconds`` and ``stock seconds`` (the
-        medians), ``memory of stock`` (the ratio of the peaks) and ``MiB``; series ``ratio`` by round.
-    """
-    steps = {"stock": stock, "own": own}
-    memory = {name: peak_mib(step) for name, step in steps.items()}
-    taken: dict[str, list[float]] = {"stock": [], "own": []}
-    cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda else time.process_time
-    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
-    order = random.Random(0)  # does not advance the suite's generator
-    for round_ in range(warm_up + rounds):
-        for name in order.sample(list(steps), len(steps)):
-            wait()
-            started = clock()
-            steps[name]()
-            wait()
-            if round_ >= warm_up:
-                taken[name].append(clock() - started)
-        progress((round_ + 1) / (warm_up + rounds), f"round {round_ + 1}")
-    ratios = [mine / theirs for mine, theirs in zip(taken["own"], taken["stock"], strict=True)]
-    return Result(
-        metrics={
-            "time of stock": statistics.median(ratios),
-            "least time of stock": min(taken["own"]) / min(taken["stock"]),
-            "seconds": statistics.median(taken["own"]),
-            "stock seconds": statistics.median(taken["stock"]),
-            "memory of stock": memory["own"] / memory["stock"] if memory["stock"] else math.nan,
-            "MiB": memory["own"],
-        },
-        series={"ratio": ratios},
-    )
-
-
-def peak_mib(step: Callable[[], object]) -> float:
-    """Return by how many MiB two calls raise the peak of memory: of a forked process on a CPU, allocated on a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        for _ in range(2):
-            step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):  # the caller's own call of the step shows the error
-            torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for _ in range(2):
-                step()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            os.write(writing, str(peak / (2**20 if sys.platform == "darwin" else 2**10)).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return float(text or math.nan)

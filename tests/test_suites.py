@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quest_core.benchmarks import STATE, Cell, Result, beside_stock, load_state, own_trainer, save_state
+from quest_core.benchmarks import STATE, Cell, Result, load_state, own_trainer, save_state
 from quest_core.errors import PluginError
 from quest_core.testing.cells import check_resume, committed_commands
+from quest_core.testing.timing import beside_stock
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_steps_take_turns() -> None:
 def test_memory_is_the_rise_of_the_peak() -> None:
     """In a process of its own: one that has freed memory, as other tests do, may take it again without a rise."""
     code = (
-        "import torch; from quest_core.benchmarks import peak_mib; kept = []; "
+        "import torch; from quest_core.testing.timing import peak_mib; kept = []; "
         "print(peak_mib(lambda: kept.append(torch.ones(2**23))), len(kept))"
     )
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, peak_mib
+from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import PluginError
 from quest_core.mechanism import kv_heads
+from quest_core.testing.timing import peak_mib
 
 from .plan import shortened
 

@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, beside_stock
+from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.catalogue import parts
 from quest_core.checkpoints import accept
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.mechanism import Observation
+from quest_core.testing.timing import beside_stock
 
 from .images import VisionTransformer, accuracy, read
 from .training import Curves, DivergedError, fit

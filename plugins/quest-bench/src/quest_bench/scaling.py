@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import quest_core
-from quest_core.benchmarks import peak_mib
 from quest_core.errors import ConfigError
+from quest_core.testing.timing import peak_mib
 
 from .plan import check_calls
 from .speed import (

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import GINEConv, GPSConv
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, beside_stock
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.testing.timing import beside_stock
 
 from .. import attention
 from ..attention import GraphAttention
@@ -39,7 +40,7 @@ def sizes(task: str) -> list[int]:
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two layers in turns; see `quest_core.benchmarks.beside_stock`.
+    """Time a step of each of two layers in turns; see `quest_core.testing.timing.beside_stock`.
 
     Args:
         cell: `task` names the batch.

@@ -145,8 +145,8 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     )
 
 
-def build(patch_size: int, **attention: Any) -> Any:
-    """Return torch-pointcloud's model in SIZES; stock's own attention takes `use_flash_attn` in place of `attention`."""
+def build(patch_size: int, **how: Any) -> Any:
+    """Return torch-pointcloud's model in SIZES, with stock's attention if `attention` is not given."""
     from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
     return PointTransformerV3Segmentation(
@@ -155,7 +155,7 @@ def build(patch_size: int, **attention: Any) -> Any:
         encoder_patch_size=(patch_size,) * len(SIZES["encoder_depths"]),
         decoder_patch_size=(patch_size,) * len(SIZES["decoder_depths"]),
         **SIZES,
-        **attention,
+        **how,
     )
 
 

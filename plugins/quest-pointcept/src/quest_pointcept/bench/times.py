@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quest_core.benchmarks import Cell, Progress, Result, beside_stock
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.testing.timing import beside_stock
 
 from . import scenes
 from .tasks import RAYS, RINGS, Batch, batches, build
@@ -20,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.benchmarks.beside_stock`."""
+    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`."""
     options = {**cell.options, "grid_size": 0.4, **({"rounds": 2, "batch_size": 1} if cell.smoke else {})}
     if DEVICE.type == "cpu":
         torch.set_num_threads(1)  # sparse convolutions on a CPU are wrong with more
