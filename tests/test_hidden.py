@@ -1,4 +1,4 @@
-"""What a query does not see leaves its result as it is, however the mask says so; or the mechanism is refused."""
+"""A key that a mask hides from a query does not change its output, on every route; or the mechanism is refused."""
 
 from __future__ import annotations
 

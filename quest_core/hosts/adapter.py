@@ -188,11 +188,7 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (asked.dropout, part.drops, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
-            (
-                asked.rotary,
-                part.compares or part.weights,
-                "its queries do not meet keys, where rotary positions act",
-            ),
+            (asked.rotary, part.compares or part.weights, "its queries do not meet keys, where rotary positions act"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
         ):
             if needs and not gives:

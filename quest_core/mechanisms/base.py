@@ -247,7 +247,7 @@ def visible(mask: Tensor) -> Tensor:
     Args:
         mask: boolean (True = may attend) or additive (−inf hides), [N, M] or broadcastable to [B, H, N, M].
     """
-    seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    seen = mask if mask.dtype == torch.bool else mask != -math.inf
     return seen[(None,) * (4 - seen.dim())]
 
 
@@ -255,10 +255,9 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> what `hides_the_f
 
 
 def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
-    """Return whether a mask hides every key j > i + M − N from query i, and shows some earlier key to it.
+    """Return whether a mask hides every key j > i + M − N from query i, and is not a mask of padding.
 
-    A mask of padding does not count, nor does one that cannot be read here: under a compiler or a function transform,
-    or while a CUDA graph is recorded. Reading waits for a GPU, so the answer is kept with the mask, and views of it.
+    False where it cannot be read, as under a compiler. Reading waits for a GPU, so the answer is kept until it changes.
 
     Args:
         mask: boolean (True = may attend) or additive (−inf and lowest values hide), broadcastable to [B, H, N, M].
@@ -267,8 +266,9 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
     if not (is_eager() and may_read(mask, waits=True)):
         return False
     kept = {} if mask.is_inference() else _known.setdefault(mask if mask._base is None else mask._base, {})
-    view = (mask.is_inference() or mask._version, mask.dtype, mask.shape, mask.stride(), mask.storage_offset(), only)
-    if view not in kept:
+    view = (mask.dtype, mask.shape, mask.stride(), mask.storage_offset(), only)
+    version = mask.is_inference() or mask._version
+    if kept.get(view, (None,))[0] != version:
         n, m = mask.shape[-2:]
         seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
         past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
@@ -277,8 +277,8 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
         else:
             padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
             found = (past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any()
-        kept[view] = bool(found.all())
-    return kept[view]  # type: ignore[no-any-return]
+        kept[view] = version, bool(found.all())
+    return kept[view][1]  # type: ignore[no-any-return]
 
 
 def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:

@@ -132,11 +132,9 @@ class Elliptical(Standard):
 
         On a GPU the backward pass runs in a thread of its own, so the values name their forward pass.
         """
-        # As whole numbers, of which NaN equals NaN: a step that overflows is computed again too.
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kept.element_size()]
         for own, before in list(self._step.values()):
             alike = (own.shape, own.dtype, own.device) == (kept.shape, kept.dtype, kept.device)
-            if alike and torch.equal(own.view(bits), kept.view(bits)):
+            if alike and torch.equal(own.nan_to_num(), kept.nan_to_num()):  # a step that overflows is repeated too
                 return before
         raise UnsupportedError(
             "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
@@ -155,11 +153,9 @@ def _spread(x: Tensor, heads: int, head: Tensor | None) -> Tensor:
 
 
 def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """m, [B, G, N, D]; [B, G, 1, D] where all of `n` queries see the same keys.
+    """Return m [B, G, N, D], or [B, G, 1, D] if all `n` queries see the same keys, from the change [B, G, M, D].
 
-    Args:
-        change: abs(v − v of the layer before) of all keys, [B, G, M, D].
-        mask: as in `Mechanism.forward`; G = H if it differs between heads.
+    G is H if the mask differs between heads.
     """
     m = change.shape[2]
     if m == 0:
@@ -169,7 +165,8 @@ def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Ten
     if seen.shape[2] > 1:
         seen = seen.tril(m - n) if is_causal else seen
         with no_autocast(change.device.type):
-            total, count = torch.einsum("bhnm,bhmd->bhnd", seen, change), seen.sum(-1, keepdim=True)
+            # In this order, or ONNX Runtime takes the sizes of 1 of `seen` for those of the result.
+            total, count = torch.einsum("bhmd,bhnm->bhnd", change, seen), seen.sum(-1, keepdim=True)
     elif is_causal and n > 1:
         # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
         last = (torch.arange(n, device=change.device) + m - n).clamp(min=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.blocks import block_rows, in_blocks
 from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, transform, wider
-from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, widen
+from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, visible, widen
 from .part import MIXING, POINTWISE, Option, Part
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
@@ -52,16 +52,16 @@ class Softmax(Normaliser):
                 q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
             )
         blind = None
-        if mask is not None:
-            if is_exporting() or not HIDES_BLIND_ROWS:  # other runtimes divide 0 by 0 there
-                blind = _hidden(mask).all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
-                mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
-            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+        if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
+            blind = ~visible(mask).any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
+            mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
         if not HAS_GROUPED_ATTENTION:
             if grouped:
                 share = q.shape[1] // k.shape[1]
                 k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
             q, k, v = [x.to(result_type(x)) for x in (q, k, v)]  # nor does autocast know the function there
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
         batch, head, token, feature = q.stride()
         if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap, and PyTorch's output would too
             q = q.contiguous()
@@ -72,10 +72,10 @@ class Softmax(Normaliser):
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return logits.softmax(-1)
-        hidden = _hidden(mask)
-        blind = hidden.all(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]: rows with no visible key
+        seen = visible(mask)
+        blind = ~seen.any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]: rows with no visible key
         if mask.dtype == torch.bool:
-            logits = logits.masked_fill(hidden & ~blind, -math.inf)
+            logits = logits.masked_fill(~(seen | blind), -math.inf)
         else:
             logits = logits + mask.masked_fill(blind, 0)
         return logits.softmax(-1).masked_fill(blind, 0)
@@ -172,7 +172,7 @@ class Sinkhorn(Normaliser):
         if mask is not None and mask.dtype != torch.bool:
             z = z + mask
         z = z if self.eps == 1 else z / self.eps
-        return z if mask is None else z.masked_fill(_hidden(mask), HIDDEN)
+        return z if mask is None else z.masked_fill(~visible(mask), HIDDEN)
 
     def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
         """Alternate between rows and columns.
@@ -188,16 +188,11 @@ class Sinkhorn(Normaliser):
         return last if self.iterations % 2 else before, last
 
 
-def _hidden(mask: Tensor) -> Tensor:
-    """True where the mask hides."""
-    return ~mask if mask.dtype == torch.bool else mask == -math.inf
-
-
 def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
     """The mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
     if mask is None:
         return torch.ones(like.shape[-1], dtype=torch.bool, device=like.device)[None]
-    return (~_hidden(mask)).expand(*mask.shape[:-1], like.shape[-1])
+    return visible(mask).expand(-1, -1, -1, like.shape[-1])
 
 
 def _column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
