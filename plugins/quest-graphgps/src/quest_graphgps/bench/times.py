@@ -2,7 +2,7 @@
 
 The host's own is torch.nn.MultiheadAttention on padded batches, as in PyTorch Geometric and GraphGPS. The plugin's
 layer packs ragged batches; the option `packing` forces or forbids it. A task is one layer of attention, or with the
-prefix gps- a model of PyTorch Geometric's GPSConv layers, each a graph convolution beside the attention.
+prefix gps- a model of PyTorch Geometric's GPSConv layers, which add a graph convolution to it.
 """
 
 from __future__ import annotations
