@@ -7,8 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from .checks import check_sizes
-from .errors import InputError, UnsupportedError
+from .errors import InputError, UnsupportedError, check_sizes
 
 
 class Cache:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, InputError
+from .errors import InputError
 from .kernels.pytorch import autocast_dtype
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError, naming the size, unless all are whole numbers of at least 1, or None."""
-    for name, value in sizes.items():
-        if value is not None and not (hasattr(value, "__index__") and operator.index(value) > 0):
-            raise ConfigError(f"{name} is {value!r}; it is a whole number of at least 1")
 
 
 def check_inputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 
 
@@ -46,3 +47,10 @@ def one_of(found: object, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(given, alike, n=1, cutoff=0.6)
     near = near or [name for name in alike if len(given) > 2 and (given in name or f"-{name}" in given)]
     return f"did you mean '{alike[near[0]]}'? C{text}" if near else f"c{text}"
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError, naming the size, unless all are whole numbers of at least 1, or None."""
+    for name, value in sizes.items():
+        if value is not None and not (hasattr(value, "__index__") and operator.index(value) > 0):
+            raise ConfigError(f"{name} is {value!r}; it is a whole number of at least 1")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Cache
-from .checks import check_sizes
 from .config import AttentionConfig, AttentionSpec
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, check_sizes
 from .mechanism import Mechanism, head_sizes
 from .mechanisms.base import merge_masks
 from .projections import Projected, Separate
