@@ -539,6 +539,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "func.jvp": ("func", "forward", "jvp"),
     "second derivative": ("second derivative", "double backward"),
     "second derivative, math kernel": ("second derivative", "double backward"),
+    "autocast": ("autocast",),
 }
 
 
