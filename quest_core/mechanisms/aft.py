@@ -30,7 +30,7 @@ def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tens
     keys = widen(k)
     if key_mask is not None:
         mask = key_mask[:, None, :, None]
-        keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask
+        keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask.to(keys.dtype)
     return keys, widen(v)
 
 

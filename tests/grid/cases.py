@@ -511,6 +511,10 @@ def bounds(
     results of the cell, and that of a sum of M + D terms: (M + D) / 4 · eps · the largest number of the cell. The
     derivative of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is
     that of float32 scaled. `least` is a size that the sums have at least, where they cancel.
+
+    A weight is the exponential of a logit, which float32 or a wider type holds. If an additive mask makes the logit as
+    large as L, its rounding changes the weight by a factor of 1 ± L · eps. Sinkhorn in logarithms has this error where
+    the plain formula has none.
     """
     eps, dtype = torch.finfo(made.cell.dtype).eps, rough(made)
     sizes = [float(x.abs().max()) if x.numel() else 0.0 for x in exact]
@@ -525,7 +529,13 @@ def bounds(
         errors.append(error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0)
     # What is zero but for rounding has no relative error.
     relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
-    sums = (tensors[1].shape[2] + made.dim) / 4 * eps * max(largest, least) * steep
+    logit = 0.0
+    if len(tensors) > 3 and tensors[3].is_floating_point():
+        added = tensors[3].detach().double().masked_fill(references.hidden(tensors[3]), 0).abs()
+        wide = torch.finfo(torch.promote_types(made.cell.dtype, torch.float32)).eps
+        temperature = float(made.config.option("eps") or 1)
+        logit = wide * float(added.max()) / temperature if added.numel() else 0.0
+    sums = ((tensors[1].shape[2] + made.dim) / 4 * eps + logit) * max(largest, least) * steep
     return [made.slack * (max(error, relative * size) + sums) for error, size in zip(errors, sizes, strict=True)]
 
 
@@ -589,6 +599,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "func.jvp": ("func", "forward", "jvp"),
     "second derivative": ("second derivative", "double backward"),
     "second derivative, math kernel": ("second derivative", "double backward"),
+    "autocast": ("autocast",),
 }
 
 

@@ -42,14 +42,20 @@ class Strides:
         steps: of each axis.
         offset: elements before the first.
         expanded: axes along which one element stands for all.
+        windows: the axis of heads or tokens whose entries are overlapping windows, as of tensor.unfold.
     """
 
     order: tuple[int, ...] = (0, 1, 2, 3)
     steps: tuple[int, ...] = (1, 1, 1, 1)
     offset: int = 0
     expanded: tuple[int, ...] = ()
+    windows: int | None = None
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, factor: float) -> Tensor:
+        if self.windows is not None and shape[self.windows] > 0:
+            others = [size for axis, size in enumerate(shape[:3]) if axis != self.windows]
+            series = (torch.randn(*others, shape[self.windows] - 1 + shape[3]) * factor).to(dtype)
+            return series.unfold(2, shape[3], 1).movedim(2, self.windows)
         stored = [1 if axis in self.expanded else shape[axis] * self.steps[axis] for axis in self.order]
         count = int(torch.tensor(stored).prod())
         flat = (torch.randn(count + self.offset) * factor).to(dtype)
@@ -80,12 +86,14 @@ class Example:
     shared: bool = False  # k and v are pieces of one tensor
     mask: str = "none"
     mask_shape: tuple[bool, ...] = ()  # which of B, H, N, M are broadcast; two entries for [N, M]
-    mask_wide: bool = False  # the mask is float32
+    mask_wide: bool = False  # the mask is float32, or float64 with tensors of float32
+    mask_layout: str = "contiguous"
     is_causal: bool = False
     training: bool = False
     wants: tuple[bool, ...] = (True, True, True, True, True)  # gradients of q, k, v, the mask, the parameters
     factor: float = 1.0
     zeros: bool = False  # some keys and queries are zero
+    grad: str = "tokens first"  # how the gradient of the output lies in memory
     transform: str = "eager"
     seed: int = 0
 
@@ -95,6 +103,8 @@ SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
 FIRST = 29  # tokens of the first call of a graph for all lengths; it and FIRST + 8 equal no other size, because
 # torch.compile takes equal sizes for one
 KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
+MASK_LAYOUTS = ("contiguous", "transposed", "slice", "expanded")
+GRADS = ("tokens first", "contiguous", "expanded", "features first")
 
 
 def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
@@ -170,6 +180,8 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
     dtype = pick({"ONNX": DTYPES[:2], "second derivative": DTYPES[:1]}.get(transform, DTYPES))
     shared = pick((True, False, False))
     more = {name: strides(source) for name in "qkv"}
+    if pick((False,) * 7 + (True,)):  # of q only: PyTorch refuses a gradient by windows of k or v in bfloat16
+        more["q"] = Strides(windows=pick((1, 2)))
     if transform in ("export", "ONNX"):  # PyTorch itself fixes a length where an example input has gaps in memory
         more = {name: Strides() for name in "qkv"}
     widens = mask != "none" and transform == "eager" and "pgqa" not in spec  # whose noise is drawn in the wider type
@@ -179,6 +191,8 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
         mask_wide=widens and pick((True, False)), is_causal=is_causal,
         training=training, wants=tuple(pick((True, True, False)) for _ in range(5)), factor=pick((1.0, 0.01, 3.0)),
         zeros=pick((True, False)), transform=transform, seed=pick(range(1000)),
+        mask_layout=pick(MASK_LAYOUTS) if transform == "eager" else "contiguous",
+        grad=pick(GRADS) if transform == "eager" else GRADS[0],
     )  # fmt: skip
 
 
@@ -255,13 +269,27 @@ class MadeOf(Made):
             for x in (q, k):
                 if 0 not in (*x.shape, *x.stride()):
                     x[0, 0, 0] = 0
-        return (q, k, v) if one.mask == "none" else (q, k, v, self._mask(n, m))
+        return (q, k, v) if one.mask == "none" else (q, k, v, self._laid_out(self._mask(n, m), n, m))
+
+    def _laid_out(self, mask: Tensor, n: int, m: int) -> Tensor:
+        """The same mask in another layout."""
+        one = self.one
+        if one.mask_layout == "transposed":
+            return mask.mT.contiguous().mT
+        if one.mask_layout == "slice":
+            return torch.cat([mask[..., :1], mask, mask[..., :1]], -1)[..., min(mask.shape[-1], 1) :][
+                ..., : mask.shape[-1]
+            ]
+        if one.mask_layout == "expanded":
+            rows = 1 if self.config.family else n
+            return mask.expand(*((one.batch, -1)[: mask.dim() - 2]), rows, m)
+        return mask
 
     def _mask(self, n: int, m: int) -> Tensor:
         one = self.one
         sizes = (one.batch, one.heads, n, m)[4 - len(one.mask_shape) :]
         shape = [1 if broadcast else size for size, broadcast in zip(sizes, one.mask_shape, strict=True)]
-        dtype = torch.float32 if one.mask_wide else one.dtype
+        dtype = {torch.float32: torch.float64}.get(one.dtype, torch.float32) if one.mask_wide else one.dtype
         seen = torch.rand(shape) > 0.4
         if shape[-2]:
             free = all(part.causal for part in self.config.specs())  # others refuse a mask that hides the future
@@ -283,7 +311,8 @@ def run(one: Example) -> None:
     dtype = one.dtype
 
     def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [_leaf(x, dtype, want) for x, want in zip(tensors, one.wants, strict=False)]
+        kinds = [dtype] * 3 + [torch.promote_types(dtype, x.dtype) for x in tensors[3:]]  # a mask is never narrowed
+        leaves = [_leaf(x, kind, want) for x, kind, want in zip(tensors, kinds, one.wants, strict=False)]
         if len(leaves) > 3 and one.mask not in ("bias", "-100"):
             leaves[3] = leaves[3].detach()
         learned = {name: _leaf(x, dtype, one.wants[4]) for name, x in made.named().items()}
@@ -295,22 +324,34 @@ def run(one: Example) -> None:
             return [out]
         if not out.requires_grad:
             return [out, *(torch.zeros_like(x) for x in sources)]
-        found = torch.autograd.grad(out, sources, weight_of(out), allow_unused=True)
+        found = torch.autograd.grad(out, sources, _weight(out, one.grad), allow_unused=True)
         return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
 
     got = results(made.seeded(made.call), dtype)
     exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
     what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
-    limits = bounds(made, exact, plain, tensors)
+    # Weighted values may cancel, which their rounding does not.
+    values = float(tensors[2].abs().max()) if tensors[2].numel() else 0.0
+    limits = bounds(made, exact, plain, tensors, least=values)
     kept = [i for i, x in enumerate(got) if i == 0 or x.dtype == dtype]  # a mask of a wider type has a wider gradient
     compare([got[i] for i in kept], [exact[i] for i in kept], [limits[i] for i in kept], dtype, [what[i] for i in kept])
+
+
+def _weight(out: Tensor, layout: str) -> Tensor:
+    """A fixed gradient for the output, laid out as `layout` says."""
+    if layout == "expanded":  # as of out.sum()
+        return torch.ones((), dtype=out.dtype).expand(out.shape)
+    weight = weight_of(out)
+    if layout == "features first":
+        return weight.mT.contiguous().mT
+    return weight.contiguous() if layout == "contiguous" else weight
 
 
 def _leaf(x: Tensor, dtype: torch.dtype, want: bool) -> Tensor:
     if not x.is_floating_point():
         return x
     low = x <= torch.finfo(x.dtype).min / 2
-    x = x.detach() if x.dtype == dtype or dtype not in (torch.float64, torch.float32) else x.detach().to(dtype)
+    x = x.detach().to(dtype)
     x = x.masked_fill(low, -torch.inf) if bool(low.any()) and dtype == torch.float64 else x
     return x.requires_grad_(want)
 
@@ -319,6 +360,8 @@ SIMPLER: Sequence[Callable[[Example], dict[str, Any]]] = (
     lambda one: {"transform": "eager"},
     lambda one: {"mask": "none", "mask_shape": ()},
     lambda one: {"mask_wide": False},
+    lambda one: {"mask_layout": "contiguous"},
+    lambda one: {"grad": "tokens first"},
     lambda one: {"dtype": torch.float64},
     lambda one: {"dtype": torch.float32},
     lambda one: {"q": Strides()},
@@ -359,6 +402,7 @@ def _size(one: Example) -> float:
     layouts = sum(getattr(one, name) != Strides() for name in "qkv") + one.shared
     kinds = 2 * DTYPES.index(one.dtype) + (one.mask != "none") + len(one.mask_shape) + one.mask_wide
     others = one.is_causal + one.zeros + (one.factor != 1) + one.wants.count(False) + (one.transform != "eager")
+    others += (one.mask_layout != "contiguous") + (one.grad != "tokens first")
     return numbers + 3 * (layouts + kinds + others)
 
 

@@ -6,6 +6,8 @@ Every function takes a `Made` and returns nothing, or a note on what it could no
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import io
 import logging
 import warnings
@@ -448,6 +450,28 @@ def _math_kernel() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def autocast(made: Made) -> str | None:
+    """torch.autocast around tensors and parameters of float32: the output is bfloat16, gradients are float32."""
+    made = dataclasses.replace(made.cell, dtype=torch.float32).made()
+    lower = copy.copy(made)
+    lower.cell = dataclasses.replace(made.cell, dtype=torch.bfloat16)
+    tensors = made.tensors()
+    if made.draws:  # in the type of the weights, which an additive mask widens
+        tensors = tensors[:3]
+
+    def call(parameters: Mapping[str, Tensor], *given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return made.call(parameters, *given)
+
+    out, *found = gradients(made.seeded(call), made.named(), tensors, torch.float32)
+    truth, *exact = gradients(lower.reference, made.named(), tensors, torch.float64)
+    limits = bounds(lower, [truth, *exact], gradients(lower.reference, made.named(), tensors, torch.bfloat16), tensors)
+    what = names(made, tensors)
+    compare([out], [truth], limits[:1], torch.bfloat16, what[:1])
+    compare(found, exact, limits[1:], torch.float32, what[1:])
+    return None
+
+
 TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
     "decode": decode,
     "weights returned": weights_returned,
@@ -465,6 +489,7 @@ TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
     "func.jvp": func_jvp,
     "second derivative": second_derivative,
     "second derivative, math kernel": second_derivative_math,
+    "autocast": autocast,
 }
 
 SLOW: Mapping[str, Callable[[Made], str | None]] = {
