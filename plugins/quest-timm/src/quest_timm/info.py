@@ -32,9 +32,5 @@ INFO: dict[str, Any] = {
         "MaxViT, MaxxViT, CoAtNet",
         "Hiera, NesT, PVTv2, Twins, VOLO (class attention only), CAFormer, ViT-RelPos",
     ],
-    "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`
-        "torchvision::nms": "install PyTorch and torchvision from one place: "
-        "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",
-    },
     "suites": "quest_timm.bench.suites:SUITES",
 }
