@@ -152,6 +152,37 @@ def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Pa
     assert scores[1] == pytest.approx(scores[0], abs=0.02)  # mmseg rounds to two digits
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("model.attention=quset", "did you mean 'quest'"),
+        ("model.attention=quest(inti=5)", "did you mean 'init'"),
+        ("model.atention=quest", "did you mean 'attention'"),
+        ("attention=quest", "top level of the config, where nothing reads it"),
+    ],
+)
+def test_a_wrong_key_is_refused_before_a_file_is_written(
+    wrong: str, why: str, folder: Path, tool: Callable[..., None]
+) -> None:
+    before = sorted(folder.iterdir())
+    for name, arguments in (("train.py", []), ("test.py", ["no.pth"])):
+        with pytest.raises(ConfigError, match=why):
+            tool(name, "ours.py", *arguments, "--cfg-options", wrong)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_custom_imports_are_early_enough(folder: Path) -> None:
+    """In a process that imports the plugin by a shipped config, or by `quest run`."""
+    before = sorted(folder.iterdir())
+    wrong = ["--cfg-options", "model.attention=quset"]
+    quest = str(Path(sys.executable).with_name("quest"))
+    for start, config in (([sys.executable], "shipped.py"), ([quest, "run"], "ours.py")):
+        command = [*start, str(TOOLS / "train.py"), config, *wrong]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert "did you mean 'quest'" in done.stderr, done.stderr
+    assert sorted(folder.iterdir()) == before
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_train_validate_and_test(attention: str, trained: Callable[[str], Path], tool: Callable[..., None]) -> None:
     work = trained(attention)

@@ -21,6 +21,11 @@ from .mechanisms import jobs, judge
 
 GROUPS = ("quest.attention", "quest.adapters", "quest.adapter_info", "quest.benchmarks", "quest.commands")
 TITLES = {"plugin": "Plugins", "mechanisms": "Packages with mechanisms", "command": "Commands", "other": "Entry points"}
+REMEDIES = {
+    "torchvision::nms": "install PyTorch and torchvision from one place: "
+    "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",
+}
+"""A part of an error of any host -> what ends it, where a reinstall does not; plugins add theirs in their INFO."""
 
 
 def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
@@ -120,7 +125,7 @@ def _judge(record: Record, answer: Answer) -> Record:
     if not isinstance(remedies, dict):
         problem = f"'remedies' of its info is {remedies!r:.60}, not a mapping"
         return replace(record, status="broken", detail=problem, fix=_reinstall(record))
-    known = next((str(fix) for part, fix in remedies.items() if str(part) in answer.problem), "")
+    known = next((str(fix) for part, fix in (remedies | REMEDIES).items() if str(part) in answer.problem), "")
     if answer.at == "host":
         name = record.host_name or str(record.info.get("host", record.name))
         imported = re.match(r"import ([\w.]+):", answer.problem)

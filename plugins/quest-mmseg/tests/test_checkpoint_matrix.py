@@ -29,7 +29,7 @@ from mmseg.structures import SegDataSample
 from torch import nn
 from torch.utils.data import Dataset
 
-from quest_core import AttentionMismatchWarning, CheckpointError
+from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError
 from quest_core.checkpoints import ENTRY
 from quest_core.testing.conformance import CHECKPOINTS
 from quest_core.testing.matrix import committed, table
@@ -189,9 +189,42 @@ def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tm
 
 
 @pytest.mark.parametrize("kind", [Runner, FlexibleRunner])
-def test_a_run_with_an_unread_key_ends_before_training(kind: type[Any], quick: None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="top level of the config, where nothing reads it"):
-        run("standard", tmp_path, kind=kind, cfg=Config({"attention": "quest"}))
+@pytest.mark.parametrize(
+    ("options", "top", "why"),
+    [
+        (
+            {},
+            {"attention": "quest"},
+            "top level of the config, where nothing reads it; the model has attention 'standard'",
+        ),
+        ({"attention": "quset"}, {}, "did you mean 'quest'"),
+        ({"attention": "quest(inti=5)"}, {}, "did you mean 'init'"),
+        ({"attention": "quest(init=no)"}, {}, "init"),
+        ({"attention_from": "qeust"}, {}, "did you mean 'quest'"),
+        ({"atention_from": "quest"}, {}, "did you mean 'attention_from'"),
+        ({"attention": None}, {}, "has no attention; write"),
+        ({"type": "EncoderDecoder"}, {}, "mmseg's EncoderDecoder does not read it"),
+    ],
+)
+def test_a_wrong_key_is_refused_before_a_folder_is_made(
+    kind: type[Any], options: dict[str, Any], top: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    model, work = {**config("standard"), **options}, tmp_path / "work"
+    parts = {"work_dir": str(work), "default_scope": "mmseg", "default_hooks": {}, "launcher": "none"}
+    with pytest.raises(ConfigError, match=why):
+        kind(model, cfg=Config(top), **parts)
+    with pytest.raises(ConfigError, match=why):
+        kind.from_cfg(Config({"model": model, **parts, **top}))
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("kind", [Runner, FlexibleRunner])
+def test_a_plugin_that_mmengine_imports_late_compares_too(kind: type[Any], quick: None, tmp_path: Path) -> None:
+    """A config without `custom_imports` imports the plugin while its Runner builds the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__init__", kind.__init__.__wrapped__)  # type: ignore[misc]
+        with pytest.raises(ConfigError, match="top level of the config, where nothing reads it"):
+            run("standard", tmp_path, kind=kind, cfg=Config({"attention": "quest"}))
 
 
 def test_attention_from_is_read_in_the_config(trained: dict[str, str], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from quest_core.notices import LOGGER, Forward
 from quest_core.projections import Projected
 from quest_mmseg.adapter import MmsegAdapter
 from quest_mmseg.info import INFO
-from quest_mmseg.keys import refuse_unread
+from quest_mmseg.keys import check
 
 MIM = Path(mmseg.__file__).parent / ".mim"
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
@@ -144,7 +144,11 @@ WRITE = r"write dict\(type='quest_mmseg.EncoderDecoder', attention='quest', ...\
     [
         ({}, WRITE),
         ({"attention": None}, WRITE),
-        ({"atention": "quest"}, WRITE),
+        ({"atention": "quest"}, "has no option 'atention'; did you mean 'attention'?"),
+        (
+            {"attention": "quest", "kv_heads": 2},
+            r"no option 'kv_heads'; write attention={'name': 'quest', 'kv_heads': 2}",
+        ),
         ({"attention_from": "standard"}, "attention_from='standard' is given without attention"),
         (
             {"allow_partial": True, "backbone": {"type": "quest_mmseg.BEiT", "attention": "quest"}},
@@ -177,7 +181,7 @@ def test_mmseg_refuses_keys_that_it_does_not_know():
     with pytest.raises(TypeError, match="unexpected keyword argument 'attention'"):
         MODELS.build(segmenter(attention="quest"))
     with pytest.raises(TypeError, match="'atention'"):
-        build(attention="quest", atention="quest")
+        MODELS.build(segmenter(atention="quest"))
 
 
 def test_attention_at_the_top_level_of_a_config_is_refused():
@@ -185,13 +189,13 @@ def test_attention_at_the_top_level_of_a_config_is_refused():
     standard, quest, stock = build(attention="standard"), build(attention="quest"), build()
     for model, has in ((standard, "attention 'standard'"), (stock, "mmseg's own attention")):
         with pytest.raises(ConfigError, match=f"top level .* the model has {has}; write model.attention='quest'"):
-            refuse_unread(Config({"attention": "quest"}), model)
+            check(Config({"attention": "quest"}), model)
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
-        refuse_unread(Config({"attention": "quset"}), quest)
+        check(Config({"attention": "quset"}), quest)
     with pytest.raises(ConfigError, match="model.decode_head.attention is 'quest', and mmseg's MaskFormerHead"):
-        refuse_unread(Config({"model": {"decode_head": {"type": "MaskFormerHead", "attention": "quest"}}}), stock)
-    refuse_unread(Config({"attention": "quest"}), quest)  # a variable of the config file, which sets model.attention
-    refuse_unread(Config({"model": {"type": "User", "attention": "cbam"}}), stock)
+        check(Config({"model": {"decode_head": {"type": "MaskFormerHead", "attention": "quest"}}}), stock)
+    check(Config({"attention": "quest"}), quest)  # a variable of the config file, which sets model.attention
+    check(Config({"model": {"type": "User", "attention": "cbam"}}), stock)
     with pytest.raises(ConfigError, match="top level"):
         quest.cfg = Config({"attention": "standard"})  # as init_model does
     assert not hasattr(quest, "cfg")
@@ -221,7 +225,8 @@ def test_a_stock_model_is_stock_after_uninstall():
     stock = [vars(owner)[name].__wrapped__ for owner, name, _ in adapter.patches]
     try:
         adapter.uninstall()
-        assert [Runner.wrap_model, FlexibleRunner.load_or_resume] == stock
+        kinds = [(Runner, "wrap_model"), (FlexibleRunner, "load_or_resume")]
+        assert [vars(kind)[name] for kind, later in kinds for name in ("__init__", later)] == stock
         assert not any(isinstance(handler, Forward) for handler in LOGGER.handlers)
         model = build()
         assert attentions(model) == {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, models
+from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.trainer import Trainer
@@ -29,6 +30,7 @@ OPTIONS = ("attention", "attention_from")
 
 def install(patches: Patches) -> None:
     """Change fairseq; a second call changes nothing."""
+    patches.around(initialize, "add_defaults", _refuse_early, everywhere=True)
     patches.around(models, "build_model", _refuse_unread)
     patches.around(checkpoint_utils, "load_checkpoint_to_cpu", _reach_the_model)
     patches.around(Trainer, "load_checkpoint", _resume_the_same)
@@ -38,6 +40,12 @@ def install(patches: Patches) -> None:
     patches.once("namespaces", allowed.__enter__, functools.partial(allowed.__exit__, None, None, None))
     if "_load_from_state_dict" in vars(TransformerEncoderLayerBase):  # fairseq 0.12.2
         patches.around(TransformerEncoderLayerBase, "_load_from_state_dict", _load_without_shortcut)
+
+
+def _refuse_early(stock: Callable[..., None], cfg: DictConfig) -> None:
+    """Fill in a run's options, which comes before its folder is made, but refuse a wrong attention in them."""
+    stock(cfg)
+    _refuse_unread(lambda model: None, cfg.model)
 
 
 def _refuse_unread(stock: Callable[..., Any], cfg: Any, *arguments: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 
 from .info import INFO
-from .keys import refuse_unread
+from .keys import check
 from .layers import (
     Attention,
     BEiTAttention,
@@ -103,19 +104,21 @@ class MmsegAdapter(Adapter):
                 _connect(host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
 
     def change_host(self) -> None:
-        """Have Runners compare their config with the model, and write notices to mmengine's log.
+        """Have Runners check their config before they create a file, and write notices to mmengine's log.
 
-        The import of this plugin calls it, while a Runner builds the first model. So what it wraps is called later.
-        `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
+        A config without `custom_imports` imports this plugin by a type, while the first Runner builds its model. So a
+        later method checks too. `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
         """
-        self.patches.around(Runner, "wrap_model", _compared)
-        self.patches.around(FlexibleRunner, "load_or_resume", _compared)
+        for kind, later in ((Runner, "wrap_model"), (FlexibleRunner, "load_or_resume")):
+            for name in ("__init__", later):
+                self.patches.around(kind, name, _checked)
         self.forward_notices(MMLogger.get_current_instance)
 
 
-def _compared(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
-    """Run a method of a runner after comparing the runner's config with its model."""
-    refuse_unread(runner.cfg, runner.model)
+def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
+    """Run a method of a runner after checking the config and the model that it has or gets."""
+    known = vars(runner) | inspect.signature(stock).bind(runner, *arguments, **options).arguments
+    check(known.get("cfg") or {}, known["model"])
     return stock(runner, *arguments, **options)
 
 

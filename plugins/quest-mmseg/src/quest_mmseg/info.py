@@ -34,8 +34,6 @@ INFO: dict[str, Any] = {
         "VPD": "its attention is inside a diffusion model of another library",
     },
     "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`
-        "torchvision::nms": "install PyTorch and torchvision from one place: "
-        "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",
         "No module named 'mmcv": "a full build of mmcv: CFLAGS='-O0 -g0' pip install --no-build-isolation mmcv==2.1.0; "
         "or without a compiler, in another environment: pip install torch onedl-mmcv==2.3.6 'quest-mmseg[host-onedl]'",
     },

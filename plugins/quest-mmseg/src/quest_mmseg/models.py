@@ -12,15 +12,14 @@ from typing import Any
 
 from mmseg.models import backbones, decode_heads, segmentors
 
-from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, InjectionError
+from quest_core.errors import InjectionError
 from quest_core.hosts.injection import KEYS, Request
 from quest_core.hosts.loading import running_adapters
 from quest_core.projections import Projected
 
 from .adapter import MmsegAdapter
 from .info import INFO
-from .keys import entries, refuse_unread
+from .keys import check, read
 from .registry import MODELS
 
 
@@ -38,22 +37,9 @@ class Accepts:
         InjectionError: attention modules would stay as they are, and `allow_partial` is False.
     """
 
-    _cfg: Any
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        name = f"quest_mmseg.{type(self).__name__}"
-        request = Request.read({key: options.pop(key, None) for key in KEYS}, name)
-        parts = [(path, AttentionConfig.parse(part["attention"])) for path, part in entries(options)]
-        if request is None and not parts:
-            raise ConfigError(
-                f"'{name}' has no attention; write dict(type='{name}', attention='quest', ...), or --cfg-options "
-                f"model.attention=quest; mmseg's own attention is type='{type(self).__name__}' or attention='standard'"
-            )
-        if request is not None and parts:
-            path, own = parts[0]
-            raise ConfigError(
-                f"attention is named twice: '{request.attention}' for {name} and '{own}' for its {path}; keep one"
-            )
+        request = read(options, type(self))
+        options = {key: value for key, value in options.items() if key not in KEYS}
         super().__init__(*arguments, **options)
         if request is not None:
             _apply(request, self)
@@ -65,16 +51,10 @@ class Accepts:
             if isinstance(part, Projected):
                 part.start()
 
-    @property
-    def cfg(self) -> Any:
-        """The Config that mmseg's `init_model` sets; it is compared with the model, as Runners compare theirs."""
-        return self._cfg
-
-    @cfg.setter
-    def cfg(self, config: Any) -> None:
-        model: Any = self
-        refuse_unread(config, model)
-        self._cfg = config
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "cfg":  # mmseg's `init_model` sets the whole Config
+            check(value, self)
+        super().__setattr__(name, value)
 
 
 def _apply(request: Request, model: Any) -> None:

@@ -22,9 +22,5 @@ INFO: dict[str, Any] = {
         "SplitAttn",
         "StripAttn",
     ],
-    "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`
-        "torchvision::nms": "install PyTorch and torchvision from one place: "
-        "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",
-    },
     "suites": "quest_timm.bench.suites:SUITES",
 }

@@ -34,9 +34,5 @@ INFO: dict[str, Any] = {
         "TSTabFusionTransformer",
         "GatedTabTransformer",
     ],
-    "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`
-        "torchvision::nms": "install PyTorch and torchvision from one place: "
-        "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu",
-    },
     "suites": "quest_tsai.bench.suites:SUITES",
 }

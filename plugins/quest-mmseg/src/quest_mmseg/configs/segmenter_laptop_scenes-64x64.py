@@ -3,6 +3,7 @@
 #   python tools/train.py segmenter_laptop_scenes-64x64.py --cfg-options model.attention=quest
 # Real data in the same layout: --cfg-options data_root=... does not reach the loaders; set
 # train_dataloader.dataset.data_root and val_dataloader.dataset.data_root.
+custom_imports = dict(imports=["quest_mmseg"], allow_failed_imports=False)
 default_scope = "mmseg"
 data_root = "data/scenes"
 crop_size = (64, 64)

@@ -1,6 +1,7 @@
 # Segmenter (ICCV 2021) with ViT-T/16 on ADE20K, as the QUEST paper trains it: 160k iterations, batch 8, SGD 1e-3, poly.
 # A path, for mmengine looks mmseg:: up under the name mmsegmentation, which its maintained fork does not have.
 _base_ = __import__("mmseg").__path__[0] + "/.mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
+custom_imports = dict(imports=["quest_mmseg"], allow_failed_imports=False)
 
 # The paper starts from DeiT weights that were trained with the same attention. Convert them with mmseg's
 # tools/model_converters/vit2mmseg.py, then: --cfg-options model.pretrained=deit_tiny_standard.pth
