@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,18 +88,6 @@ def unread(key: str, spelled: Tensor, host: str) -> str:
         f"model with attention='{trained}', or with attention='standard' and attention_from='{trained}' if you mean to "
         "go on from these weights with standard attention"
     )
-
-
-def refuse_unread(model: nn.Module, state_dict: Mapping[str, Any], host: str) -> None:
-    """Raise CheckpointError if a checkpoint names an attention for a module that has the host's own.
-
-    For loaders that ignore unexpected keys, which `load_state_dict` would report.
-    """
-    modules = dict(model.named_modules())
-    for key, spelled in state_dict.items():
-        owner = key.removesuffix(f".{ENTRY}")
-        if owner != key and not hasattr(modules.get(owner), ENTRY):
-            raise CheckpointError(unread(key, spelled, host))
 
 
 class Spelled(nn.Module):

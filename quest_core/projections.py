@@ -78,10 +78,6 @@ class HeadSizes:
         """The sizes of the host: all its key/value heads, of D key features."""
         return replace(self, kv_heads=self.host_kv_heads or self.num_heads, key_dim=self.head_dim)
 
-    def heads(self, role: str) -> int:
-        """Return the number of heads of "q", "k" or "v"."""
-        return self.num_heads if role == "q" else self.kv_heads
-
     def rows(self, roles: str) -> int:
         """Return the number of rows of `roles`, such as "qkv" or "k"."""
         return sum(width for role, width in zip("qkv", self.widths, strict=True) if role in roles)
@@ -139,7 +135,7 @@ class Projections:
             UnsupportedError, InputError: as `rows`, before anything has changed; InputError also for another number
                 of factors.
         """
-        heads = sizes.heads(role)
+        heads = sizes.num_heads if role == "q" else sizes.kv_heads
         if factor.shape != (heads,):
             raise InputError(f"the factors have shape {list(factor.shape)}; '{role}' has {heads} heads")
         for rows in self.rows(module, sizes, role).values():
@@ -162,10 +158,9 @@ class Projections:
         Raises:
             UnsupportedError, InputError: as `rows`.
         """
-        found = self.rows(module, sizes, role).values()
-        by_head = [rows.double().view(sizes.heads(role), -1) for rows in found]
-        norms: Tensor = torch.cat(by_head, dim=1).norm(dim=1)
-        return norms
+        heads = sizes.num_heads if role == "q" else sizes.kv_heads
+        by_head = [rows.double().view(heads, -1) for rows in self.rows(module, sizes, role).values()]
+        return torch.cat(by_head, dim=1).norm(dim=1)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
@@ -211,9 +206,8 @@ class Projections:
         Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name.
 
         Args:
-            module: what `entries` names the parts of.
+            module, sizes: as in `rows`.
             state_dict, prefix: as in `torch.nn.Module._load_from_state_dict`.
-            sizes: of the module's heads.
         """
         if sizes == sizes.full:
             return
@@ -262,6 +256,9 @@ class Projected(nn.Module):
     head_sizes: HeadSizes
     config: AttentionConfig
     loaded: bool = False  # a checkpoint's projections have been loaded, so that `start` does not change them
+    marks_shape: ClassVar[bool] = False
+    """Whether key projections in state dicts have an axis more, unless they are standard, so that a stock model refuses
+    them. For hosts with loaders that ignore unexpected keys."""
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -300,12 +297,32 @@ class Projected(nn.Module):
         return factors
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        unmark_shape(self, state_dict, prefix)
         self.projections.load(self, state_dict, prefix, self.head_sizes)
         owned = (prefix + name for name, _ in self.projections.entries)
         self.loaded = self.loaded or any(key in state_dict or f"{key}.weight" in state_dict for key in owned)
         if self.loaded:
             started(self)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def mark_shape(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+    """Add an axis to the key projections of a `Projected` in its state dict: [rows, in] -> [1, rows, in], a view.
+
+    Skips parameters, which `keep_vars` returns, and DTensors, which are resharded by their shape.
+    """
+    names = tuple(prefix + name for name, roles in module.projections.entries if "k" in roles)
+    for key, x in state_dict.items():
+        if type(x) is Tensor and x.dim() == 2 and key.startswith(names) and not module.config.is_standard:
+            state_dict[key] = x[None]
+
+
+def unmark_shape(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    """Undo `mark_shape` in place, whatever attention `module` has: no entry of three axes fits a parameter of two."""
+    for name, own in module.named_parameters(remove_duplicate=False):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, Tensor) and own.dim() == 2 and given.dim() == 3 and len(given) == 1:
+            state_dict[prefix + name] = given[0]
 
 
 def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:

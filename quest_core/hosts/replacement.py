@@ -11,7 +11,7 @@ from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism, head_sizes
 from ..mechanisms.base import merge_masks
-from ..projections import HeadSizes, Projected, shallow_copy
+from ..projections import HeadSizes, Projected, mark_shape, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
 
@@ -52,6 +52,8 @@ class HostAttention(Projected):
         made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, num_kv_heads)
         made.mechanism = mechanism_for(host, config, made.head_sizes, standard_scale)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
+        if cls.marks_shape:
+            made._register_state_dict_hook(mark_shape)
         return made  # type: ignore[no-any-return]
 
 

@@ -224,8 +224,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         padded = nn.utils.rnn.pad_sequence(rows, self.batch_first)  # [B, N, E], or tokens first
         lengths = torch.tensor([len(row) for row in rows], device=query.device)
         padding = torch.arange(int(lengths.max()), device=query.device) >= lengths[:, None]  # [B, N]
-        how: Any = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-        out, weights = self.forward(padded, padded, padded, key_padding_mask=padding, **how)
+        out, weights = self.forward(padded, padded, padded, padding, need_weights, None, average_attn_weights)
         out = out if self.batch_first else out.transpose(0, 1)
         return torch.nested.nested_tensor([x[: len(row)] for x, row in zip(out, rows, strict=True)]), weights
 

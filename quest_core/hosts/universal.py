@@ -269,13 +269,7 @@ class UniversalAdapter(Adapter):
 
 
 def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
-    """Return `module` as a site; its parameters and sub-modules are the same objects.
-
-    Args:
-        module: its forward calls scaled_dot_product_attention.
-        call: describes the calls.
-        config: the mechanism to which they go.
-    """
+    """Return `module`, whose calls `call` describes, as a site with the same parameters and sub-modules."""
     made: Any = shallow_copy(module, _routed_class(_host(module)))
     made.routed_call = call
     made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import quest_core
 from quest_core import Adapter, Mechanism
@@ -29,6 +30,7 @@ from quest_core.hosts.adapter import refusal
 from quest_core.hosts.injection import REPORT
 from quest_core.mechanisms import PARTS, POINTWISE, Part, Score
 from quest_core.notices import LOGGER
+from quest_core.projections import Projected
 from quest_core.testing.mechanisms import known
 from quest_core.testing.truth import computed_by_truth, missing
 
@@ -326,14 +328,39 @@ class AdapterConformance(ABC):
         stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
         shapes = {name: x.shape for name, x in stock.state_dict().items()}
         spelled = [name for name in ours.state_dict() if name.endswith(ENTRY)]
-        assert {name: x.shape for name, x in ours.state_dict().items() if name not in spelled} == shapes
+        assert {name: x.shape for name, x in _unmarked(ours).items() if name not in spelled} == shapes
         assert {read(ours.state_dict()[name]) for name in spelled} == {"quest"}
-        with pytest.raises(RuntimeError, match=ENTRY):
+        with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
             stock.load_state_dict(ours.state_dict(), strict=True)
         standard = self.injected("standard", seed=8).eval()
         standard.load_state_dict(stock.state_dict(), strict=True)
         self.assert_close(self.run(standard, self.inputs()), self.run(stock.eval(), self.inputs()))
         stock.load_state_dict(standard.state_dict(), strict=True)
+
+    def test_a_marked_shape_stops_loaders_that_ignore_keys(self) -> None:
+        """Averages, copies and in-place writes work as with other state dicts."""
+        stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
+        parameters, state = dict(ours.named_parameters(remove_duplicate=False)), ours.state_dict()
+        marked = [name for name, x in parameters.items() if state[name].shape != x.shape]
+        parts = [part for _, part in ours.named_modules(remove_duplicate=False) if isinstance(part, Projected)]
+        assert len(marked) == sum(part.marks_shape for part in parts)
+        assert all(state[name].shape == (1, *parameters[name].shape) for name in marked)
+        assert all(state[name].is_contiguous() for name in marked)  # safetensors stores no other
+        assert all(x is parameters.get(name, x) for name, x in ours.state_dict(keep_vars=True).items())
+        if marked:
+            refused = f"{re.escape(marked[0])}: copying a param with shape|{ENTRY}"
+            with pytest.raises((RuntimeError, quest_core.CheckpointError), match=refused):
+                stock.load_state_dict(state, strict=False)
+        for name in parameters:  # as moving averages and torch.distributed.checkpoint do
+            state[name].copy_(state[name].clone() + 1)
+        assert all(torch.equal(x, parameters[name]) for name, x in _unmarked(ours).items() if name in parameters)
+        twin = self.injected("quest", seed=7)
+        for again in (twin, copy.deepcopy(twin), AveragedModel(twin).module):
+            again.load_state_dict({name: (x + x) / 2 for name, x in ours.state_dict().items()}, strict=False)
+            torch.testing.assert_close(again.state_dict(), ours.state_dict())
+        again.load_state_dict(_unmarked(ours), strict=True)  # as `fully_shard` saves them
+        back = quest_core.inject(twin, "standard", adapter=self.adapter)[0].state_dict()
+        assert {name: x.shape for name, x in back.items()} == {n: x.shape for n, x in stock.state_dict().items()}
 
     @pytest.mark.parametrize("model", CHECKPOINTS)
     def test_no_checkpoint_loads_silently_into_another_attention(self, model: str) -> None:
@@ -367,7 +394,7 @@ class AdapterConformance(ABC):
             if same or (checkpoint in plain and model in plain) or checkpoint in plain:
                 target.load_state_dict(state, strict=True)
             elif model == "stock":
-                with pytest.raises(RuntimeError, match=ENTRY):
+                with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
                     target.load_state_dict(state, strict=True)
             else:
                 with pytest.raises(quest_core.CheckpointError, match="attention_from"):
@@ -376,22 +403,27 @@ class AdapterConformance(ABC):
         assert len(said) == (checkpoint in plain and model not in plain)
 
     def test_attention_from_accepts_what_it_names(self) -> None:
-        model = self.injected("sigmoid", seed=6)
+        quest, model = self.injected("quest", seed=5), self.injected("sigmoid", seed=6)
         accept(model, "quest")
         with warnings.catch_warnings():
             warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-            model.load_state_dict(self.injected("quest", seed=5).state_dict(), strict=True)
+            model.load_state_dict(quest.state_dict(), strict=True)
+            standard = self.injected("standard", seed=7)
+            accept(standard, "quest")
+            standard.load_state_dict(quest.state_dict(), strict=False)
+            assert all(torch.equal(x, _unmarked(quest)[name]) for name, x in standard.state_dict().items())
             with pytest.raises(quest_core.CheckpointError, match="trained with attention 'standard'"):
                 model.load_state_dict(self.stock(seed=5).state_dict(), strict=True)
 
-    def test_a_host_checkpoint_loads_into_fewer_key_heads(self) -> None:
+    @pytest.mark.parametrize("trained", ["standard", "quest"])
+    def test_a_host_checkpoint_loads_into_fewer_key_heads(self, trained: str) -> None:
         attention = self.grouped()
         assert attention is not None, "the adapter offers fewer key heads, but no site of this model can have them"
-        stock = self.stock(seed=5)
+        source = self.injected(trained, seed=5)
         model = self.injected(attention, seed=6).eval()
-        accept(model, "standard")
-        model.load_state_dict(stock.state_dict(), strict=True)
-        converted = quest_core.inject(stock, attention, adapter=self.adapter)[0].eval()
+        accept(model, trained)
+        model.load_state_dict(source.state_dict(), strict=True)
+        converted = quest_core.inject(source, attention, adapter=self.adapter)[0].eval()
         self.assert_close(self.run(model, self.inputs()), self.run(converted, self.inputs()))
 
     def test_learnable_mechanisms_round_trip(self) -> None:
@@ -533,6 +565,12 @@ def _touched(model: nn.Module) -> Iterator[set[int]]:
     finally:
         for module, name in wrapped:
             delattr(module, name)
+
+
+def _unmarked(model: nn.Module) -> dict[str, Tensor]:
+    """A state dict in the shapes of the parameters, whatever attention it names."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return {name: x.reshape(own.get(name, x).shape) for name, x in model.state_dict().items()}
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -28,5 +28,7 @@ def outcome(load: Callable[[], object]) -> str:
         except CheckpointError as error:
             return "refused" if "attention_from" in str(error) else str(error)
         except RuntimeError as error:
-            return "unexpected" if re.search(f"Unexpected key.*{ENTRY}", str(error)) else str(error)
+            if re.search(f"Unexpected key.*{ENTRY}", str(error)):
+                return "unexpected"
+            return "refused" if re.search(r"size mismatch for .*in_proj_weight", str(error)) else str(error)
     return "warns" if any(issubclass(w.category, AttentionMismatchWarning) for w in caught) else "loads"

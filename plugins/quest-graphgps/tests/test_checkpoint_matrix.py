@@ -123,6 +123,9 @@ DOORS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 """A way to load in the table -> how the checkpoint was saved, and how it is loaded."""
 
 
+HUB = "`load_state_dict(strict=False)`, as in `PyGModelHubMixin`"
+
+
 @pytest.mark.timeout(240)
 def test_no_checkpoint_is_loaded_silently_into_another_attention(tmp_path) -> None:
     found: dict[tuple[str, str, str], str] = {}
@@ -131,6 +134,10 @@ def test_no_checkpoint_is_loaded_silently_into_another_attention(tmp_path) -> No
         for name in MODELS:
             model = conv(name)
             found["`load_state_dict`", checkpoint, name] = outcome(lambda: model.load_state_dict(state))  # noqa: B023
+    for checkpoint in MODELS:
+        state = conv(checkpoint).state_dict()
+        for name in MODELS:
+            found[HUB, checkpoint, name] = outcome(lambda: conv(name).load_state_dict(state, strict=False))  # noqa: B023
     for door, (save, load) in DOORS.items():
         for checkpoint in MODELS:
             folder = tmp_path / f"{save.__name__} {checkpoint}"

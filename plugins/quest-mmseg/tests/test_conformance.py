@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from conftest import NORM, segmenter
+from mmengine.runner.checkpoint import get_state_dict
 from mmseg.registry import MODELS
 from torch import Tensor, nn
 
@@ -121,6 +123,22 @@ class TestPCPVT(Backbone):
         "mlp_ratios": [2, 2], "out_indices": (0, 1), "depths": [1, 1], "sr_ratios": [2, 1], "attn_drop_rate": 0.1,
         "norm_after_stage": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [TestBEiT, TestMAE, TestSwin])
+def test_backbones_that_ignore_keys_refuse_the_shape(kind: type[Backbone], tmp_path: Path) -> None:
+    """These load `init_cfg` by PyTorch's `load_state_dict(strict=False)`, with the plugin and without."""
+    path, ours = tmp_path / "backbone.pth", f"quest_mmseg.{kind.config['type']}"
+    trained = MODELS.build({**kind.config, "type": ours, "attention": "quest"})
+    torch.save(get_state_dict(trained), path)  # mmengine's, which saves checkpoints
+    start = {**kind.config, "init_cfg": {"type": "Pretrained", "checkpoint": str(path)}}
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for [\w.]*qkv.weight: copying a param with shape .*1, 48, 16"
+    ):
+        MODELS.build(start).init_weights()
+    loaded = MODELS.build({**start, "type": ours, "attention": "quest"})
+    loaded.init_weights()
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict())
 
 
 @pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])

@@ -8,6 +8,8 @@ import logging
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from spawned import pointcept_model
 if not ROOT:
     pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and a checkout is missing, needed to run {NOT_RUN}", pytrace=False)
 
+import peft
 import real_pointcept
 from outcomes import compare_with_page, found
 from pointcept.engines.defaults import default_config_parser
@@ -62,6 +65,7 @@ SMALL = {
 }
 
 
+LORA = peft.LoraConfig(r=2, target_modules=["qkv"])
 CRITERIA = [{"type": "CrossEntropyLoss", "loss_weight": 1.0, "ignore_index": -1}]
 
 
@@ -217,10 +221,8 @@ def test_initialisation_is_the_hosts(attention):
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "qknorm-hs"])
 def test_lora_on_qkv(attention):
-    from peft import LoraConfig, get_peft_model
-
     model = build("PT-v3m1", attention=attention)
-    wrapped = get_peft_model(model.enc, LoraConfig(r=2, target_modules=["qkv"]))
+    wrapped = peft.get_peft_model(model.enc, LORA)
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     assert len(trained) == 8
     assert all(".qkv.lora_" in name for name in trained)
@@ -288,7 +290,7 @@ class Kept:
         pass
 
 
-def loader(path, attention, resume=False, **options):
+def loader(path, attention, resume=False, model=None, **options):
     """Pointcept's own CheckpointLoader before a training."""
     checkpoint = torch.load(path, weights_only=True)
     path = path.with_name("resumed.pth")
@@ -296,7 +298,7 @@ def loader(path, attention, resume=False, **options):
     cfg = SimpleNamespace(weight=str(path), resume=resume, enable_amp=False)
     trainer = SimpleNamespace(
         cfg=cfg,
-        model=build_segmentor(attention),
+        model=model or build_segmentor(attention),
         logger=logging.getLogger(__name__),
         optimizer=Kept(),
         scheduler=Kept(),
@@ -395,6 +397,50 @@ def test_the_table(tmp_path):
     compare_with_page(outcomes, "checkpoints-pointcept")
     for (door, checkpoint, model), outcome in outcomes.items():
         assert (outcome == "loads") == ({checkpoint, model} <= {"stock", "standard"} or checkpoint == model), door
+
+
+@pytest.fixture
+def without_the_plugin():
+    PointceptAdapter().uninstall()
+    yield
+    PointceptAdapter().install()
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=1)", "sigmoid"])
+def test_no_door_is_silent_without_the_plugin(attention, tmp_path, request):
+    """Pointcept compares shapes in every door, whether it ignores keys or not."""
+    path, by_lora = tmp_path / "model.pth", tmp_path / "lora.pth"
+    torch.save({"epoch": 1, "state_dict": build_segmentor(attention).state_dict()}, path)
+    adapted = build_segmentor(attention)
+    adapted.backbone.enc = peft.get_peft_model(adapted.backbone.enc, LORA)
+    torch.save({"epoch": 1, "state_dict": adapted.state_dict()}, by_lora)
+    request.getfixturevalue("without_the_plugin")
+    for name, door in DOORS.items():
+        with pytest.raises(RuntimeError, match=r"size mismatch for [\w.]*enc0.block0.attn.qkv.weight") as error:
+            door(path, None)
+        assert "the shape in current model is torch.Size([72, 24])" in str(error.value), name
+    adapted = build_segmentor(None)
+    adapted.backbone.enc = peft.get_peft_model(adapted.backbone.enc, LORA)
+    with pytest.raises(RuntimeError, match=r"size mismatch for [\w.]*enc0.block0.attn.qkv.base_layer.weight"):
+        loader(by_lora, None, model=adapted)
+
+
+def test_a_process_without_the_plugin(tmp_path):
+    """The default CheckpointLoader, where nothing of QUEST is imported."""
+    torch.save({"epoch": 1, "state_dict": build("PT-v3m1", attention="quest").state_dict()}, tmp_path / "model.pth")
+    code = f"""
+import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {ROOT!r}]
+import logging; from types import SimpleNamespace; import quest_pointcept_environment
+from pointcept.engines.hooks.misc import CheckpointLoader; from pointcept.models.builder import MODELS
+model = MODELS.build({{"type": "PT-v3m1", **{SMALL}}})
+hook = CheckpointLoader()
+cfg = SimpleNamespace(weight={str(tmp_path / "model.pth")!r}, resume=False)
+hook.trainer = SimpleNamespace(cfg=cfg, model=model, logger=logging.getLogger())
+assert not any(name.startswith(("quest_core", "quest_pointcept.")) for name in sys.modules)
+hook.before_train()"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "RuntimeError: Error(s) in loading state_dict for PointTransformerV3" in done.stderr, done.stderr
+    assert "size mismatch for enc.enc0.block0.attn.qkv.weight" in done.stderr
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=1)"])

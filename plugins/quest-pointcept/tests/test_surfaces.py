@@ -452,6 +452,12 @@ REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
         ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
         ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
         ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
+        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quest(inti=5)"}}}, "did you mean 'init'"),
+        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quest(init=no)"}}}, "init"),
+        (
+            {"model": {"backbone": {"type": "PT-v3m1", "atention": "quest"}}},
+            "no option 'atention'; did you mean 'attention'",
+        ),
         (
             {"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}},
             "^model.backbone: attention_from='.*' is given without",

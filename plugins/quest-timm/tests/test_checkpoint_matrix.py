@@ -121,7 +121,7 @@ def outcome(door, *arguments):
         except RuntimeError as error:
             if ENTRY in str(error):
                 return "unexpected"
-            raise
+            return "refused" if "size mismatch for blocks.0.attn.qkv.weight" in str(error) else str(error)
     torch.testing.assert_close(made.state_dict()[WEIGHT], weight)
     said = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
     assert len(said) <= 1  # and not one a layer
@@ -134,7 +134,6 @@ def test_no_door_lets_another_attention_in_silently(folder):
         for name, door in DOORS.items()
         for checkpoint in NAMES
         for model in NAMES
-        if not (door is non_strict and model == "stock" and SPECS[checkpoint] not in (None, "standard"))
     }
     for (_, checkpoint, model), result in found.items():
         plain_pair = {checkpoint, model} <= {"stock", "standard"}

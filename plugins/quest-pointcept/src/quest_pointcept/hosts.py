@@ -108,10 +108,10 @@ def build(adapter: Adapter, stock: Stock, self: Any, *arguments: Any, **options:
 
 
 def refuse_others(stock: Stock, self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
-    """Load a host's own attention, but refuse weights of another attention."""
-    key, errors = f"{prefix}mechanism.{ENTRY}", arguments[-1]  # PyTorch raises the errors, strict or not
-    if key in state_dict and not any(ENTRY in error for error in errors):  # one message for all layers
-        errors.append(unread(key, state_dict[key], "the host"))
+    """Load a host's own attention, but refuse weights of another attention, whether the load is strict or not."""
+    key = f"{prefix}mechanism.{ENTRY}"
+    if key in state_dict:
+        raise CheckpointError(unread(key, state_dict[key], "the host"))
     stock(self, state_dict, prefix, *arguments)
 
 
@@ -153,10 +153,10 @@ def check(config: Mapping[str, Any], models: Any) -> None:
     """
     for path, section in _sections(config, ""):
         kind = section.get("type")
-        if kind in POINTCEPT_MODELS:
-            Request.read(section, path)
-            continue
         model = models.get(kind) if isinstance(kind, str) else kind
+        if kind in POINTCEPT_MODELS and model is not None:
+            Request.read(section, path, section.keys() - inspect.signature(model).parameters - {"type"})
+            continue
         if model is None and (kind is not None or path.startswith("model.")):
             continue  # another registry's, or options that a model passes on
         for key in ("attention", "attention_from"):

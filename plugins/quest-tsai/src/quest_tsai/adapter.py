@@ -16,6 +16,7 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanisms import Dims
 
 from .info import INFO
@@ -25,9 +26,10 @@ from .layers import (
     PerceiverAttention,
     Replacement,
     TabularAttention,
+    TorchAttention,
     learns_scale,
 )
-from .surfaces import accept, check_load, check_transfer, read_early
+from .surfaces import accept, check_transfer, read_early
 
 HOSTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
@@ -46,13 +48,16 @@ HOSTS: dict[str, type[Replacement]] = {
 
 
 class TsaiAdapter(Adapter):
-    """Adapter for tsai's own attention classes; quest_core's adapter replaces torch.nn.MultiheadAttention in tsai."""
+    """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention in tsai's models without these."""
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
+        if not any(_replacement(module) for module in model.modules()):
+            homes = [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
+            yield from (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         modules: Iterable[tuple[str, Any]] = model.named_modules()
         for path, module in modules:
@@ -73,7 +78,8 @@ class TsaiAdapter(Adapter):
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
         kind = _replacement(site.module)
-        assert kind is not None
+        if kind is None:
+            return TorchAttention.from_torch(site.module, config, fresh=site.fresh)  # type: ignore[arg-type]
         return kind.from_host(site.module, config, site)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
@@ -88,8 +94,7 @@ class TsaiAdapter(Adapter):
         return refusal(config, site.capabilities)
 
     def change_host(self) -> None:
-        """Make tsai's architectures accept `attention=` or refuse it by name, and its loaders compare it."""
-        from fastai.learner import Learner
+        """Make tsai's architectures accept `attention=` or refuse it by name, and `transfer_weights` compare it."""
         from tsai import learner, tslearner
         from tsai.models import utils
 
@@ -103,7 +108,6 @@ class TsaiAdapter(Adapter):
                 self.patches.around(architecture, "__init__", functools.partial(accept, architecture, self))
         for kind in (tslearner.TSClassifier, tslearner.TSRegressor, tslearner.TSForecaster):
             self.patches.around(kind, "__init__", read_early)
-        self.patches.around(Learner, "load", check_load)
         self.patches.around(learner, "ts_learner", read_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
 

@@ -19,6 +19,7 @@ from tsai.models.ConvTranPlus import Attention_Rel_Vec
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Site
 from quest_core.hosts.replacement import HostAttention, one_mask
+from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
 from quest_core.projections import Packed, Separate
 
 
@@ -32,6 +33,12 @@ def split(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
+class TorchAttention(TorchMultiheadAttention):
+    """Replace torch.nn.MultiheadAttention inside tsai's TransformerModel, TransformerRNNPlus and their kin."""
+
+    marks_shape = True
+
+
 class Replacement(HostAttention):
     """Base of all replacements: the host's sub-modules around a mechanism.
 
@@ -43,6 +50,7 @@ class Replacement(HostAttention):
         reads_weights: whether the host reads the weights.
     """
 
+    marks_shape = True
     ordered: ClassVar[bool] = True
     stores: ClassVar[bool] = False
     reads_weights: bool

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quest_core.checkpoints import ENTRY, refuse_unread
+from quest_core.checkpoints import ENTRY, unread
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.injection import KEYS, Request
-from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
 from .info import INFO
@@ -63,7 +62,7 @@ def accept(
     request = choose(architecture, options)
     stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
     if request is not None:
-        request.apply(self, adapter if any(True for _ in adapter.sites(self)) else TorchAdapter())
+        request.apply(self, adapter)
 
 
 def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
@@ -89,19 +88,6 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     return made
 
 
-def check_load(stock: Callable[..., Any], self: Any, *arguments: Any, **options: Any) -> Any:
-    """Run `Learner.load`, which with strict=False ignores the key that names the attention."""
-    from fastai.torch_core import get_model
-
-    handle = get_model(self.model).register_load_state_dict_pre_hook(
-        lambda model, state_dict, *_: refuse_unread(model, state_dict, "tsai")
-    )
-    try:
-        return stock(self, *arguments, **options)
-    finally:
-        handle.remove()
-
-
 def check_transfer(
     stock: Callable[..., None],
     model: nn.Module,
@@ -113,9 +99,11 @@ def check_transfer(
     from fastai.torch_core import default_device
 
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-    refuse_unread(model, stored, "tsai")
     sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
     if not sites:
+        for key in stored:
+            if key.endswith(f".{ENTRY}"):
+                raise CheckpointError(unread(key, stored[key], "tsai"))
         stock(model, weights_path, device, exclude_head)
         return
     own: dict[str, Tensor] = {
