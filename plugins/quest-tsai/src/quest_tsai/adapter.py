@@ -48,15 +48,16 @@ HOSTS: dict[str, type[Replacement]] = {
 
 
 class TsaiAdapter(Adapter):
-    """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention inside tsai's models."""
+    """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention in tsai's models without these."""
 
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        homes = [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
-        yield from (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
+        if not any(_replacement(module) for module in model.modules()):
+            homes = [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
+            yield from (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         modules: Iterable[tuple[str, Any]] = model.named_modules()
         for path, module in modules:
