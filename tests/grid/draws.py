@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from quest_core import AttentionConfig
+from quest_core.kernels import blocks
+from quest_core.mechanisms import aft_ops, linear
 
 from . import references
 from .cases import BY_NAME, DTYPES, Cell, Layers, Made, bounds, compare, rough, weight_of
@@ -94,6 +98,7 @@ class Example:
     factor: float = 1.0
     zeros: bool = False  # some keys and queries are zero
     grad: str = "tokens first"  # how the gradient of the output lies in memory
+    block: int = 0  # rows of a block, for mechanisms that take large calls in blocks; 0 for their own
     transform: str = "eager"
     seed: int = 0
 
@@ -193,6 +198,7 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
         zeros=pick((True, False)), transform=transform, seed=pick(range(1000)),
         mask_layout=pick(MASK_LAYOUTS) if transform == "eager" else "contiguous",
         grad=pick(GRADS) if transform == "eager" else GRADS[0],
+        block=pick((0, 0, 1, 3)) if transform == "eager" else 0,
     )  # fmt: skip
 
 
@@ -327,7 +333,8 @@ def run(one: Example) -> None:
         found = torch.autograd.grad(out, sources, _weight(out, one.grad), allow_unused=True)
         return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
 
-    got = results(made.seeded(made.call), dtype)
+    with _blocks(one.block) if one.block else contextlib.nullcontext():
+        got = results(made.seeded(made.call), dtype)
     exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
     what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
     # Weighted values may cancel, which their rounding does not.
@@ -335,6 +342,18 @@ def run(one: Example) -> None:
     limits = bounds(made, exact, plain, tensors, least=values)
     kept = [i for i, x in enumerate(got) if i == 0 or x.dtype == dtype]  # a mask of a wider type has a wider gradient
     compare([got[i] for i in kept], [exact[i] for i in kept], [limits[i] for i in kept], dtype, [what[i] for i in kept])
+
+
+@contextlib.contextmanager
+def _blocks(rows: int) -> Iterator[None]:
+    """Small tensors are taken in blocks as large ones are."""
+    sizes = {"PLAIN_WEIGHTS": 1, "BLOCK_WEIGHTS": 1, "BLOCK_ROWS": rows}
+    with (
+        mock.patch.multiple(blocks, **sizes),
+        mock.patch.object(aft_ops, "ROWS", rows),
+        mock.patch.object(linear, "CHUNK", rows),
+    ):
+        yield
 
 
 def _weight(out: Tensor, layout: str) -> Tensor:
@@ -362,6 +381,7 @@ SIMPLER: Sequence[Callable[[Example], dict[str, Any]]] = (
     lambda one: {"mask_wide": False},
     lambda one: {"mask_layout": "contiguous"},
     lambda one: {"grad": "tokens first"},
+    lambda one: {"block": 0},
     lambda one: {"dtype": torch.float64},
     lambda one: {"dtype": torch.float32},
     lambda one: {"q": Strides()},
