@@ -162,7 +162,7 @@ def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Ten
         return change.new_ones(*change.shape[:2], 1, 1)
     seen = change.new_ones(1, 1, 1, 1) if mask is None else visible(mask).to(change.dtype)
     seen = seen.expand(*seen.shape[:3], m)  # [B or 1, G or 1, N or 1, M]
-    if seen.shape[2] > 1:
+    if seen.shape[2] != 1:
         seen = seen.tril(m - n) if is_causal else seen
         with no_autocast(change.device.type):
             # In this order, or ONNX Runtime takes the sizes of 1 of `seen` for those of the result.
