@@ -119,6 +119,8 @@ def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
         versions.needs_torch("2.5", "the root of a dynamic size")
     if made.config.family in ("linear", "cosine") and made.cell.is_causal:
         versions.needs_torch("2.5", "the maximum of two dynamic sizes")
+    if made.cell.cross and made.cell.is_causal:
+        versions.needs_torch("2.5", "tril() of a dynamic diagonal")
     _needs_square(made)
     torch._dynamo.reset()
     counting = CompileCounterWithBackend(backend)
