@@ -97,7 +97,7 @@ def _needs_compiler(made: Made) -> None:
 
 
 def _needs_square(made: Made) -> None:
-    if made.cell.subject.name == "aft-conv 2d":
+    if made.config.family == "aft-conv" and int(made.config.option("dims")) > 1:
         versions.needs_torch("2.5", "round() of a symbolic number")
 
 
