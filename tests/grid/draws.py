@@ -105,8 +105,9 @@ class Example:
 
 SCORES = ("standard", "quest", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
-FIRST = 29  # tokens of the first call of a graph for all lengths; it and FIRST + 8 equal no other size, because
-# torch.compile takes equal sizes for one
+FIRST = 29
+"""Tokens of the first call of a graph for all lengths. It, FIRST - 8 and FIRST + 8 equal no other size, because
+torch.compile takes equal sizes for one."""
 KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
 MASK_LAYOUTS = ("contiguous", "transposed", "slice", "expanded")
 GRADS = ("tokens first", "contiguous", "expanded", "features first")
@@ -263,7 +264,9 @@ class MadeOf(Made):
         one = self.one
         torch.manual_seed(self.seed + 1 + seed)
         n = one.n if tokens is None else tokens
-        m = n if one.m == one.n else FIRST + 8 if n == FIRST else n - one.n + one.m
+        m = n - one.n + one.m
+        if n == FIRST and one.m != one.n:  # a graph may hold for fewer keys than queries only, or for more
+            m = FIRST + 8 if one.m > one.n else FIRST - 8
         q = one.q.make((one.batch, one.heads, n, one.dim), one.dtype, one.factor)
         if one.shared:
             both = one.k.make((one.batch, one.groups, m, one.key_dim + one.dim_v), one.dtype, one.factor)

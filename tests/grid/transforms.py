@@ -97,7 +97,7 @@ def _needs_compiler(made: Made) -> None:
 
 
 def _needs_square(made: Made) -> None:
-    if made.cell.subject.name == "aft-conv 2d":
+    if made.config.family == "aft-conv" and int(made.config.option("dims")) > 1:
         versions.needs_torch("2.5", "round() of a symbolic number")
 
 
@@ -119,6 +119,8 @@ def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
         versions.needs_torch("2.5", "the root of a dynamic size")
     if made.config.family in ("linear", "cosine") and made.cell.is_causal:
         versions.needs_torch("2.5", "the maximum of two dynamic sizes")
+    if made.cell.cross and made.cell.is_causal:
+        versions.needs_torch("2.5", "tril() of a dynamic diagonal")
     _needs_square(made)
     torch._dynamo.reset()
     counting = CompileCounterWithBackend(backend)
