@@ -15,6 +15,7 @@ from tsai.models.TSPerceiver import TSPerceiver
 from tsai.models.TST import TST
 from tsai.models.TSTPlus import MultiTSTPlus, TSTPlus
 
+import quest_core
 import quest_tsai
 from quest_core.testing import AdapterConformance
 from quest_tsai import TsaiAdapter
@@ -69,7 +70,8 @@ class TestTSTPlusOddHeads(Series):
 
 class TestTSTPlusAttentionMask(Series):
     def make_model(self):
-        return TSTPlus(3, 5, 12, attn_mask=torch.ones(12, 12).triu(1).bool(), **SMALL)
+        far = (torch.arange(12)[:, None] - torch.arange(12)).abs() > 3
+        return TSTPlus(3, 5, 12, attn_mask=far, **SMALL)
 
 
 class TestTSTPlusAdditiveMask(Series):
@@ -187,3 +189,11 @@ def test_recurrent_relatives_share_what_was_tested(kind) -> None:
     torch.manual_seed(0)
     model = kind(3, 5, 12, hidden_size=16, encoder_layers=2, n_heads=4, d_ff=32)
     assert len(list(quest_tsai.TsaiAdapter().sites(model))) == 2
+
+
+@pytest.mark.parametrize("attention", ["sinkhorn", "quest+pgqa(kv_heads=2)"])
+def test_a_triangular_mask_refuses_what_cannot_be_causal(attention: str) -> None:
+    later = torch.ones(12, 12).triu(1).bool()
+    model = TSTPlus(3, 5, 12, attn_mask=later, attention=attention, **SMALL)
+    with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
+        model(torch.randn(2, 3, 12))
