@@ -67,7 +67,7 @@ def test_gps_conv_draws_the_same_initial_weights() -> None:
     states = []
     for options in ({}, {"attention": "qknorm"}):
         torch.manual_seed(0)
-        states.append(GPSConv(16, None, heads=4, attn_kwargs=options).state_dict())
+        states.append(dict(GPSConv(16, None, heads=4, attn_kwargs=options).named_parameters()))
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
