@@ -179,10 +179,22 @@ def test_zero_keys_and_blind_rows_stay_finite(name: str, dtype: torch.dtype, is_
 
 def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
-    q, k, v = (x.float() for x in tensors(1, 1, 3, 4, 2))
-    out = quest_core.attention(q - 30, k - 30, v, "linear")
-    want = reference.linear(q - 30, k - 30, v).float()
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    q, k, v = ((x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 3, 4, 2), (30, 30, 0)))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, want = quest_core.attention(q, k, v, "linear"), reference.linear(*wide)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    found, right = torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), wide)
+    torch.testing.assert_close([x.double() for x in found], list(right), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [-50.0, -90.0, -100.0])
+def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> None:
+    """The first rows see only keys of weight exp(bias), whose reciprocal or its derivative float32 cannot hold."""
+    inputs = [x.float().requires_grad_() for x in tensors(1, 1, 6, 6, 2)]
+    mask = torch.zeros(1, 1, 1, 6).index_fill(3, torch.tensor([0, 1]), bias)
+    out = quest_core.attention(*inputs, "linear", attn_mask=mask, is_causal=True)
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out[:, :, 2:].sum(), inputs))
 
 
 def test_sums_in_float16_do_not_overflow() -> None:
