@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quest_core
-from quest_bench import scaling, speed
+from quest_bench import decode, scaling, speed
 from quest_bench.cli import app_main
 from quest_core.errors import InputError, QuestError
 
@@ -164,6 +164,22 @@ def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None
         speed.measure_apart(tiny(attentions=("aft-full(max_length=2)",)), 1, lambda: None)
 
 
+def test_the_gpu_that_is_asked_for_is_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda synchronises the current device and counts its memory, whatever device the tensors are on."""
+
+    def set_device(device: str) -> None:
+        raise KeyError(device)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    for measure in (
+        lambda: speed.measure(tiny(device="cuda:1"), 1),
+        lambda: scaling.measure(["quest"], (16,), device="cuda:1", is_causal=False, budget=0.0),
+        lambda: decode.measure(["quest"], ((1, 1, 8),), tokens=20, rounds=10, device="cuda:1"),
+    ):
+        with pytest.raises(KeyError, match="cuda:1"):
+            measure()
+
+
 def test_exponents_of_known_curves() -> None:
     points = [scaling.Point("x", n, 1e-6 * n**2, 0, 0, 50 * n) for n in (256, 512, 1024, 2048, 4096)]
     points[0] = scaling.Point("x", 256, 1.0, 0, 0, 1)  # below 1024 tokens nothing is fitted
@@ -252,3 +268,10 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert app_main(["speed", "--device", "cuda"]) == 2
     assert "sees no GPU" in capsys.readouterr().err
+
+
+def test_a_gpu_beyond_the_last_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert app_main(["decode", "--device", "cuda:2"]) == 2
+    assert "--device is 'cuda:2', and the GPUs are cuda:0 to cuda:1" in capsys.readouterr().err.replace("\n", " ")

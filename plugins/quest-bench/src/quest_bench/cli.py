@@ -98,6 +98,8 @@ def _device(name: str) -> str:
         raise ConfigError(f"--device is {name!r}; {one_of(name, ('cpu', 'cuda', 'cuda:N'))}")
     if name != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--device is {name!r}, but this torch ({torch.__version__}) sees no GPU")
+    if int(name.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
+        raise ConfigError(f"--device is {name!r}, and the GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return name
 
 

@@ -17,6 +17,7 @@ import quest_core
 from quest_core.mechanism import kv_heads
 
 from .plan import check_calls
+from .speed import make_current
 from .store import measurement
 
 SHAPES = ((1, 8, 64), (8, 8, 64))
@@ -63,6 +64,7 @@ def measure(
     device: str = "cpu",
 ) -> list[Step]:
     """Time the last `rounds` of `tokens` steps, both contenders in each round, in alternating order."""
+    make_current(device)
 
     def clock() -> float:
         if device != "cpu":

@@ -35,6 +35,7 @@ from .speed import (
     broadcast_aft,
     broadcast_fits,
     keep_freed_memory,
+    make_current,
     progress_bar,
 )
 from .store import measurement
@@ -123,6 +124,7 @@ def measure(
     Args:
         budget: seconds of turns that a contender gets at a length, at least three turns and at most 30.
     """
+    make_current(device)
 
     def seconds(call: Call) -> float:
         start = time.perf_counter()

@@ -256,6 +256,12 @@ def _time(attend: Attend, make: Fresh, backward: bool, repeats: int, clock: Cloc
     return total / repeats
 
 
+def make_current(device: str) -> None:
+    """Make a GPU, "cuda:N", the one that torch.cuda synchronises and counts the memory of."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+
+
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory.
 
@@ -281,6 +287,7 @@ def measure(plan: Plan, threads: int, tick: Callable[[], None] = lambda: None) -
     Returns:
         The rows, and why contenders were left out: {contender and direction: error}.
     """
+    make_current(plan.device)
     clock = time.process_time if plan.cpu_time else time.perf_counter
     order = random.Random(0)
     rows: list[Timing] = []
