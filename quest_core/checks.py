@@ -8,6 +8,9 @@ from torch import Tensor
 from .errors import InputError
 from .kernels.pytorch import autocast_dtype
 
+TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+NAMES = "float32, bfloat16, float16 or float64"
+
 
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, key_dim: int | None, cached: int
@@ -18,12 +21,12 @@ def check_inputs(
         key_dim: the features that k must have; None for those of q.
         cached: further keys, before those of k, that the mask covers.
     """
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in TYPES
     for name, x in () if alike and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features")
-        if not x.is_floating_point():
-            raise InputError(f"{name} is {x.dtype}; attention needs a floating-point type")
+        if x.dtype not in TYPES:
+            raise InputError(f"{name} is {x.dtype}; attention takes {NAMES}")
         if x.dtype != q.dtype and autocast_dtype(q.device.type) is None:
             raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
         if x.device != q.device:
@@ -42,8 +45,8 @@ def check_inputs(
     m += cached
     if mask is not None:
         full = (batch, heads, n, m)
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise InputError(f"attn_mask is {mask.dtype}; it is boolean (True = may attend) or additive floating point")
+        if mask.dtype not in (torch.bool, *TYPES):
+            raise InputError(f"attn_mask is {mask.dtype}; it is boolean (True = may attend) or additive, of {NAMES}")
         if mask.dim() not in (2, 4) or any(mask.shape[i] not in (1, full[i]) for i in range(-mask.dim(), 0)):
             raise InputError(
                 f"attn_mask has shape {list(mask.shape)}; it needs [N, M] = [{n}, {m}] or something that broadcasts to "
