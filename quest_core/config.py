@@ -132,7 +132,7 @@ class AttentionConfig:
 
     def __str__(self) -> str:
         """The one-line text that :meth:`parse` reads back."""
-        inside = ", ".join(f"{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in self.options)
+        inside = ", ".join(f"{key}={_write_value(x)}" for key, x in self.options)
         return f"{self.name}({inside})" if inside else self.name
 
 
@@ -173,8 +173,15 @@ def _read_value(text: str) -> Any:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+
+
+def _write_value(value: Any) -> str:
+    """Return the text that `_read_value` reads back: '14x14' as it is, and '196', which would be a number, quoted."""
+    if isinstance(value, str):
+        return value if _read_value(value.strip() or "0") == value else repr(value)
+    return json.dumps(value)
 
 
 def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:

@@ -670,6 +670,7 @@ def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> N
         ("aft-conv(grid=axb)", r"grid is 'axb'; with dims=2 write '14x14'"),
         ("aft-conv(grid=*x*)", r"at most one extent as \*"),
         ("aft-conv(dims=3, grid=2x2)", "with dims=3"),
+        ("aft-conv(grid=²x2)", "grid is '²x2'; with dims=2"),
         ("aft-full(rank=0)", "option 'rank' is 0, but takes a whole number of at least 1 or null"),
         ("quest+aft-simple", "'aft-simple' never forms attention weights, so it is not combined"),
     ],

@@ -59,6 +59,19 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
     assert hash(AttentionConfig.parse(str(config))) == hash(config)
 
 
+@given(st.sampled_from(["6", "1e3", "true", "None", "'6'", "", " a", "[6]"]) | st.text())
+def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
+    """A checkpoint spells its attention as text, which the model that wrote it must read."""
+    try:
+        config = AttentionConfig.parse({"name": "aft-conv", "grid": text})
+    except ConfigError as error:
+        assert set(text) & set("(),")
+        assert "takes a text without ( ) , or null" in str(error)
+    else:
+        assert AttentionConfig.parse(str(config)) == config
+        assert config.option("grid") == text
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -72,6 +85,8 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
         ("quest+gqa(kv_heads=two)", "'kv_heads' is 'two', but takes a whole number"),
         ("quest(scale=true)", "'scale' is True, but takes a number"),
         ("quest(scale=nan)", "'scale' is 'nan', but takes a number"),
+        ({"name": "quest", "scale": 10**400}, "'scale' is 10+, but takes a number"),
+        (f"quest(scale={'-' * 10**5}1)", "'scale' is '-+1', but takes a number"),
         ("quest+qnorm", "two choices for the score: 'quest' and 'qnorm'"),
         ("quest(scale=1)+gqa(scale=2)", "option 'scale' is given twice"),
         ({"name": "quest(scale=1)", "scale": 2}, "option 'scale' is given twice"),

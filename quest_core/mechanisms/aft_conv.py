@@ -218,7 +218,7 @@ def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
     if text is None:
         return None
     pieces = text.split("x")
-    good = all(piece == "*" or (piece.isdigit() and int(piece) > 0) for piece in pieces)
+    good = all(piece == "*" or (piece.isdecimal() and int(piece) > 0) for piece in pieces)
     if not good or len(pieces) != axes or pieces.count("*") > 1:
         example = {1: "196", 2: "14x14' or '*x14", 3: "8x14x14' or '*x14x14"}[axes]
         raise ConfigError(
