@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -627,11 +628,15 @@ def test_a_site_inside_a_site_is_refused() -> None:
 
 def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
     x = torch.randn(2, 5, 32)
-    model = nn.Sequential(CausalSelfAttention())
-    inner = model[0].forward
-    model[0].forward = lambda x: inner(x)
-    with pytest.raises(InjectionError, match="its forward was replaced on the instance"):
-        quest_core.inject(model, "quest", example=x)
+    for example, host in ((x, CausalSelfAttention()), (None, nn.MultiheadAttention(8, 2))):
+        model = nn.Sequential(host)
+        host._compiled_call_impl = host._call_impl  # as compile() does
+        with pytest.raises(InjectionError, match="its forward was replaced on the instance"):
+            quest_core.inject(model, "quest", example=example)
+        host._compiled_call_impl = None
+        host.forward = functools.partial(type(host).forward, host)  # as accelerate does
+        with pytest.raises(InjectionError, match=r"'0' \(.*\): its forward was replaced on the instance"):
+            quest_core.inject(model, "quest", example=example)
     model = nn.Sequential(CausalSelfAttention())
     model[0].mechanism = "mine"
     with pytest.raises(InjectionError, match="it has an attribute 'mechanism'"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..catalogue import parts
 from ..config import AttentionConfig
-from ..errors import UnsupportedError
+from ..errors import InjectionError, UnsupportedError
 from ..notices import LOGGER, Forward
 from ..projections import Projected
 from .discovery import require_host
@@ -197,7 +197,16 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
 
 
 def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
-    """Raise UnsupportedError, naming the mechanisms that the site can honour, unless `config` is one."""
+    """Raise UnsupportedError, naming the mechanisms that the site can honour, unless `config` is one.
+
+    Raises:
+        InjectionError: calls of the module go to a function that is bound to it, and so would those of its replacement.
+    """
+    if any(vars(site.module).get(name) is not None for name in ("forward", "_compiled_call_impl")):
+        raise InjectionError(
+            f"'{site.path}' ({type(site.module).__name__}): its forward was replaced on the instance (by compile(), "
+            "accelerate's device_map, ...), which would go on to call the host's attention; inject before that"
+        )
     why = adapter.refusal(site, config)
     if why is None:
         return

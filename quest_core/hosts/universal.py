@@ -306,8 +306,6 @@ def _refuse_unroutable(path: str, module: nn.Module, inside: list[str]) -> None:
     """Raise InjectionError if the calls of a module cannot be routed."""
     if inside:
         why = f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
-    elif "forward" in vars(module):
-        why = "its forward was replaced on the instance; inject before it is wrapped"
     elif hasattr(module, "mechanism") and not isinstance(module, Routed):
         why = "it has an attribute 'mechanism', which a site needs; rename it"
     else:
