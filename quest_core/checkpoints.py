@@ -121,6 +121,8 @@ class Spelled(nn.Module):
         own, key = self.attention_is_not_standard, prefix + ENTRY
         missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
         spelled = state_dict.pop(key, None)
+        if own is not None and own.is_meta:  # load_state_dict(assign=True) gives the model the tensors of the state dict
+            own = spell(self.config).to(next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu"))
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
             # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
@@ -128,7 +130,7 @@ class Spelled(nn.Module):
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
             shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
             state_dict.update(mine | shared)
-        elif own is not None:
+        if own is not None:
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 

@@ -126,6 +126,14 @@ def test_the_text_survives_what_models_go_through() -> None:
     assert [read(spelled) for spelled in states] == ["quest+gqa(kv_heads=2)"] * len(states)
 
 
+@pytest.mark.parametrize("trained", ["standard", "quest"])
+def test_a_model_on_the_meta_device_is_whole_after_its_weights_are_assigned(trained: str) -> None:
+    with torch.device("meta"):
+        made, _ = quest_core.inject(model(None), "quest", attention_from=trained)
+    made.load_state_dict(model(trained).state_dict(), assign=True)
+    assert read(made.to("cpu").state_dict()[f"layers.0.self_attn.mechanism.{ENTRY}"]) == "quest"
+
+
 def test_a_long_text_is_spelled_whole() -> None:
     config = quest_core.AttentionConfig.parse("aft-conv(grid='" + "1" * 90 + "x1')")
     assert read(spell(config)) == str(config)
