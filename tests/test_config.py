@@ -62,12 +62,12 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
 @given(st.sampled_from(["6", "1e3", "true", "None", "'6'", "", " a", "[6]"]) | st.text())
 def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
     """A checkpoint spells its attention as text, which the model that wrote it must read."""
-    try:
-        config = AttentionConfig.parse({"name": "aft-conv", "grid": text})
-    except ConfigError as error:
-        assert set(text) & set("(),")
-        assert "takes a text without ( ) , or null" in str(error)
+    spec = {"name": "aft-conv", "grid": text}
+    if set(text) & set("(),"):
+        with pytest.raises(ConfigError, match=r"takes a text without \( \) , or null"):
+            AttentionConfig.parse(spec)
     else:
+        config = AttentionConfig.parse(spec)
         assert AttentionConfig.parse(str(config)) == config
         assert config.option("grid") == text
 

@@ -47,18 +47,6 @@ def test_parameters_stay_the_same_objects() -> None:
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
 
 
-def test_shared_parameters_stay_shared_or_are_refused() -> None:
-    one, other = nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4)
-    other.in_proj_weight = one.in_proj_weight
-    model, _ = quest_core.inject(nn.ModuleList([one, other]), "quest")
-    assert model[0].in_proj_weight is model[1].in_proj_weight
-    with pytest.raises(UnsupportedError, match="modules that share theirs would each get a copy; inject before"):
-        quest_core.inject(model, "quest+gqa(kv_heads=2)")
-    same = nn.ModuleList([one, one])  # one module under two names is one replacement
-    quest_core.inject(same, "quest+gqa(kv_heads=2)")
-    assert same[0] is same[1]
-
-
 def test_learnable_mechanisms_are_seen_by_an_optimizer_made_afterwards() -> None:
     model, report = quest_core.inject(encoder(), "qknorm-hs")
     extra = [p for name, p in model.named_parameters() if "log_scale" in name]

@@ -179,7 +179,9 @@ def test_zero_keys_and_blind_rows_stay_finite(name: str, dtype: torch.dtype, is_
 
 def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
-    q, k, v = ((x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 3, 4, 2), (30, 30, 0)))
+    q, k, v = (
+        (x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 3, 4, 2), (30, 30, 0), strict=True)
+    )
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, want = quest_core.attention(q, k, v, "linear"), reference.linear(*wide)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)

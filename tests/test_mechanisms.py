@@ -349,7 +349,10 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
         (lambda q, k, v: (q[0], k, v, None), "q has shape .*four axes"),
         (lambda q, k, v: (q, k.float(), v, None), "q is torch.float64 but k is torch.float32"),
         (lambda q, k, v: (q.long(), k, v, None), "q is torch.int64; attention takes float32, bfloat16, float16 or fl"),
-        (lambda q, k, v: (*[x.to(torch.float8_e4m3fn) for x in (q, k, v)], None), "q is torch.float8_e4m3fn; attention"),
+        (
+            lambda q, k, v: (*[x.to(torch.float8_e4m3fn) for x in (q, k, v)], None),
+            "q is torch.float8_e4m3fn; attention",
+        ),
         (lambda q, k, v: (q, k[..., :3], v, None), "k has 3 features a head where q's 8 ask for 8"),
         (lambda q, k, v: (q, k[:1], v, None), "batch sizes differ: q 2, k 1"),
         (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads add a grouping"),
@@ -357,7 +360,10 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
         (lambda q, k, v: (q, k, v, torch.ones(2, 5, 6, dtype=torch.bool)), r"mask\[:, None\]"),
         (lambda q, k, v: (q, k, v, torch.ones(6, 5, dtype=torch.bool)), r"attn_mask has shape \[6, 5\]"),
         (lambda q, k, v: (q, k, v, torch.ones(5, 6, dtype=torch.long)), "attn_mask is torch.int64"),
-        (lambda q, k, v: (q, k, v, torch.ones(5, 6).to(torch.float8_e5m2)), "attn_mask is torch.float8_e5m2; it is bool"),
+        (
+            lambda q, k, v: (q, k, v, torch.ones(5, 6).to(torch.float8_e5m2)),
+            "attn_mask is torch.float8_e5m2; it is bool",
+        ),
     ],
 )
 def test_wrong_inputs_are_named(change: object, message: str) -> None:

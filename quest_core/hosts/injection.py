@@ -219,11 +219,6 @@ def inject(
         )
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
-    if _shared(made) < _shared([site.module for _, site in chosen]):
-        raise UnsupportedError(
-            f"attention '{config}' has smaller key and value projections, and modules that share theirs would each get "
-            "a copy; inject before they are tied, or choose an attention with all heads"
-        )
     starting: list[Projected] = []
     for (owner, _), module in zip(chosen, made, strict=True) if fresh else ():
         projected = owner.projected(module)
@@ -260,12 +255,6 @@ def inject(
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     setattr(model, REPORT, report)
     return model, report
-
-
-def _shared(modules: list[nn.Module]) -> int:
-    """Return how many parameters repeat one of an earlier module."""
-    every = [id(p) for module in modules for p in module.parameters()]
-    return len(every) - len(set(every))
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:

@@ -62,7 +62,9 @@ class Option:
         if self.choices:
             words = "one of " + ", ".join(self.choices)
         else:
-            words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text without ( ) ,"}[self.kind]
+            words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text without ( ) ,"}[
+                self.kind
+            ]
             if self.minimum is not None:
                 words += f" of at least {self.minimum:g}"
         return words + (" or null" if self.nullable else "")
@@ -76,7 +78,7 @@ class Option:
         elif self.kind is float and number and abs(value) < 1e308:
             good = float(value)
         elif self.kind in (bool, str) and isinstance(value, self.kind) and (not self.choices or value in self.choices):
-            good = self.kind(value) if self.kind is bool or not set("(),") & set(value) else None
+            good = self.kind(value) if self.kind is bool or not set("(),") & set(str(value)) else None
         low = good is not None and self.minimum is not None and good < self.minimum
         if low or (good is None and not (value is None and self.nullable)):
             raise ConfigError(f"attention '{owner}': option '{self.name}' is {value!r}, but takes {self.allowed}")

@@ -23,6 +23,7 @@ from quest_bench.cli import app_main
         (["run", "fake/suite", "--python", "fake=/no/python"], ["'/no/python', which is not an executable file"]),
         (["run", "fake/suite", "--attention", "qest", "--seeds", "x", "--set", "a=1"], ["qest", "--seeds", "'a'"]),
         (["report", "missing"], ["missing does not exist", "quest bench run SUITE --out missing"]),
+        (["report", "no run"], ["no run does not exist", "quest bench run SUITE --out 'no run'"]),
         (["report", "."], [". holds no results"]),
     ],
 )

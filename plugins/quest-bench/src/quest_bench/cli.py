@@ -254,7 +254,7 @@ def run(
         submitted = submit(context.obj, folder, cluster, orchestrators, cluster_set or [])
         names = ", ".join(str(job.job_id) for job in submitted)
         console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
-        console.print(f"next: quest bench status {folder}", markup=False)
+        console.print(f"next: quest bench status {shlex.quote(str(folder))}", markup=False)
         return
     command = typed(context)
     devices = checked["gpus"]
@@ -297,7 +297,7 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
         done = f"stopped by {outcome.stopped.name}; {count} cell{'s' * (count != 1)} finished in this run"
         console.print(f"{done}. The same command resumes:\n  {command}", markup=False, soft_wrap=True)
     else:
-        console.print(f"next: quest bench report {folder}", markup=False)
+        console.print(f"next: quest bench report {shlex.quote(str(folder))}", markup=False)
     return outcome
 
 
@@ -400,7 +400,7 @@ def status(
 
     cells = store.load_all(folder)
     if not cells:
-        raise ConfigError(f"{folder} holds no cells; first run: quest bench run SUITE --out {folder}")
+        raise ConfigError(f"{folder} holds no cells; first run: quest bench run SUITE --out {shlex.quote(str(folder))}")
     runs = store.read_run(folder)
     running = [(cell, holder) for cell in cells if (holder := store.holder(cell.folder))]
     names = {cell.folder for cell, _ in running}
@@ -441,7 +441,8 @@ def merge(
     [cyan]quest bench merge runs/laptop runs/server --out runs/both[/]
     """
     copied, kept = store.merge(folders, out)
-    console.print(f"{out}: {copied} cells copied, {kept} were there; next: quest bench report {out}", markup=False)
+    follow_up = shlex.join(["quest", "bench", "report", str(out)])
+    console.print(f"{out}: {copied} cells copied, {kept} were there; next: {follow_up}", markup=False)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -214,7 +215,7 @@ def load_cells(out: Path) -> list[Stored]:
     cells = store.load_all(out)
     if all(cell.state == "unfinished" for cell in cells):
         found = "holds no results" if out.is_dir() else "does not exist"
-        raise ConfigError(f"{out} {found}; first run: quest bench run SUITE --out {out}")
+        raise ConfigError(f"{out} {found}; first run: quest bench run SUITE --out {shlex.quote(str(out))}")
     return cells
 
 
