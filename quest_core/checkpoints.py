@@ -121,9 +121,7 @@ class Spelled(nn.Module):
         own, key = self.attention_is_not_standard, prefix + ENTRY
         missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
         spelled = state_dict.pop(key, None)
-        if (
-            own is not None and own.is_meta
-        ):  # load_state_dict(assign=True) gives the model the tensors of the state dict
+        if own is not None and own.is_meta:  # load_state_dict(assign=True) makes the model of the state dict's tensors
             own = spell(self.config).to(next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu"))
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         if not compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys):
