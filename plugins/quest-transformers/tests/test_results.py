@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from models import CONFIGS
 
 from quest_core.testing.cells import run_committed
 
 PLACES = (Path(__file__).parents[1], Path(__file__).parents[3] / "docs" / "results")
-SUITES = ["time/transformers", "transformers/bytes-lm"]
+SUITES = ["transformers/bytes-lm", *(["time/transformers"] if "t5" in CONFIGS else [])]  # which times T5
 
 
 @pytest.mark.slow

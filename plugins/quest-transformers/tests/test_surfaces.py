@@ -245,6 +245,18 @@ def test_any_model_that_calls_the_interface(name):
     )
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_fewer_key_heads_run_or_are_refused_by_name(name):
+    """OPT gives its keys as many heads as its queries, whatever their projection has."""
+    config = OTHERS[name]()
+    if name == "mixtral":
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest+gqa(kv_heads=1)")
+        assert logits(model, {"input_ids": torch.randint(3, 50, (2, 7))}).isfinite().all()
+        return
+    with pytest.raises(UnsupportedError, match="the host's projections cannot change their shape"):
+        hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest+gqa(kv_heads=1)")
+
+
 def test_a_mapping_names_every_role():
     with pytest.raises(ConfigError, match="lacks decoder, cross"):
         Choice.parse({"encoder": "quest"})

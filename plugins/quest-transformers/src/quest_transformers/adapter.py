@@ -16,7 +16,7 @@ from quest_core.projections import Projected
 
 from . import surfaces
 from .info import INFO
-from .layers import Anatomy, View, examine, is_attention, replace, turns, unscalable
+from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unscalable
 
 
 class TransformersAdapter(Adapter):
@@ -30,7 +30,7 @@ class TransformersAdapter(Adapter):
         found = ((path, module) for path, module in model.named_modules() if is_attention(module))
         for path, module in found:
             anatomy = examine(module)
-            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, turns(module)))
+            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, module))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""
@@ -154,12 +154,12 @@ class _Some(TransformersAdapter):
         return super().refusal(site, self.chosen[site.path] if asked else config)
 
 
-def _capabilities(anatomy: Anatomy, rotary: bool) -> Capabilities:
+def _capabilities(anatomy: Anatomy, module: nn.Module) -> Capabilities:
     return Capabilities(
         causal=anatomy.role == "decoder",
         cross=anatomy.role == "cross",
         cached=anatomy.role == "decoder",
         dropout=anatomy.dropout > 0,
-        regroups=anatomy.projections is not None,
-        rotary=rotary,
+        regroups=anatomy.projections is not None and regroups(module),
+        rotary=turns(module),
     )

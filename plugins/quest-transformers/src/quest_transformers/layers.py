@@ -75,6 +75,13 @@ def turns(module: nn.Module) -> bool:
     return any(name.startswith("apply_rotary") for name in _named(module))
 
 
+def regroups(module: nn.Module) -> bool:
+    """Whether a module's forward reads from its key projection how many key/value heads there are."""
+    names = _named(module)  # T5 names its heads for the position bias alone
+    counts = not hasattr(module, "has_relative_attention_bias") and not set(_HEADS).isdisjoint(names)
+    return not counts or any(name.startswith("num_key_value") for name in names)
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's forward calls the function that its config names."""
     names = _named(module)
