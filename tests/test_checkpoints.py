@@ -65,6 +65,19 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained: str, treatment: str) 
                     assert part in str(error.value)
 
 
+@pytest.mark.parametrize("kept", ["layers.0.norm1.", "layers.0.self_attn.out_proj.lora_A.default."])
+def test_a_file_without_the_weights_of_a_layer_says_nothing_of_its_attention(kept: str) -> None:
+    state = {f"{kept}weight": torch.ones(8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        model("quest").load_state_dict(state, strict=False)
+        accepting = quest_core.inject(model(None), "sigmoid", attention_from="quest")[0]
+        accepting.load_state_dict(state, strict=False)
+    stock = {name: x for name, x in model(None).state_dict().items() if not name.endswith("bias")}
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        model("quest").load_state_dict(stock, strict=False)
+
+
 def test_stock_models_name_the_unexpected_key() -> None:
     with pytest.raises(RuntimeError, match=rf"Unexpected key.*self_attn\.mechanism\.{ENTRY}"):
         model(None).load_state_dict(model("quest").state_dict())

@@ -128,6 +128,9 @@ def test_wrapped_models_are_refused() -> None:
     compiled = torch.compile(encoder(), backend="eager")
     with pytest.raises(InjectionError, match="wrapped in OptimizedModule already"):
         quest_core.inject(compiled, "quest")
+    for given in (type(compiled), [encoder()], "model"):
+        with pytest.raises(InjectionError, match=r"is not a torch\.nn\.Module; give the model itself"):
+            quest_core.inject(given, "quest")  # type: ignore[arg-type]
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:

@@ -299,6 +299,8 @@ def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[A
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InjectionError(f"{model!r:.99} is not a torch.nn.Module; give the model itself, as in learner.model")
     wrappers = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "FSDPModule")
     for path, module in model.named_modules():
         found = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in wrappers]

@@ -13,7 +13,7 @@ import transformers as hf
 from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
 
 import quest_core
-from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
+from quest_core import AttentionConfig, AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
 from quest_core.errors import UnsupportedError
 from quest_core.hosts import discovery, loading
 from quest_transformers import TransformersAdapter
@@ -262,6 +262,24 @@ def test_a_mapping_names_every_role():
         Choice.parse({"encoder": "quest"})
     with pytest.raises(ConfigError, match="did you mean 'encoder'"):
         Choice.parse({"encoders": "quest", "decoder": "quest", "cross": "quest"})
+
+
+@pytest.mark.parametrize("given", [{"name": "quest"}, {"name": "quest+gqa", "kv_heads": 2}, {"name": "qest"}])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mapping_is_an_attention_or_an_error_and_never_ignored(given, late):
+    def put(attention):
+        model = hf.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation=None if late else attention)
+        if late:
+            model.set_attn_implementation(attention)
+        return model
+
+    if given["name"] == "qest":
+        with pytest.raises(ConfigError, match="did you mean 'quest'"):
+            put(given)
+    else:
+        assert put(given).config.attention == str(AttentionConfig.parse(given))
+    with pytest.raises(ConfigError, match="'visoin_config' is not a part of LlamaConfig"):
+        put({"visoin_config": "quest"})
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

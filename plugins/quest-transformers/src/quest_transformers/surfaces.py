@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quest_core.checkpoints import ENTRY, compare, read
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
-from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError, one_of
 from quest_core.hosts.injection import REPORT, inject
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
@@ -90,8 +90,7 @@ def _implementation(stock: property) -> property:
     """Wrap the property that holds a config's attention function: an attention of quest is kept as text."""
 
     def set_implementation(self: Any, value: Any) -> None:
-        if isinstance(value, Mapping) and value and set(value) <= {*ROLES} - {*self.sub_configs}:
-            value = str(Choice.parse(value))
+        value = _text(self, value)
         assert stock.fset is not None
         stock.fset(self, value)
         own = self._attn_implementation_internal
@@ -103,6 +102,20 @@ def _implementation(stock: property) -> property:
             self.__dict__.pop(KEY, None)
 
     return property(stock.fget, set_implementation)
+
+
+def _text(config: Any, value: Any) -> Any:
+    """A mapping of an attention's options or of roles as text; others, such as one of a config's parts, as they are."""
+    parts = {"", *config.sub_configs}
+    unknown = sorted({*value} - parts, key=str) if isinstance(value, Mapping) else []
+    if {"name", *ROLES}.intersection(unknown):
+        return str(Choice.parse(value))
+    if any(_parse(value[key]) for key in unknown):  # transformers ignores the key
+        choices = sorted({*parts, *ROLES, "name"} - {""})
+        raise ConfigError(
+            f"{KEY}: {unknown[0]!r} is not a part of {type(config).__name__}; {one_of(unknown[0], choices)}"
+        )
+    return value
 
 
 def _parse(text: Any) -> Choice | None:
@@ -320,6 +333,7 @@ def _inject_instead(adapter: TransformersAdapter, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> None:
+        attn_implementation = _text(self.config, attn_implementation)
         choice = _parse(attn_implementation)
         if choice is not None:
             fulfil(adapter, self, fresh=False, choice=choice)
