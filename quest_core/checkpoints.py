@@ -124,7 +124,7 @@ class Spelled(nn.Module):
         if own is not None and own.is_meta:  # load_state_dict(assign=True) makes the model of the state dict's tensors
             own = spell(self.config).to(next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu"))
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
-        silent = spelled is None and _holds_no_weights(prefix[:-1].rpartition(".")[0], state_dict, missing_keys)
+        silent = spelled is None and _holds_no_weights(prefix[: prefix[:-1].rfind(".") + 1], state_dict, missing_keys)
         if not (silent or compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys)):
             # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
             mine = self.state_dict(prefix=prefix)
@@ -136,9 +136,8 @@ class Spelled(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _holds_no_weights(layer: str, state_dict: dict[str, Any], missing_keys: list[str]) -> bool:
-    """Return whether a state dict lacks the weights around a mechanism, as those of LoRA adapters and of heads do."""
-    start = f"{layer}." if layer else ""
+def _holds_no_weights(start: str, state_dict: dict[str, Any], missing_keys: list[str]) -> bool:
+    """Return whether a state dict lacks the weights of a layer, below `start`: one of LoRA adapters or of a head."""
     held, missing = (
         {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
         for keys in (state_dict, [key for key in missing_keys if key.endswith("weight")])

@@ -427,11 +427,7 @@ def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
 
 
 def _build(part: Part, dims: Dims | None, options: Mapping[str, Any]) -> Any:
-    """Return the module of a part.
-
-    Raises:
-        PluginError: `build` takes other arguments, exits, or returns a module of another class; names the part.
-    """
+    """Return the module of a part; PluginError, which names it, if it cannot be built or is of another class."""
     failure: BaseException | None = None
     try:
         made = part.build(dims, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
 from types import MappingProxyType
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import quest_core
+from quest_core.errors import UnsupportedError
 from quest_core.kernels import unit
+from quest_core.kernels.pytorch import VERSION
 from quest_core.mechanisms.scores import PARTS
 from quest_core.testing import references as reference
 from quest_core.testing import versions
@@ -409,3 +413,45 @@ def test_a_dynamic_graph_is_compiled_once() -> None:
     x = torch.randn(2, 3, 5, 4)
     torch.compile(quest_core.Mechanism("quest", num_heads=3, head_dim=4), backend=backend, dynamic=True)(x, x, x)
     assert len(graphs) == 1
+
+
+class CausalOrNot(nn.Module):
+    def __init__(self, spec: str, causal: bool) -> None:
+        super().__init__()
+        self.attention, self.causal = quest_core.Attention(16, 4, spec).eval(), causal
+        quest_core.chain(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, is_causal=self.causal)
+
+
+def traced_to_onnx(module: nn.Module) -> bytes:
+    """What the exporter writes that was the default before PyTorch 2.9, with a dynamic batch and length."""
+    file, modern = io.BytesIO(), {} if VERSION < (2, 5) else {"dynamo": False}
+    names: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, (torch.randn(2, 9, 16),), file, opset_version=17, **names, **modern)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    ["standard", "quest", "qnorm", "qknorm", "qknorm-hs", "elliptical-quest", "quest+gqa(kv_heads=2)", "quest+mqa"],
+)
+def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    module = CausalOrNot(spec, causal)
+    session = runtime.InferenceSession(traced_to_onnx(module), providers=["CPUExecutionProvider"])
+    for shape in ((2, 9, 16), (3, 9, 16), (2, 5, 16), (1, 14, 16)):
+        x = torch.randn(shape)
+        x[0, 0] = 0
+        found = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+        torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)"])
+def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec: str) -> None:
+    with pytest.raises(UnsupportedError, match="counts its keys, which torch.onnx.export"):
+        traced_to_onnx(CausalOrNot(spec, False))

@@ -197,11 +197,8 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
 
 
 def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
-    """Raise UnsupportedError, naming the mechanisms that the site can honour, unless `config` is one.
-
-    Raises:
-        InjectionError: calls of the module go to a function that is bound to it, and so would those of its replacement.
-    """
+    """Raise UnsupportedError, naming what the site can honour, unless that is `config`; InjectionError if it cannot be
+    replaced because its calls go to a function that is bound to it."""
     if any(vars(site.module).get(name) is not None for name in ("forward", "_compiled_call_impl")):
         raise InjectionError(
             f"'{site.path}' ({type(site.module).__name__}): its forward was replaced on the instance (by compile(), "

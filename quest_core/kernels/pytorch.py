@@ -68,6 +68,16 @@ def is_exporting_to_onnx() -> bool:
 is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def traces_onnx(counts: str | None = None) -> bool:
+    """Whether torch.onnx.export(dynamo=False) records this code; UnsupportedError for an attention that counts keys."""
+    traced = bool(is_tracing()) and is_exporting_to_onnx()
+    if traced and counts:
+        raise UnsupportedError(
+            f"attention '{counts}' counts its keys, which torch.onnx.export(dynamo=False) fixes; say dynamo=True"
+        )
+    return traced
+
+
 def is_exporting() -> bool:
     """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
     if is_tracing():

@@ -50,7 +50,7 @@ def inverse_norm(x: Tensor, eager: bool) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
     # Below the least normal float32 a norm counts as zero: its reciprocal would overflow. 1/inf and its derivatives are
     # 0. The number stands here because torch.compile takes a float of the module for an input, and compiles twice.
-    inverse = torch.threshold(norm, torch.finfo(torch.float32).tiny, math.inf).reciprocal().to(wider(x.dtype))
+    inverse = norm.masked_fill(norm <= torch.finfo(torch.float32).tiny, math.inf).reciprocal().to(wider(x.dtype))
     # No vector depends on whether another one is moderate.
     return inverse if quick is None else torch.where((quick > 1e-10) & (quick < 1e10), quick.reciprocal(), inverse)
 

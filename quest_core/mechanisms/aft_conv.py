@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..kernels.blocks import block_rows, recomputed
-from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast
+from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from .aft import QUERY, gate, nothing, visible
 from .aft_ops import finite, safe_range
 from .base import Dims, Family, local, widen
@@ -183,6 +183,7 @@ class AttentionFreeConv(Family):
     def _extents(self, count: int) -> list[int]:
         """The grid that `count` tokens fill."""
         if is_exporting():
+            traces_onnx("aft-conv")
             dynamic = isinstance(count, torch.SymInt) or is_exporting_to_onnx()  # which may fix a dynamic length
             if dynamic and self.grid is None and self.axes > 1:
                 raise UnsupportedError(

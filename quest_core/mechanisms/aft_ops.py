@@ -28,12 +28,7 @@ ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys ar
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise where the operator of attention `name` has no rule, before PyTorch does.
-
-    Raises:
-        UnsupportedError: before PyTorch 2.4; under torch.func, forward-mode differentiation, torch.jit.trace or
-            torch.onnx.export.
-    """
+    """Raise UnsupportedError where the operator of attention `name` has no rule, before PyTorch does."""
     require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
     recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
     what = transform() or recorder

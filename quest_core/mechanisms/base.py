@@ -214,9 +214,9 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
     q = q if scale == 1 else q * scale
     if grouped:
         shared = q.unflatten(1, (-1, q.shape[1] // k.shape[1]))  # [B, G, H/G, N, D]
-        scores: Tensor = (shared @ k.unsqueeze(2).mT).flatten(1, 2)
+        scores: Tensor = (shared @ k.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
     else:
-        scores = q @ k.mT
+        scores = q @ k.transpose(-2, -1)  # not mT, which the tracing exporter to ONNX does not know
     return scores if residual is None else scores + residual
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast
+from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
 from ..kernels.unit import unit
 from .base import Dims, Family, local, result_type, widen
 from .part import MIXING, Part
@@ -69,6 +69,7 @@ class Cosine(Linear):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
+        traces_onnx("cosine")
         seen, n, m = _seen(k, key_mask), q.shape[2], k.shape[2]
         count = seen.sum(-1, keepdim=True)  # [B, 1]
         if cache is not None:

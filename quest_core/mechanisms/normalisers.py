@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.blocks import block_rows, in_blocks
-from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, transform, wider
+from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, size, traces_onnx, transform, wider
 from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, visible, widen
 from .part import MIXING, POINTWISE, Option, Part
 
@@ -55,18 +55,23 @@ class Softmax(Normaliser):
         if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
             blind = ~visible(mask).any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
             mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
-        if not HAS_GROUPED_ATTENTION:
-            if grouped:
-                share = q.shape[1] // k.shape[1]
-                k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-            q, k, v = [x.to(result_type(x)) for x in (q, k, v)]  # nor does autocast know the function there
+        traced = traces_onnx()  # by an exporter that knows no groups, and before PyTorch 2.2 no scale
+        if grouped and (traced or not HAS_GROUPED_ATTENTION):
+            share = size(q, 1) // size(k, 1)
+            k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
+        if traced:
+            q = q * (scale * math.sqrt(size(q, -1)))
+        if not HAS_GROUPED_ATTENTION:  # nor does autocast know the function there
+            q, k, v = [x.to(result_type(x)) for x in (q, k, v)]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
         batch, head, token, feature = q.stride()
         if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap, and PyTorch's output would too
             q = q.contiguous()
         options = {"enable_gqa": True} if grouped else {}
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, is_causal, scale=None if traced else scale, **options
+        )
         return out if blind is None else out.masked_fill(blind, 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -108,6 +113,7 @@ class Sigmoid(Normaliser):
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
         if self.bias is None:
+            traces_onnx("sigmoid")
             shifted = shifted - seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype).log()
         else:
             shifted = shifted + self.bias
@@ -175,12 +181,7 @@ class Sinkhorn(Normaliser):
         return z if mask is None else z.masked_fill(~visible(mask), HIDDEN)
 
     def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
-        """Alternate between rows and columns.
-
-        Args:
-            sums: gives the log sums of the columns from their factors before the rows are scaled.
-            target: the log sums to reach.
-        """
+        """Alternate between rows and columns; `sums` gives the log sums of columns, `target` is what they shall be."""
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
@@ -214,8 +215,7 @@ def _factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
 def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
     """log(N/M), where N counts the rows that see a key and M the columns that a row sees: [B or 1, H or 1, 1, 1].
 
-    Args:
-        like: the logits [B, H, N, M]. The sizes are counted and not read, so that no graph fixes them.
+    The sizes of the logits `like` [B, H, N, M] are counted and not read, so that no graph fixes them.
     """
     seen = _seen(mask, like)
     seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]

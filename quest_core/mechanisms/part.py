@@ -62,9 +62,8 @@ class Option:
         if self.choices:
             words = "one of " + ", ".join(self.choices)
         else:
-            words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text without ( ) ,"}[
-                self.kind
-            ]
+            kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text without ( ) ,"}
+            words = kinds[self.kind]
             if self.minimum is not None:
                 words += f" of at least {self.minimum:g}"
         return words + (" or null" if self.nullable else "")

@@ -228,11 +228,7 @@ class _Layer:
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which queries see a key, and which keys some query of the sample sees.
-
-    Returns:
-        Booleans, broadcastable to [B, H, N], and [B or 1, 1, M].
-    """
+    """Which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
     if mask is None:
         return (last >= 0)[None, None], torch.ones(1, 1, m, dtype=torch.bool, device=device)

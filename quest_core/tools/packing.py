@@ -205,11 +205,7 @@ def _moves(starts: list[int], groups: list[list[int]], device: torch.device) -> 
 
 
 class _Pick(torch.autograd.Function):
-    """Rows by index, and in the backward pass rows of the gradient by the inverse index.
-
-    Packed tokens go to padded rows and back by permutations, so that each direction is a gather, in both passes, and
-    no sum is scattered.
-    """
+    """Rows by index, and in the backward pass rows of the gradient by the inverse index: gathers, no scattered sums."""
 
     @staticmethod
     def forward(ctx: Any, there: _Take, back: _Take, x: Tensor) -> Tensor:
