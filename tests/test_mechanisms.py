@@ -426,7 +426,7 @@ class CausalOrNot(nn.Module):
 
 
 def traced_to_onnx(module: nn.Module) -> bytes:
-    """What the exporter writes that was the default before PyTorch 2.9, with a dynamic batch and length."""
+    """The file of the exporter that was the default before PyTorch 2.9, with a dynamic batch and length."""
     file, modern = io.BytesIO(), {} if VERSION < (2, 5) else {"dynamo": False}
     names: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
     with warnings.catch_warnings():

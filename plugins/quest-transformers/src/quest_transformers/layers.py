@@ -77,7 +77,7 @@ def turns(module: nn.Module) -> bool:
 
 def regroups(module: nn.Module) -> bool:
     """Whether a module's forward reads from its key projection how many key/value heads there are."""
-    names = _named(module)  # T5 names its heads for the position bias alone
+    names = _named(module)  # T5 names its heads only for the position bias
     counts = not hasattr(module, "has_relative_attention_bias") and not set(_HEADS).isdisjoint(names)
     return not counts or any(name.startswith("num_key_value") for name in names)
 
