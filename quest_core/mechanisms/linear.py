@@ -50,7 +50,7 @@ class Linear(Family):
         # [v, 1]: the sum of weights comes out of the same products as the weighted sum of values.
         total = _sum_keys(_feature(q), keys, F.pad(widen(v), (0, 1), value=1.0), is_causal, cache)
         weight = total[..., -1:]
-        blind = weight < 1e3 * torch.finfo(weight.dtype).tiny  # no weight, or one whose quotients would overflow
+        blind = weight <= 1e3 * torch.finfo(weight.dtype).tiny  # or quotients overflow; ONNX rounds it to 0
         # 1/w as s · 1/(w·s) with the constant s = 1/w: the derivative of 1/w overflows long before 1/w does.
         near = weight.detach().masked_fill(blind, 1).reciprocal()
         return total[..., :-1] * (near * (weight * near).masked_fill(blind, math.inf).reciprocal())
