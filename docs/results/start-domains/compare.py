@@ -19,6 +19,7 @@ RESULTS = Path(__file__).resolve().parent.parent
 START, PRINTED = "quest(init=12.0)", "quest"
 DOMAINS = {  # folder -> its title, metric, and 1 where higher is better
     "start-images": ("Fashion-MNIST, ViT of width 64, %", "metric/accuracy", 1),
+    "start-cifar": ("CIFAR-10, the same ViT, %", "metric/accuracy", 1),
     "handwriting": ("Handwriting, epoch of the validation split, %", "metric/accuracy", 1),
     "start-vowels": ("JapaneseVowels, epoch of the validation split, %", "metric/accuracy", 1),
     "start-pattern": ("PATTERN, GPS, %", "metric/accuracy", 1),
