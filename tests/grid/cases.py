@@ -514,7 +514,7 @@ def bounds(
 
     A weight is the exponential of a logit, which float32 or a wider type holds. If an additive mask makes the logit as
     large as L, its rounding changes the weight by a factor of 1 ± L · eps. Sinkhorn in logarithms has this error where
-    the plain formula has none.
+    the plain formula has none, from long queries and keys too.
     """
     eps, dtype = torch.finfo(made.cell.dtype).eps, rough(made)
     sizes = [float(x.abs().max()) if x.numel() else 0.0 for x in exact]
@@ -535,6 +535,9 @@ def bounds(
         wide = torch.finfo(torch.promote_types(made.cell.dtype, torch.float32)).eps
         temperature = float(made.config.option("eps") or 1)
         logit = wide * float(added.max()) / temperature if added.numel() else 0.0
+    if made.config.option("eps") and all(x.numel() for x in tensors[:2]):
+        norms = [float(x.detach().double().norm(dim=-1).max()) for x in tensors[:2]]
+        logit += eps * norms[0] * norms[1] / (math.sqrt(made.dim) * made.config.option("eps"))
     sums = ((tensors[1].shape[2] + made.dim) / 4 * eps + logit) * max(largest, least) * steep
     return [made.slack * (max(error, relative * size) + sums) for error, size in zip(errors, sizes, strict=True)]
 

@@ -191,6 +191,8 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
         more["q"] = Strides(windows=pick((1, 2)))
     if transform in ("export", "ONNX"):  # PyTorch itself fixes a length where an example input has gaps in memory
         more = {name: Strides() for name in "qkv"}
+    if transform == "compile, any length" and more["q"].windows:  # a graph for each order of strides that overlap
+        more["q"] = Strides()
     widens = mask != "none" and transform == "eager" and "pgqa" not in spec  # whose noise is drawn in the wider type
     return Example(
         spec, heads, groups, pick((1, 2, 2, 3, 0) if transform == "eager" else (1, 2, 3)), n, m, dim,
