@@ -276,7 +276,7 @@ def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
         return None
     names = list(dict.fromkeys(str(value["attention"]) for value in values))
     domain = [baseline, *names]
-    y = {"field": "task", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 150}}
+    y = {"field": "task", "type": "nominal", "sort": None, "title": None}
     x = {"type": "quantitative", "title": f"% of {baseline}'s mean; right is better"}
     colour = {**_colour(domain, legend=True), "scale": {"domain": domain}}
     colour["legend"] = {"values": names}
