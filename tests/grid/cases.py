@@ -330,6 +330,8 @@ class Made:
 
     slack: float = 4
     """How many times the error of the plain formula is allowed."""
+    one_graph: bool = True
+    """Whether torch.compile(dynamic=True) must compile once for all lengths."""
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, subject = cell, cell.subject
@@ -363,6 +365,10 @@ class Made:
             self.state.train(references.key_norms(k, torch.ones(2, 5, dtype=torch.bool)))
         if self.cell.subject.training:
             self.state.sizes = self.state.pending
+
+    def large_logit(self, tensors: Sequence[Tensor]) -> float:
+        """A logit that sinkhorn rounds, if long queries and keys make it larger than those of the grid."""
+        return 0.0
 
     def lengths(self) -> Sequence[int]:
         """Numbers of tokens to try one after the other."""
@@ -529,15 +535,12 @@ def bounds(
         errors.append(error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0)
     # What is zero but for rounding has no relative error.
     relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
-    logit = 0.0
+    logit = eps * made.large_logit(tensors)
     if len(tensors) > 3 and tensors[3].is_floating_point():
         added = tensors[3].detach().double().masked_fill(references.hidden(tensors[3]), 0).abs()
         wide = torch.finfo(torch.promote_types(made.cell.dtype, torch.float32)).eps
         temperature = float(made.config.option("eps") or 1)
-        logit = wide * float(added.max()) / temperature if added.numel() else 0.0
-    if made.config.option("eps") and all(x.numel() for x in tensors[:2]):
-        norms = [float(x.detach().double().norm(dim=-1).max()) for x in tensors[:2]]
-        logit += eps * norms[0] * norms[1] / (math.sqrt(made.dim) * made.config.option("eps"))
+        logit += wide * float(added.max()) / temperature if added.numel() else 0.0
     sums = ((tensors[1].shape[2] + made.dim) / 4 * eps + logit) * max(largest, least) * steep
     return [made.slack * (max(error, relative * size) + sums) for error, size in zip(errors, sizes, strict=True)]
 
