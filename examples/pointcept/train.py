@@ -14,6 +14,7 @@ from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segme
 
 import quest_pointcept  # noqa: F401  # from here on torch-pointcloud's models accept attention=
 from quest_pointcept.bench.scenes import CLASSES, scan, seeds
+from quest_pointcept.on_cpu import train_on_cpu
 
 
 def scene(seed: int, size: float = 0.5) -> tuple[torch.Tensor, ...]:
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    train_on_cpu()  # mends the CPU build of spconv
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     model = PointTransformerV3Segmentation(

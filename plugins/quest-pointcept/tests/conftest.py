@@ -1,4 +1,4 @@
-"""Needed by all tests: `environment/` for spconv on a CPU, and a note on the tests that need Pointcept itself."""
+"""Needed by all tests: spconv on a CPU, and a note on the tests that need Pointcept itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from quest_pointcept.on_cpu import train_on_cpu
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]
-try:
-    import quest_pointcept_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(HERE.parent / "environment"))
-    import quest_pointcept_environment  # noqa: F401
-
-
+train_on_cpu()
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
 REQUIRED = os.environ.get("QUEST_REQUIRE_POINTCEPT") == "1"
 NOT_RUN = (

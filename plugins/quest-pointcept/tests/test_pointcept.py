@@ -430,7 +430,7 @@ def test_a_process_without_the_plugin(tmp_path):
     torch.save({"epoch": 1, "state_dict": build("PT-v3m1", attention="quest").state_dict()}, tmp_path / "model.pth")
     code = f"""
 import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {ROOT!r}]
-import logging; from types import SimpleNamespace; import quest_pointcept_environment
+import logging; from types import SimpleNamespace
 from pointcept.engines.hooks.misc import CheckpointLoader; from pointcept.models.builder import MODELS
 model = MODELS.build({{"type": "PT-v3m1", **{SMALL}}})
 hook = CheckpointLoader()

@@ -152,7 +152,7 @@ def test_info_is_read_alone_and_declares_what_runs():
 
 
 USE = """
-import sys, quest_pointcept_environment, quest_pointcept
+import sys, quest_pointcept
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 PointTransformerV3Segmentation(in_channels=4, num_classes=3, attention='quest')
 print([name for name in sys.modules if name.startswith('quest_pointcept.bench')])

@@ -1,15 +1,18 @@
 """Lets Pointcept's trainer, which moves everything to CUDA unasked, run on a CPU: there `.cuda()` changes nothing.
 
 Its launcher of several processes insists on CUDA and NCCL, too: here it finds two devices, which are none, and gloo.
+spconv's CPU build is mended as for users, without an import of the plugin, which some of these processes must not have.
 Python imports this at start-up, where this folder is on PYTHONPATH. Only tests use it.
 """
 
+import runpy
 import sys
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)  # spconv's sums on a CPU are wrong with more
+    runpy.run_path(str(Path(__file__).parents[2] / "src" / "quest_pointcept" / "on_cpu.py"))["train_on_cpu"]()
     for kind in (torch.Tensor, torch.nn.Module, torch.UntypedStorage, torch.TypedStorage):
         kind.cuda = lambda self, *_, **__: self
 

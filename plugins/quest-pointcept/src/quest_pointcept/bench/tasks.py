@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 
+from ..on_cpu import train_on_cpu
 from . import own, scenes
 
 RINGS, RAYS = 24, 180
@@ -70,8 +71,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     options = cell.options
     epochs = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # sparse convolutions on a CPU are wrong with more
+    train_on_cpu()
 
     data: dict[str, list[scenes.Scan]] = {}
     for split in ("train", "val"):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.testing.timing import beside_stock
 
+from ..on_cpu import train_on_cpu
 from . import scenes
 from .tasks import RAYS, RINGS, Batch, batches, build
 
@@ -23,8 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`."""
     options = {**cell.options, "grid_size": 0.4, **({"rounds": 2, "batch_size": 1} if cell.smoke else {})}
-    if DEVICE.type == "cpu":
-        torch.set_num_threads(1)  # sparse convolutions on a CPU are wrong with more
+    train_on_cpu()
     scans = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds("train", options["batch_size"])]
     batch = next(batches(scans, options, None, DEVICE))
     steps = []
