@@ -8,7 +8,7 @@ import torch
 
 
 def train_on_cpu() -> None:
-    """Let spconv 2.3.8 train where there is no CUDA device; with one, change nothing.
+    """Let spconv 2.3.8 train without a CUDA device; with one, change nothing.
 
     Three things of its CPU build stand in the way. The backward pass asks for the current CUDA stream and then ignores
     it. Evaluation wants to add the bias inside a kernel that only CUDA has. With more than one thread its sums come out
