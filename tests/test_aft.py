@@ -555,14 +555,15 @@ def test_a_window_of_one_position_has_no_deviation() -> None:
 
 
 def test_entropy_regulariser() -> None:
-    made = build("aft-conv(window=3, entropy_weight=0.001)", spread=2.0)
+    made = build("aft-conv(window=3)", spread=2.0)
     family: Any = made.family
     want = reference.entropy(reference.reparameterised(family.weight, family.gain, family.shift))
     torch.testing.assert_close(family.entropy(), want)
-    model = torch.nn.Sequential(made, build("aft-conv(window=3)"), torch.nn.Linear(2, 2))
-    torch.testing.assert_close(aft_conv.position_penalty(model), 0.001 * want)
-    assert aft_conv.position_penalty(torch.nn.Linear(2, 2)) == 0
-    step = torch.autograd.grad(aft_conv.position_penalty(family), tuple(family.parameters()))
+    other: Any = build("aft-conv(window=3)").family
+    model = torch.nn.Sequential(made, other, torch.nn.Linear(2, 2))
+    torch.testing.assert_close(aft_conv.position_entropy(model), want + other.entropy())
+    assert aft_conv.position_entropy(torch.nn.Linear(2, 2)) == 0
+    step = torch.autograd.grad(aft_conv.position_entropy(family), tuple(family.parameters()))
     with torch.no_grad():
         for parameter, gradient in zip(family.parameters(), step, strict=True):
             parameter -= gradient

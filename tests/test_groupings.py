@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -80,9 +81,22 @@ def test_padding_and_batch_size_do_not_change_the_norms() -> None:
     torch.testing.assert_close(key_norms(k.repeat(4, 1, 1, 1), None).mean(0), key_norms(k, None).mean(0))
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("alpha=1.5", "alpha is 1.5 with evolution=ema; it is at most 1"),
+        ("alpha=0.5, evolution=difference", "ema only"),
+    ],
+)
+def test_dgqa_refuses_a_weight_that_has_no_meaning(options: str, why: str) -> None:
+    with pytest.raises(quest_core.ConfigError, match=why):
+        quest_core.Mechanism(f"dgqa(kv_heads=2, {options})", num_heads=4, head_dim=4)
+
+
 @pytest.mark.parametrize("evolution", ["ema", "difference"])
 def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -> None:
-    spec = {"name": "dgqa", "kv_heads": 2, "window": 3, "evolution": evolution, "alpha": 0.25}
+    average = {"alpha": 0.25} if evolution == "ema" else {}
+    spec = {"name": "dgqa", "kv_heads": 2, "window": 3, "evolution": evolution, **average}
     made = quest_core.Mechanism(spec, num_heads=8, head_dim=4)
     norms = [[1.0, 4.0], [2.0, 2.0], [5.0, 1.0], [6.0, 2.0], [1.0, 1.0], [1.0, 1.0], [3.0, 6.0], [9.0, 9.0]]
     cached, want, sizes = norms[0], [4, 4], []
@@ -231,11 +245,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
 
 
 def test_starting_values_are_those_of_the_specification() -> None:
-    dgqa = quest_core.AttentionConfig.parse("dgqa(kv_heads=2)")
-    assert {key: dgqa.option(key) for key in ("window", "evolution", "alpha")} == {
-        "window": 300,
-        "evolution": "ema",
-        "alpha": 0.9,
-    }
+    dgqa: Any = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=8).grouping
+    assert (dgqa.window, dgqa.evolution, dgqa.alpha) == (300, "ema", 0.9)
     assert quest_core.AttentionConfig.parse("kdgqa(kv_heads=2)").option("min_queries") == 0
     assert quest_core.AttentionConfig.parse("pgqa(kv_heads=2)").option("noise_in_eval") is True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
 import quest_core
-from quest_core.mechanisms import PARTS
+from quest_core.errors import ConfigError, InputError
+from quest_core.mechanisms import PARTS, Option
 from quest_core.testing.references import REFERENCES
 from quest_core.testing.truth import truth
 
@@ -83,3 +86,52 @@ def test_families_work_in_a_layer(family: str) -> None:
     layer(x).square().sum().backward()
     assert x.grad is not None
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def trace(spec: Mapping[str, Any]) -> list[object]:
+    """All that an option may change: the start of projections, parameters, results of training and of evaluation."""
+    torch.manual_seed(0)
+    made = quest_core.Mechanism(spec, num_heads=4, head_dim=8)
+    quest_core.chain(made)
+    found: list[object] = [made.config.starts, {key: x.tolist() for key, x in made.state_dict().items()}]
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 3)
+    groups = 1 if "mqa" in spec["name"] else spec.get("kv_heads", 4)
+    for step in range(5):  # keys of very different norms, whose order changes
+        sizes = torch.linspace(0.1, 3, groups).roll(step)[:, None, None]
+        q, k, v = (torch.randn(1, heads, 9, 8) for heads in (4, groups, groups))
+        k = (sizes * k)[..., : 1 if spec["name"] == "aft-conv" else 8]
+        found += [made.train()(q, k, v).tolist(), made.eval()(q, k, v).tolist()]
+    return found
+
+
+def other(option: Option) -> Any:
+    """A value that an option does not have by default."""
+    if option.kind is bool:
+        return not option.default
+    if option.kind is str:
+        return next((text for text in option.choices if text != option.default), "1x9")
+    if option.kind is float:
+        return 0.5
+    return option.minimum if option.minimum != option.default else option.default + 2
+
+
+FAMILIES = [(name,) for name in SPECIFIED["family"]]
+
+
+@pytest.mark.parametrize("names", [*COMBINATIONS, *FAMILIES], ids="+".join)
+def test_every_option_does_what_it_is_written_for(names: tuple[str, ...]) -> None:
+    options = {option.name: option for part in PARTS if part.name in names for option in part.options}
+    spec: dict[str, Any] = {"name": "+".join(names)}
+    if "kv_heads" in options:
+        spec["kv_heads"] = 2
+    if "window" in options:
+        spec["window"] = 3
+    plain = trace(spec)
+    for option in options.values():
+        try:
+            changed = trace({**spec, option.name: other(option)})
+        except (ConfigError, InputError):  # of a value that is read, such as a grid of another number of tokens
+            continue
+        assert changed != plain, option.name

@@ -93,7 +93,6 @@ class AttentionFreeConv(Family):
         grid: str | None,
         prefix: int,
         gumbel: bool,
-        entropy_weight: float,
         query: bool,
     ) -> None:
         super().__init__(sizes)
@@ -104,7 +103,7 @@ class AttentionFreeConv(Family):
             )
         if dims > 3:
             raise ConfigError(f"attention 'aft-conv': dims is {dims}; a grid has 1, 2 or 3 axes")
-        self.query, self.prefix, self.gumbel, self.entropy_weight = query, prefix, gumbel, entropy_weight
+        self.query, self.prefix, self.gumbel = query, prefix, gumbel
         self.axes = dims
         # Its extents, None where not fixed, or None to infer them: any length in 1d, a square in 2d, a cube in 3d. They
         # may be assigned before a forward whose crop has another shape.
@@ -228,10 +227,9 @@ def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
     return tuple(None if piece == "*" else int(piece) for piece in pieces)
 
 
-def position_penalty(model: nn.Module) -> Tensor | float:
-    """`entropy_weight` · equation 9, summed over every aft-conv of a model, 0 without any: add it to the loss."""
-    layers = (part for part in model.modules() if isinstance(part, AttentionFreeConv))
-    return sum((layer.entropy_weight * layer.entropy() for layer in layers), 0.0)
+def position_entropy(model: nn.Module) -> Tensor | float:
+    """Equation 9 summed over every aft-conv of a model, 0 without any; the paper adds 0.001 of it to the loss."""
+    return sum((part.entropy() for part in model.modules() if isinstance(part, AttentionFreeConv)), 0.0)
 
 
 PARTS = (
@@ -247,7 +245,6 @@ PARTS = (
             Option("grid", str, None, "its extents, '14x14' or '*x14'; null: a line, square or cube", nullable=True),
             Option("prefix", int, 0, "leading tokens off the grid (class token, registers), without a bias", 0),
             Option("gumbel", bool, False, "one position a head: Gumbel softmax while training, hard in evaluation"),
-            Option("entropy_weight", float, 0.0, "factor of the sparsity regulariser; the paper's is 0.001", 0),
             QUERY,
         ),
         learnable=True,

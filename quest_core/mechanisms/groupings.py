@@ -160,9 +160,12 @@ class DynamicKeyDriven(KeyDriven):
     pending: Tensor
     steps: Tensor
 
-    def __init__(self, dims: Dims | None, *, window: int, evolution: str, alpha: float, **heads: Any) -> None:
+    def __init__(self, dims: Dims | None, *, window: int, evolution: str, alpha: float | None, **heads: Any) -> None:
         super().__init__(dims, **heads)
-        self.window, self.evolution, self.alpha = window, evolution, alpha
+        if alpha is not None and (evolution != "ema" or alpha > 1):
+            why = "at most 1" if evolution == "ema" else "for evolution=ema only, whose moving average it weighs"
+            raise ConfigError(f"attention 'dgqa': alpha is {alpha:g} with evolution={evolution}; it is {why}")
+        self.window, self.evolution, self.alpha = window, evolution, 0.9 if alpha is None else alpha
         self.process_group = None
         if dims is not None:
             sizes = allocate(torch.ones(dims.kv_heads), dims.num_heads, self.min_queries)
@@ -291,7 +294,7 @@ PARTS = (
             MIN_QUERIES,
             Option("window", int, 300, "training steps for which sizes are kept", 1),
             Option("evolution", str, "ema", "by norms' moving average or change", choices=("ema", "difference")),
-            Option("alpha", float, 0.9, "weight of the current norms in the moving average", 0.0),
+            Option("alpha", float, None, "weight of current norms in ema's average; null: 0.9", 0.0, nullable=True),
         ),
         reshapes=True,
         stateful=True,
