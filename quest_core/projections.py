@@ -147,16 +147,10 @@ class Projections:
         """Return the norm that each head's queries, keys or values have in expectation.
 
         For inputs of independent features with mean 0 and variance 1, as LayerNorm makes them, E‖W x + b‖² is
-        ‖W‖² + ‖b‖² with the Frobenius norm of the head's rows.
-
-        Args:
-            module, sizes, role: as in `rows`.
+        ‖W‖² + ‖b‖² with the Frobenius norm of the head's rows. Arguments and errors as in `rows`.
 
         Returns:
             [H] for "q", [G] for "k" and "v"; float64 on the device of the weights.
-
-        Raises:
-            UnsupportedError, InputError: as `rows`.
         """
         heads = sizes.num_heads if role == "q" else sizes.kv_heads
         by_head = [rows.double().view(heads, -1) for rows in self.rows(module, sizes, role).values()]
@@ -203,11 +197,8 @@ class Projections:
     def load(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, sizes: HeadSizes) -> None:
         """Pool the entries of a state dict that have all heads of the host, in place.
 
-        Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name.
-
-        Args:
-            module, sizes: as in `rows`.
-            state_dict, prefix: as in `torch.nn.Module._load_from_state_dict`.
+        Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name. Arguments
+        as in `rows` and in `torch.nn.Module._load_from_state_dict`.
         """
         if sizes == sizes.full:
             return

@@ -24,6 +24,18 @@ def encoder(layers: int = 2) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+kdgqa(kv_heads=2)"])
+def test_attentions_that_share_a_projection_go_on_sharing_it(attention: str) -> None:
+    model = encoder(3)
+    first, second, other = (layer.self_attn for layer in model.layers)
+    second.in_proj_weight, second.out_proj.weight = first.in_proj_weight, first.out_proj.weight
+    model, _ = quest_core.inject(model, attention)
+    first, second, other = (layer.self_attn for layer in model.layers)
+    assert first.in_proj_weight is second.in_proj_weight is not other.in_proj_weight
+    assert first.in_proj_bias is not second.in_proj_bias
+    assert first.out_proj.weight is second.out_proj.weight is not other.out_proj.weight
+
+
 def test_every_attention_is_replaced_and_reported() -> None:
     model, report = quest_core.inject(nn.Transformer(8, 4, 1, 2, 16), "quest")
     assert [r.path for r in report.replacements] == [

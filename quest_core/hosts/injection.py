@@ -126,11 +126,7 @@ class Request:
         return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
 
     def apply(self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter], *, fresh: bool = True) -> None:
-        """Inject into a model that its constructor has just built, and write the report to the host's log.
-
-        Args:
-            model, adapter, fresh: as in `inject`.
-        """
+        """`inject` into a model that its constructor has just built, and write the report to the host's log."""
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
 
@@ -219,6 +215,7 @@ def inject(
         )
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
+    _keep_ties([site.module for _, site in chosen], made)
     starting: list[Projected] = []
     for (owner, _), module in zip(chosen, made, strict=True) if fresh else ():
         projected = owner.projected(module)
@@ -264,6 +261,17 @@ def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
     except UnsupportedError:  # parametrised
         return ()
     return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())
+
+
+def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
+    """Make replacements share what took the place of one parameter that their hosts share."""
+    shared: dict[Any, nn.Parameter] = {}
+    for host, module in zip(hosts, made, strict=True):
+        new = dict(module.named_parameters(remove_duplicate=False))
+        for name, old in host.named_parameters(remove_duplicate=False):
+            if name in new and new[name] is not old:
+                path, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(path), leaf, shared.setdefault((id(old), new[name].shape), new[name]))
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
