@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
-import quest_pointcept  # noqa: F401  # from here on torch-pointcloud's models accept attention=
+from quest_pointcept import train_on_cpu  # from here on torch-pointcloud's models accept attention=
 from quest_pointcept.bench.scenes import CLASSES, scan, seeds
-from quest_pointcept.on_cpu import train_on_cpu
 
 
 def scene(seed: int, size: float = 0.5) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,6 @@ from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segme
 import quest_pointcept  # torch-pointcloud accepts attention= from here on
 from quest_pointcept.bench import scenes
 from quest_pointcept.bench.tasks import Batch, batches
-from quest_pointcept.on_cpu import train_on_cpu
 
 from .training import HostTraining, Run, compiler, now
 
@@ -69,7 +68,7 @@ class TestPointcept(HostTraining):
     def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         if device == "cuda" and CPU_ONLY_BUILD:
             pytest.skip("spconv is its CPU build in this Python; install spconv-cu126 or another that fits the driver")
-        train_on_cpu()
+        quest_pointcept.train_on_cpu()
         torch.manual_seed(0)
         model = PointTransformerV3Segmentation(
             in_channels=4,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quest_pointcept.on_cpu import train_on_cpu
+from quest_pointcept import train_on_cpu
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]

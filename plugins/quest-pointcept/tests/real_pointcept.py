@@ -244,11 +244,11 @@ each dataset, by the MultiDatasetTrainer), from Pointcept's own configurations m
 |---|---|---|---:|
 {pretrained}
 
-On a CPU three things are not Pointcept's own, here as above. `.cuda()` changes nothing; spconv's CPU build is mended
-by `quest_pointcept.on_cpu`; and `pointops.knn_query`, by which Sonata's and Concerto's losses match the points of two
-views and whose kernel (`knn_query_cuda`) needs CUDA, is computed by PyTorch. Concerto's image encoder is a DINOv2 with
-registers, as in its configuration, but with two layers that were never trained, as its weights would be downloaded. Of
-PPT, v1m1 and v1m3 are left out: their heads need CLIP's weights.
+On a CPU three things are not Pointcept's own, here as above. `.cuda()` changes nothing; spconv's CPU build is mended by
+`quest_pointcept.train_on_cpu`; and `pointops.knn_query`, by which Sonata's and Concerto's losses match the points of
+two views and whose kernel (`knn_query_cuda`) needs CUDA, is computed by PyTorch. Concerto's image encoder is a DINOv2
+with registers, as in its configuration, but with two layers that were never trained, as its weights would be
+downloaded. Of PPT, v1m1 and v1m3 are left out: their heads need CLIP's weights.
 
 ## Logs
 
