@@ -65,7 +65,9 @@ def check_resume(run: Run, cell: Cell, folder: Path, share: float = 0.01) -> Res
 
 
 def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[str]:
-    """Run every `quest bench run` command of committed results with --smoke: each attention and each task of a suite.
+    """Run what `quest bench run` commands of committed results name, with --smoke.
+
+    Every attention and task of a suite runs, and every choice of its options, but not every combination of them.
 
     Args:
         results: a folder with reports (`*.md`) and records (`run.json`).
@@ -80,7 +82,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             machine changes these less than elapsed ones.
     """
     declared = {name: suite for record in discover() for name, suite in _suites(record).items() if name in suites}
-    ran: dict[tuple[str, str, str, str], None] = {}
+    seen: set[tuple[str, ...]] = set()
+    ran: list[str] = []
     for command in sorted(set(committed_commands(results))):
         words = shlex.split(command)[2:]
         name = next(
@@ -98,10 +101,12 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
         attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
         tasks = asked.split(",") if asked else declared[name]["tasks"]
         for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
-            cell = (name, task, attention, json.dumps(options, sort_keys=True))
-            if cell in ran:
+            chosen_options = json.dumps(options, sort_keys=True)
+            new = {(name, task, attention), (name, chosen_options)} - seen
+            if not new:
                 continue
-            ran[cell] = None
+            seen |= new
+            ran.append(f"{name} {task} {attention} {chosen_options}")
             workdir = folder / str(len(ran))
             workdir.mkdir()
             (entry,) = entry_points(group="quest.benchmarks", name=name)
@@ -109,8 +114,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             result = entry.load()(Cell(name, task, attention, 0, True, None, options, workdir), lambda *_: None)
             assert declared[name]["metric"] in result.metrics, f"{command}: {result.metrics}"
             seconds = _processor_seconds() - before
-            assert seconds <= SMOKE_S, f"{' '.join(cell)}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
-    return [" ".join(cell) for cell in ran]
+            assert seconds <= SMOKE_S, f"{ran[-1]}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
+    return ran
 
 
 def _processor_seconds() -> float:
