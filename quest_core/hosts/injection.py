@@ -126,7 +126,7 @@ class Request:
         return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
 
     def apply(self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter], *, fresh: bool = True) -> None:
-        """`inject` into a model that its constructor has just built, and write the report to the host's log."""
+        """Inject into a model that its constructor has just built, and write the report to the host's log."""
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
 

@@ -228,7 +228,7 @@ def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
 
 
 def position_entropy(model: nn.Module) -> Tensor | float:
-    """Equation 9 summed over every aft-conv of a model, 0 without any; the paper adds 0.001 of it to the loss."""
+    """Return equation 9 summed over all aft-conv of a model, 0 without any: the paper's loss has 0.001 of it."""
     return sum((part.entropy() for part in model.modules() if isinstance(part, AttentionFreeConv)), 0.0)
 
 
