@@ -24,16 +24,19 @@ def encoder(layers: int = 2) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+kdgqa(kv_heads=2)"])
-def test_attentions_that_share_a_projection_go_on_sharing_it(attention: str) -> None:
-    model = encoder(3)
-    first, second, other = (layer.self_attn for layer in model.layers)
-    second.in_proj_weight, second.out_proj.weight = first.in_proj_weight, first.out_proj.weight
-    model, _ = quest_core.inject(model, attention)
-    first, second, other = (layer.self_attn for layer in model.layers)
-    assert first.in_proj_weight is second.in_proj_weight is not other.in_proj_weight
-    assert first.in_proj_bias is not second.in_proj_bias
-    assert first.out_proj.weight is second.out_proj.weight is not other.out_proj.weight
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+kdgqa(kv_heads=2)", "mqa"])
+@pytest.mark.parametrize("key_dim", [8, 6])  # one packed projection, or three
+@pytest.mark.parametrize("share", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=sorted)
+def test_attentions_that_share_projections_go_on_sharing_them(attention: str, key_dim: int, share: set[str]) -> None:
+    model = nn.ModuleList(nn.MultiheadAttention(8, 4, kdim=key_dim, vdim=key_dim) for _ in range(3))
+    shared = [name for name, _ in model[0].named_parameters() if name.rpartition("_")[2].rpartition(".")[2] in share]
+    for name in shared:
+        path, _, leaf = name.rpartition(".")
+        setattr(model[1].get_submodule(path), leaf, model[0].get_parameter(name))
+    quest_core.inject(model, attention)
+    for name, parameter in model[0].named_parameters():
+        assert (model[1].get_parameter(name) is parameter) == (name in shared), name
+        assert model[2].get_parameter(name) is not parameter
 
 
 def test_every_attention_is_replaced_and_reported() -> None:
