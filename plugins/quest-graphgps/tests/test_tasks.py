@@ -69,6 +69,11 @@ def test_a_cell_of_generated_graphs(tmp_path, suite, monkeypatch) -> None:
     assert len(result.series["validation"]) == 2
 
 
+def test_the_option_layers_sets_their_number(tmp_path) -> None:
+    result = tasks.run_graph(cell(tmp_path, "graph/molecules", layers=1), lambda *_: None)
+    assert result.details["injected"].startswith("attention=quest in 1 module")
+
+
 def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
     write_raw(tmp_path, "PATTERN", pattern_graphs((4, 2, 2), seed=3))
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (3, 2, 2))

@@ -34,6 +34,7 @@ def _options(graphs: str, sizes: int, batch: int, lr: float, epochs: int, warmup
             "doc": "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none",
             "minimum": 0,
         },
+        {"name": "layers", "kind": "int", "default": 0, "doc": "GPS layers; 0 for the paper's number", "minimum": 0},
     ]
 
 
