@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from models import write_lrgb, write_superpixels, write_zinc
+from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.mechanisms.part import Option
 from quest_core.testing.cells import check_resume
-from quest_graphgps.bench import gated, tasks
+from quest_graphgps.bench import gated, superpixels, tasks
 from quest_graphgps.bench.data import (
     add_eigenvectors,
     add_random_walks,
@@ -127,6 +128,70 @@ def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsy
         main(["PATTERN", "--graphs", *graphs, "--out", str(tmp_path)])
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("CIFAR10",), "give --images cifar-10-batches-bin"),
+        (("PATTERN", "--images", "x"), "--images is x, but PATTERN is drawn without images"),
+        (("CIFAR10", "--images", "x"), "'x/data_batch_1.bin' is missing or not of CIFAR-10's binary version"),
+        (("CIFAR10", "--images", "x", "--graphs", "1", "5001", "1"), "1 5001 1 graphs; CIFAR10 has at most 45000 5000"),
+    ],
+)
+def test_images_that_cannot_be_read_are_refused(tmp_path, arguments, said, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def blobs(seed: int, size: int = 4) -> Tensor:
+    """An image of smooth colours, bytes [3, 32, 32]."""
+    small = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
+    return (torch.nn.functional.interpolate(small, (32, 32), mode="bicubic").clamp(0, 1)[0] * 255).byte()
+
+
+@pytest.mark.parametrize("image", [*map(blobs, range(4)), blobs(0, 32), torch.full((3, 32, 32), 7).byte()])
+def test_superpixels_are_the_means_of_segments_joined_to_their_eight_nearest(image) -> None:
+    segment = superpixels.segments(image)
+    graph = superpixels.superpixels(image, 3, torch.Generator().manual_seed(0))
+    nodes = len(segment.unique())
+    assert graph.num_nodes == nodes <= superpixels.MOST
+    assert graph.y.tolist() == [3]
+    parts = [(segment == i).nonzero() for i in range(nodes)]
+    found = {(*x.tolist(), *p.tolist()) for x, p in zip(graph.x, graph.pos, strict=True)}
+    for part in parts:
+        colour = image[:, part[:, 0], part[:, 1]].double().mean(1) / 255
+        want = torch.cat([colour, part.double().mean(0) / 32]).float()
+        assert min((want - torch.tensor(one)).abs().max() for one in found) < 1e-6
+
+    place = graph.pos.double()
+    apart = [[(a - b).norm().item() for b in place] for a in place]
+    scale = [sum(sorted(row)[1:9]) / 8 for row in apart]
+    weight = [
+        [(math.exp(-((d / scale[i]) ** 2)) + math.exp(-((d / scale[j]) ** 2))) / 2 for j, d in enumerate(row)]
+        for i, row in enumerate(apart)
+    ]
+    for i in range(nodes):
+        mine = graph.edge_index[1, graph.edge_index[0] == i].tolist()
+        assert len({*mine} - {i}) == 8
+        others = sorted((weight[i][j] for j in range(nodes) if j != i), reverse=True)
+        torch.testing.assert_close(graph.edge_attr[graph.edge_index[0] == i].tolist(), others[:8], atol=1e-5, rtol=0)
+        torch.testing.assert_close([weight[i][j] for j in mine], others[:8], atol=1e-5, rtol=0)
+
+
+def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch) -> None:
+    images = torch.stack([torch.cat([torch.tensor([i % 10]).byte(), blobs(i % 20).flatten()]) for i in range(5004)])
+    (tmp_path / "data_batch_1.bin").write_bytes(images.numpy().tobytes())
+    (tmp_path / "test_batch.bin").write_bytes(images[:3].numpy().tobytes())
+    main(["CIFAR10", "--images", str(tmp_path), "--graphs", "4", "2", "3", "--out", str(tmp_path)])
+    monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (4, 2, 3))
+    drawn = tasks.splits(cell(tmp_path, "graph/cifar10", data=tmp_path))
+    assert [[graph.y.item() for graph in split] for split in drawn] == [[0, 1, 2, 3], [0, 1], [0, 1, 2]]
+    result = tasks.run_graph(cell(tmp_path, "graph/cifar10", data=tmp_path), lambda *_: None)
+    assert result.details["graphs"] == [4, 2, 3]
+    assert 0 <= result.metrics["accuracy"] <= 100
 
 
 @pytest.mark.parametrize("suite", SUITES)

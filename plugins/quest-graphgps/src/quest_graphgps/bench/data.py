@@ -1,4 +1,4 @@
-"""Graphs that need no download: PATTERN and CLUSTER by their published generator, and encodings of position.
+"""Graphs that need no download of graphs: PATTERN and CLUSTER by their generator, and encodings of position.
 
 The generator is that of Dwivedi et al., "Benchmarking Graph Neural Networks" (JMLR 2023): stochastic block models. Here
 a set depends only on its seed and sizes; it is not the set of files that the authors published.
@@ -10,13 +10,16 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from quest_core.errors import ConfigError
+from quest_core.errors import ConfigError, PluginError
+
+from .superpixels import superpixel_graphs
 
 SMALLEST, LARGEST = 5, 34
 """Nodes of a block, uniform, both included."""
@@ -112,7 +115,7 @@ GENERATORS = {"PATTERN": pattern_graphs, "CLUSTER": cluster_graphs}
 
 
 def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path:
-    """Write PATTERN or CLUSTER where PyTorch Geometric's GNNBenchmarkDataset, and so GraphGPS, looks for its download.
+    """Write a dataset where PyTorch Geometric's GNNBenchmarkDataset, and so GraphGPS, looks for its download.
 
     Args:
         folder: GraphGPS's dataset.dir (``datasets`` in its checkout).
@@ -196,20 +199,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write generated graphs to the path where GraphGPS and PyTorch Geometric look for the download."""
     parser = argparse.ArgumentParser(
         prog="python -m quest_graphgps.bench.data",
-        description="Draw PATTERN or CLUSTER from its published generator and write it to the path where GraphGPS and "
-        "PyTorch Geometric look for the downloaded file. The graphs differ from the published files.",
+        description="Draw PATTERN or CLUSTER from its published generator, or CIFAR10's superpixels from its images, "
+        "and write it to the path where GraphGPS and PyTorch Geometric look for the downloaded file. The graphs differ "
+        "from the published files.",
     )
-    parser.add_argument("name", choices=sorted(GENERATORS))
+    parser.add_argument("name", choices=["CIFAR10", *sorted(GENERATORS)])
+    parser.add_argument("--images", type=Path, metavar="DIR", help="CIFAR10: its images, cifar-10-batches-bin")
     parser.add_argument("--graphs", type=int, nargs=3, default=(1000, 200, 200), metavar=("TRAIN", "VAL", "TEST"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("datasets"), help="dataset.dir of the config")
     given = parser.parse_args(argv)
     if min(given.graphs) < 1:
         parser.error(f"--graphs is {' '.join(map(str, given.graphs))}; every split has at least one graph")
+    if given.name == "CIFAR10" and given.images is None:
+        parser.error(
+            "CIFAR10 is drawn from images: give --images cifar-10-batches-bin (cs.toronto.edu/~kriz/cifar.html)"
+        )
+    if given.name != "CIFAR10" and given.images is not None:
+        parser.error(f"--images is {given.images}, but {given.name} is drawn without images; leave it out")
     try:
-        path = write_raw(given.out, given.name, GENERATORS[given.name](given.graphs, given.seed))
-    except ConfigError as error:
-        parser.error(f"--graphs: {error}")
+        generate = GENERATORS.get(given.name) or partial(superpixel_graphs, folder=given.images)
+        path = write_raw(given.out, given.name, generate(given.graphs, given.seed))
+    except (ConfigError, PluginError) as error:
+        parser.error(str(error))
     if (path.parents[1] / "processed").exists():
         print(f"{path.parents[1] / 'processed'} was made from an older file; delete it", file=sys.stderr)
     print(f"wrote {path}: {' + '.join(map(str, given.graphs))} graphs, seed {given.seed}")
