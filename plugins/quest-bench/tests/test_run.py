@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -231,12 +232,11 @@ def _until(condition: object, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("seeds", "kills"), [(10, 6), pytest.param(50, 50, marks=pytest.mark.slow)])
-def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, seeds: int, kills: int) -> None:
+@pytest.mark.slow
+def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) -> None:
     """Orchestrators, workers and cells are killed at random and started again; no file is torn, no cell is lost."""
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite", "--attention", "standard,quest"]
-    command += ["--seeds", f"0-{seeds - 1}", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
-    random = __import__("random").Random(seeds)
+    command += ["--seeds", "0-19", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
     environment = {**os.environ, "COUNT_RUNS": str(fake / "count.txt")}
 
     def start() -> subprocess.Popen[bytes]:
@@ -244,13 +244,13 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, 
 
     running = [start(), start()]
     try:
-        for _ in range(kills):
+        for _ in range(20):
             time.sleep(random.uniform(0.1, 0.8))
             pids = _tree(random.choice(running).pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(random.choice(pids), signal.SIGKILL)
             running = [one if one.poll() is None else start() for one in running]
-        assert len(results(Path("out"))) < 4 * seeds, "the last kills met no work"
+        assert len(results(Path("out"))) < 80, "the last kills met no work"
         for one in running:
             one.wait(timeout=400)
         assert subprocess.run(command, stdout=subprocess.DEVNULL, env=environment).returncode == 0
@@ -258,7 +258,7 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path, 
         for one in running:
             one.kill()
     cells = load_all(Path("out"))
-    assert len(cells) == 4 * seeds
+    assert len(cells) == 80
     assert {cell.state for cell in cells} == {"done"}
     assert list(Path("out").glob("**/*.torn")) == []
     finished = Path("count.txt").read_text().split()

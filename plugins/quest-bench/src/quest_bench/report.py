@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import io
 import itertools
@@ -76,7 +77,7 @@ def write_report(out: Path, baseline: str) -> Path:
     }
     every = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
     specs = [spec for plot in every if isinstance(plot, Chart) for spec in plot.specs]
-    facts["script"] = _packed(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if specs else ""
+    facts["script"] = _script() if specs else ""
     content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
     facts["specs"] = _packed(json.dumps(content, separators=(",", ":")))
     facts["places"] = _places(every)
@@ -126,6 +127,12 @@ def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
         for name, value in facts.items():
             found.setdefault(name, {}).setdefault(value, set()).add(cell.cell["attention"])
     return {name: {value: sorted(who) for value, who in values.items()} for name, values in found.items()}
+
+
+@functools.cache
+def _script() -> str:
+    """The library that draws the charts in the page; bundling it takes over a second."""
+    return _packed(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
 def _packed(text: str) -> str:
