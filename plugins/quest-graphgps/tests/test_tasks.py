@@ -192,6 +192,8 @@ def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch) -> None:
     result = tasks.run_graph(cell(tmp_path, "graph/cifar10", data=tmp_path), lambda *_: None)
     assert result.details["graphs"] == [4, 2, 3]
     assert 0 <= result.metrics["accuracy"] <= 100
+    with pytest.raises(ConfigError, match="holds 4 2 3 of 4 2 4 images; is it whole"):
+        superpixels.superpixel_graphs((4, 2, 4), 0, tmp_path)
 
 
 @pytest.mark.parametrize("suite", SUITES)
