@@ -13,7 +13,9 @@ _GENERATED = (
 _FROM_DATA = "the best epoch is chosen on the validation split"
 
 
-def _options(graphs: str, sizes: int, batch: int, lr: float, epochs: int, warmup: int) -> list[dict[str, Any]]:
+def _options(
+    graphs: str, sizes: int, layers: int, batch: int, lr: float, epochs: int, warmup: int
+) -> list[dict[str, Any]]:
     """Return the options that every suite has, with the paper's defaults."""
     return [
         {"name": "graphs", "kind": "int", "default": sizes, "doc": graphs, "minimum": 0},
@@ -34,7 +36,7 @@ def _options(graphs: str, sizes: int, batch: int, lr: float, epochs: int, warmup
             "doc": "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none",
             "minimum": 0,
         },
-        {"name": "layers", "kind": "int", "default": 0, "doc": "GPS layers; 0 for the paper's number", "minimum": 0},
+        {"name": "layers", "kind": "int", "default": layers, "doc": "GPS layers", "minimum": 1},
     ]
 
 
@@ -47,7 +49,7 @@ _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_
 
 SUITES: dict[str, dict[str, Any]] = {
     "graph/pattern": {
-        "summary": f"which nodes of a graph belong to a hidden pattern, GPS with 6 layers; {_GENERATED}",
+        "summary": f"which nodes of a graph belong to a hidden pattern, GPS; {_GENERATED}",
         "tasks": ["PATTERN"],
         "metric": "accuracy",
         "selection": "validation",
@@ -55,10 +57,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "paper": _PAPER["graph/pattern"],
         "data": _SBM_DATA,
         "data_files": ["GNNBenchmarkDataset/PATTERN/raw"],
-        "options": [*_options(_SBM, 10000, 32, 0.0005, 100, 5), _SEED],
+        "options": [*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
     },
     "graph/cluster": {
-        "summary": f"which of six communities a node belongs to, GPS with 16 layers; {_GENERATED}",
+        "summary": f"which of six communities a node belongs to, GPS; {_GENERATED}",
         "tasks": ["CLUSTER"],
         "metric": "accuracy",
         "selection": "validation",
@@ -66,10 +68,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "paper": _PAPER["graph/cluster"],
         "data": _SBM_DATA,
         "data_files": ["GNNBenchmarkDataset/CLUSTER/raw"],
-        "options": [*_options(_SBM, 10000, 16, 0.0005, 100, 5), _SEED],
+        "options": [*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
     },
     "graph/zinc": {
-        "summary": f"constrained solubility of molecules, GPS with 10 layers; {_FROM_DATA}",
+        "summary": f"constrained solubility of molecules, GPS; {_FROM_DATA}",
         "tasks": ["ZINC"],
         "metric": "mae",
         "selection": "validation",
@@ -78,10 +80,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": "a folder with ZINC/, as PyTorch Geometric's ZINC lays it out",
         "data_files": ["ZINC/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 32, 0.001, 2000, 50),
+        "options": _options(_ALL, 0, 10, 32, 0.001, 2000, 50),
     },
     "graph/cifar10": {
-        "summary": f"the class of an image from its superpixels, GPS with 3 layers; {_FROM_DATA}",
+        "summary": f"the class of an image from its superpixels, GPS; {_FROM_DATA}",
         "tasks": ["CIFAR10"],
         "metric": "accuracy",
         "selection": "validation",
@@ -90,7 +92,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": "a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
         "data_files": ["GNNBenchmarkDataset/CIFAR10/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 16, 0.001, 100, 5),
+        "options": _options(_ALL, 0, 3, 16, 0.001, 100, 5),
     },
     "graph/molecules": {
         "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP), not comparable "
@@ -101,11 +103,11 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": False,
         "data": "a csv file with a column SMILES; without one, that of the installed molsets",
         "options": _options(
-            "training molecules, with a tenth as many of validation and of test", 10000, 32, 0.001, 100, 5
+            "training molecules, with a tenth as many of validation and of test", 10000, 10, 32, 0.001, 100, 5
         ),
     },
     "graph/superpixels": {
-        "summary": f"classes of superpixels, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "summary": f"classes of superpixels, GPS (long-range graph benchmark); {_FROM_DATA}",
         "tasks": ["PascalVOC-SP", "COCO-SP"],
         "metric": "f1",
         "selection": "validation",
@@ -113,10 +115,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": _LRGB,
         "data_files": ["LRGB/*/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 32, 0.0005, 300, 10),
+        "options": _options(_ALL, 0, 4, 32, 0.0005, 300, 10),
     },
     "graph/peptides-func": {
-        "summary": f"ten functions of a peptide, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "summary": f"ten functions of a peptide, GPS (long-range graph benchmark); {_FROM_DATA}",
         "tasks": ["Peptides-func"],
         "metric": "ap",
         "selection": "validation",
@@ -124,10 +126,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": _LRGB,
         "data_files": ["LRGB/peptides-func/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 128, 0.0003, 200, 5),
+        "options": _options(_ALL, 0, 4, 128, 0.0003, 200, 5),
     },
     "graph/peptides-struct": {
-        "summary": f"eleven properties of a peptide, GPS with 4 layers (long-range graph benchmark); {_FROM_DATA}",
+        "summary": f"eleven properties of a peptide, GPS (long-range graph benchmark); {_FROM_DATA}",
         "tasks": ["Peptides-struct"],
         "metric": "mae",
         "selection": "validation",
@@ -136,10 +138,10 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": _LRGB,
         "data_files": ["LRGB/peptides-struct/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 128, 0.0003, 200, 5),
+        "options": _options(_ALL, 0, 4, 128, 0.0003, 200, 5),
     },
     "graph/pcqm-contact": {
-        "summary": "which atoms of a molecule lie close together in space, GPS with 4 layers (long-range graph "
+        "summary": "which atoms of a molecule lie close together in space, GPS (long-range graph "
         f"benchmark); {_FROM_DATA}",
         "tasks": ["PCQM-Contact"],
         "metric": "mrr",
@@ -148,7 +150,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": _LRGB,
         "data_files": ["LRGB/pcqm-contact/raw"],
         "data_required": True,
-        "options": _options(_ALL, 0, 256, 0.0003, 200, 10),
+        "options": _options(_ALL, 0, 4, 256, 0.0003, 200, 10),
     },
     "graphgps": {
         "summary": "GraphGPS's own main.py in a checkout of GraphGPS, with any of its configs",

@@ -81,9 +81,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
     cfg.optim.max_epoch = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
     cfg.optim.num_warmup_epochs = 0 if cell.smoke else options["warmup_epochs"]
     cfg.gt.attn_dropout = options["attn_dropout"]
-    cfg.gt.layers = options["layers"] or cfg.gt.layers
-    if cell.smoke:
-        cfg.gt.layers = min(cfg.gt.layers, 2)
+    cfg.gt.layers = min(options["layers"], 2) if cell.smoke else options["layers"]
     cfg.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.dataset.format, cfg.dataset.name = "memory", cell.task
     gps.MEMORY[cell.task] = splits(cell)
