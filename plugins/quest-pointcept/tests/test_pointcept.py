@@ -613,6 +613,7 @@ def test_the_trainer_of_pretraining(model, dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three trainings of two processes, each of which imports Pointcept
 def test_the_launcher_of_several_processes(dataset, tmp_path):
     """`--num-gpus 2`: the children, which never read the configuration's file, build and train what it asks for.
 
