@@ -81,6 +81,27 @@ def test_numbers_are_right(fake: Path) -> None:
     assert rows["quest"].command == "quest bench run fake/suite/one --attention quest --seeds 0-2"
 
 
+@pytest.mark.parametrize(
+    ("standard", "quest", "words"),
+    [
+        ([50.0, 52.0, 54.0], [51.0, 52.0, 53.0], "quest is not distinguished from standard by 3 seeds"),  # paired t
+        ([50.0, math.nan, 54.0], [50.0, 51.0, 53.0], "quest is not distinguished from standard by 3 seeds"),  # sign
+        ([50.0, 52.0, 54.0], [50.0, 52.0, 54.0], "quest equals standard on every seed."),
+    ],
+)
+def test_the_headline_says_equal_only_of_equal_values(
+    fake: Path, standard: list[float], quest: list[float], words: str
+) -> None:
+    """A mean difference of 0, or as many wins as losses, has p = 1 too."""
+    write_results(Path("out"), [], {"standard": standard, "quest": quest})
+    (group,) = read_groups(Path("out"), "standard")
+    row = group.row("quest")
+    assert row is not None
+    assert row.comparison is not None
+    assert row.comparison.p == 1
+    assert group.conclusion.startswith(words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0.0, 0.15])
 def test_a_null_report_says_better_or_worse_in_at_most_5_percent(

@@ -67,6 +67,11 @@ class Row:
     def difference(self) -> Estimate | None:
         return self.comparison.difference if self.comparison else None
 
+    @property
+    def equal(self) -> bool:
+        """Whether every seed has the baseline's value, which p = 1 does not say."""
+        return bool(self.comparison and not (self.comparison.wins or self.comparison.losses or self.failed))
+
     def words(self) -> tuple[str, ...]:
         """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for terminals."""
         gap = ""
@@ -143,7 +148,7 @@ class Group:
             names = [f"{row.attention} ({_gain(row, unit)})" for row in found]
             if names:
                 parts.append(f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}")
-        equal = [row.attention for row in compared if row.comparison and row.comparison.p == 1 and not row.failed]
+        equal = [row.attention for row in compared if row.equal]
         if equal:
             parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
         same = [row for row in compared if not row.mark and row.attention not in equal]
