@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import vl_convert
 
 from quest_bench import charts, groups, store, worker
 from quest_bench.cli import app_main
@@ -198,6 +200,18 @@ def test_curves_do_not_jump_where_a_seed_stops_early() -> None:
     found = charts._band("quest", [[1.0], [3.0, 5.0, 7.0], [2.0, math.inf, 1.0]], 200)
     assert [point["mean"] for point in found] == [2.0, 3.0, 3.0]
     assert [(point["low"], point["high"]) for point in found] == [(1.0, 3.0), (1.0, 5.0), (1.0, 7.0)]
+
+
+def test_each_chart_of_curves_names_its_lines(fake: Path) -> None:
+    names = ["standard", "quest", "qnorm", "qknorm", "qknorm-hs", "qknorm-ds", "sigmoid", "sinkhorn", "linear", "aft"]
+    write_results(Path("out"), [], {name: [1.0, 2.0, 3.0] for name in names})
+    (group,) = read_groups(Path("out"), "standard")
+    drawn = charts.curves(group, group.cells, ["loss", "loss"], 40)
+    for spec in (*drawn, {"concat": drawn}):  # in the page, and as a picture
+        svg = vl_convert.vegalite_to_svg(json.dumps({**spec, "config": charts.theme(False)}))
+        assert all(f">{name}</text>" in svg for name in names)
+        looks = re.findall(r'"line mark"[^>]*stroke="(#\w+)"[^>]*stroke-dasharray="([^"]*)"', svg)
+        assert len(set(looks)) == len(names)
 
 
 def test_parquet_holds_every_cell(fake: Path) -> None:

@@ -22,6 +22,8 @@ POINTS = 12_000
 COLOURS = ("#5f6b7a", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3aa6d0", "#882255")
 """The baseline is grey; the rest follow Okabe and Ito's palette, which colour-blind eyes distinguish."""
 DARK = ("#a3adba", "#4ea8e0", "#f0803c", "#2fc496", "#d283c3", "#d9ab3a", "#7cc8e8", "#d4779e")
+DASHES = ([1, 0], [6, 3], [2, 2])
+"""Patterns of lines: the palette's first round is drawn with the first pattern, and so on."""
 
 
 def theme(dark: bool) -> dict[str, Any]:
@@ -200,7 +202,10 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
                 values += _band(attention, found, points)
         x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
         y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
-        legend = len(charts) == 0
+        colour = _colour(attentions, legend=True)  # in both layers: a null in one removes the other's legend
+        colour["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
+        pattern = [DASHES[place // len(COLOURS) % len(DASHES)] for place in range(len(attentions))]
+        dashes = {**colour, "scale": {"domain": attentions, "range": pattern}}
         charts.append(
             {
                 "title": name.replace("_", " "),
@@ -214,12 +219,12 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
                             "x": x,
                             "y": {**y, "field": "low"},
                             "y2": {"field": "high"},
-                            "color": _colour(attentions),
+                            "color": colour,
                         },
                     },
                     {
                         "mark": {"type": "line", "strokeWidth": 1.6, "tooltip": True},
-                        "encoding": {"x": x, "y": {**y, "field": "mean"}, "color": _colour(attentions, legend)},
+                        "encoding": {"x": x, "y": {**y, "field": "mean"}, "color": colour, "strokeDash": dashes},
                     },
                 ],
             }
