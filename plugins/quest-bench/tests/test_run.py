@@ -25,7 +25,7 @@ from quest_bench.cli import app_main
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
 from quest_bench.store import load_all
-from quest_bench.worker import decode, encode, write_json
+from quest_bench.worker import Server, decode, encode, whole, write_json
 
 
 def results(out: Path) -> dict[str, float]:
@@ -264,6 +264,21 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) 
     finished = Path("count.txt").read_text().split()
     assert len(finished) == len(set(finished)), "a cell finished twice"
     decode(Path("out/run.json").read_text())
+
+
+def test_a_worker_leaves_the_files_that_another_orchestrator_writes(tmp_path: Path) -> None:
+    """Another orchestrator writes cell.json without the claim; a killed one leaves a neighbour behind."""
+    path = tmp_path / "cells" / "a" / "cell.json"
+    path.parent.mkdir(parents=True)
+    left = path.with_name("cell.json.1.tmp")
+    left.write_text('{"torn')
+    server = Server.__new__(Server)  # without the pipes of a process
+    server._fork = lambda *_: None  # type: ignore[method-assign]
+    with whole(path) as neighbour:
+        neighbour.write_text('{"seed": 0}')
+        assert server._cell(path, None) == {"end": "done"}
+    (cell,) = load_all(tmp_path)
+    assert (cell.cell, left.exists()) == ({"seed": 0}, True)
 
 
 def _tree(root: int) -> list[int]:

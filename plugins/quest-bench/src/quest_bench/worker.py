@@ -383,7 +383,7 @@ class Server:
                 return {"end": "busy"}
             if (folder / "result.json").is_file():  # another orchestrator was faster
                 return {"end": "done"}
-            for old in (folder / "error.txt", folder / "progress.log", *folder.glob("*.tmp")):
+            for old in (folder / "error.txt", folder / "progress.log"):
                 old.unlink(missing_ok=True)
             os.ftruncate(claim, 0)
             os.write(claim, f"machine {machine()['id']}, process {os.getpid()}, since {utc()}\n".encode())
