@@ -162,6 +162,31 @@ def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) 
     assert "## fake/suite/one · cost" in text
 
 
+def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake: Path) -> None:
+    """A cell that diverged has failed in every metric, also in one that it does not name."""
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "also": [{"metric": "cost"}],'))
+    write_results(Path("out"), [], {**SCORES, "sigmoid": [1.0, 2.0, 3.0]})
+    for cell in store.load_all(Path("out")):
+        assert cell.result is not None
+        if cell.cell["attention"] in ("standard", "qnorm") and math.isfinite(cell.result["metrics"]["score"]):
+            cell.result["metrics"]["cost"] = 1.0 + cell.cell["seed"]
+        elif cell.cell["attention"] == "sigmoid" and cell.cell["seed"]:
+            cell.result["metrics"]["cost"] = 1.5 * cell.cell["seed"]
+        write_json(cell.folder / "result.json", cell.result)
+    _, cost = read_groups(Path("out"), "standard")
+    rows = {row.attention: row for row in cost.rows}
+    assert (rows["quest"].verdict, rows["quest"].failed, rows["quest"].comparison) == ("not measured", 0, None)
+    assert (rows["qnorm"].failed, list(rows["qnorm"].values)) == (1, [0, 1, 2])
+    assert (rows["sigmoid"].failed, list(rows["sigmoid"].values)) == (0, [1, 2])
+    assert rows["sigmoid"].comparison is not None
+    assert (rows["sigmoid"].comparison.seeds, rows["sigmoid"].comparison.failed) == (2, 0)
+    assert "quest" not in cost.conclusion
+    assert cost.unfinished == 0
+    write_report(Path("out"), "standard")
+    assert "not measured" in Path("out/report.md").read_text()
+
+
 def test_report_is_one_page_with_everything(fake: Path) -> None:
     write_results(Path("out"), ["scale=1,2"], SCORES)
     cells = sorted(Path("out/cells").iterdir())

@@ -41,7 +41,7 @@ class Row:
         score: over the seeds that are finite for this attention and for the baseline.
         baseline_there: the baseline's estimate on these seeds, if they are not all of the baseline's; else None.
         comparison: with the baseline, corrected over the report; None on the baseline's own row and without a baseline.
-        values: seed -> value; NaN for a failed cell.
+        values: seed -> value; NaN for a failed cell. A cell without this metric is absent.
     """
 
     attention: str
@@ -128,7 +128,7 @@ class Group:
 
     @property
     def unfinished(self) -> int:
-        return sum(row.planned - row.finished - row.failed for row in self.rows)
+        return sum(row.planned for row in self.rows) - sum(cell.state != "unfinished" for cell in self.cells)
 
     def row(self, attention: str) -> Row | None:
         return next((row for row in self.rows if row.attention == attention), None)
@@ -285,18 +285,24 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
     for cell in members:
         by_attention.setdefault(cell.cell["attention"], []).append(cell)
     names = order(by_attention, baseline, runs)
-    values = {name: _values(by_attention[name], suite.metric) for name in names}
+    values = {name: _values(by_attention[name], suite, suite.metric) for name in names}
     reference = values.get(baseline, {})
     rows = []
     for attention in names:
         own = values[attention]
-        comparison = compare(own, reference, suite.higher_is_better) if attention != baseline and reference else None
+        done = [c.result for c in by_attention[attention] if c.result is not None]
+        words, comparison = f"no {baseline} to compare with", None
+        if attention == baseline:
+            words = "baseline"
+        elif done and not own:
+            words = "not measured"
+        elif reference:
+            comparison = compare(own, reference, suite.higher_is_better)
         shared, there = own, None
         if comparison:
             shared = {seed: own[seed] for seed in own if math.isfinite(own[seed] - reference.get(seed, math.nan))}
             if shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
                 there = estimate([reference[seed] for seed in shared])
-        done = [c.result for c in by_attention[attention] if c.result is not None]
         peaks = [r["peak_rss_mib"] for r in done if r.get("peak_rss_mib") is not None]
         finite = sum(map(math.isfinite, own.values()))
         seeds = {c.cell["seed"] for c in by_attention[attention]}
@@ -309,7 +315,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
                 estimate(list(shared.values())),
                 there,
                 comparison,
-                "baseline" if attention == baseline else f"no {baseline} to compare with",
+                words,
                 estimate([r["seconds"] for r in done]).mean,
                 max(peaks, default=None),
                 suite.printed(first["task"], attention).get("value"),
@@ -321,16 +327,21 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
     settings = ", ".join(f"{key}={write_value(value)}" for key, value in suite.changed(first["options"]).items())
     chosen = first["options"].get("select", suite.info.get("selection"))
     selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
-    items = _items(by_attention, names, suite.metric, baseline)
+    items = _items(by_attention, names, suite, baseline)
     return Group(suite, first["task"], settings, first["smoke"], baseline, selection, rows, members, items)
 
 
-def _values(cells: Sequence[Stored], metric: str) -> dict[int, float]:
-    """Seed -> value; NaN where the cell failed or diverged. Cells that have not ended are left out."""
-    found = {}
+def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, float]:
+    """Seed -> value; NaN where the cell failed or diverged.
+
+    Left out are cells that have not ended, and those that did not diverge but lack the metric.
+    """
+    found, own = {}, suite.info["metric"]
     for cell in cells:
-        if cell.state != "unfinished":
-            value = float(cell.result["metrics"].get(metric, math.nan)) if cell.result else math.nan
+        metrics = cell.result["metrics"] if cell.result else {own: math.nan}
+        diverged = not math.isfinite(metrics.get(own, 0.0))
+        if cell.state != "unfinished" and (metric in metrics or diverged):
+            value = metrics.get(metric, math.nan)
             found[cell.cell["seed"]] = value if math.isfinite(value) else math.nan
     return found
 
@@ -348,7 +359,7 @@ def planned(cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _items(
-    by_attention: Mapping[str, Sequence[Stored]], names: Sequence[str], metric: str, baseline: str
+    by_attention: Mapping[str, Sequence[Stored]], names: Sequence[str], suite: Suite, baseline: str
 ) -> list[Item]:
     """The metrics called ``<metric>/<item>``, in the order in which the cells name them."""
     results = {attention: [c for c in by_attention[attention] if c.result is not None] for attention in names}
@@ -356,18 +367,18 @@ def _items(
         key
         for cell in itertools.chain.from_iterable(results.values())
         for key in (cell.result or {})["metrics"]
-        if key.startswith(f"{metric}/")
+        if key.startswith(f"{suite.metric}/")
     )
     items = []
     for key in keys:
-        values = {attention: _values(cells, key) for attention, cells in results.items()}
+        values = {attention: _values(cells, suite, key) for attention, cells in results.items()}
         if not any(math.isfinite(value) for found in values.values() for value in found.values()):
             continue  # every cell diverged
         reference = values.get(baseline, {})
         differences = {a: compare(v, reference, True).difference for a, v in values.items() if a != baseline}
         items.append(
             Item(
-                key.removeprefix(f"{metric}/").replace("_", " "),
+                key.removeprefix(f"{suite.metric}/").replace("_", " "),
                 {attention: estimate(list(found.values())) for attention, found in values.items()},
                 differences if reference else {},
             )
