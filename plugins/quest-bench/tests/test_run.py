@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from rich.console import Console
 
 import quest_core
-from quest_bench.cli import app_main
+from quest_bench.cli import app_main, portable
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
 from quest_bench.store import load_all
@@ -323,6 +324,26 @@ def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pyt
     shown = capfd.readouterr().out
     assert "0 done, 0 running, 0 failed, 1 unfinished" in shown
     assert "a stopped cell of fake/suite starts again: it keeps weights only" in shown
+
+
+def test_the_command_that_resumes_names_the_same_folder(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A shell leaves a quoted ~ as it is, so the printed command has the real path and the recorded one is expanded."""
+    monkeypatch.setenv("HOME", str(fake))
+    monkeypatch.setattr(Runner, "run", lambda *_: Outcome(stopped=signal.SIGTERM))
+    out = fake / "my runs" / "x"
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0"]
+    assert app_main([*command, "--out", str(out)]) == 128 + signal.SIGTERM
+    shown = capfd.readouterr().out.splitlines()[-1]
+    assert shlex.split(shown) == ["quest", "bench", *command, "--out", str(out)]
+    recorded = decode((out / "run.json").read_text())["runs"][0]["command"]
+    assert recorded == shlex.join(["quest", "bench", *command, "--out", "~/my runs/x"])
+    assert app_main(shlex.split(recorded)[2:]) == 128 + signal.SIGTERM
+    assert len(decode((out / "run.json").read_text())["runs"]) == 2
+    assert app_main(["report", "~/none"]) == 2
+    assert f"{fake}/none does not exist" in capfd.readouterr().err
+    assert portable([f"--python=tsai={fake}/python", f"{fake}/a=b"]) == "'--python=tsai=~/python' '~/a=b'"
 
 
 def test_nohup_outlives_its_terminal(fake: Path) -> None:

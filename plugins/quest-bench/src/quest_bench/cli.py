@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +30,6 @@ from .plan import (
     catalogue,
     check_data,
     check_devices,
-    hide_home,
     parse_attentions,
     parse_seeds,
     parse_settings,
@@ -93,6 +94,11 @@ Python = Annotated[
 ]
 
 
+def expanded(text: str | Path) -> Path:
+    """A folder of the command line. A recorded command quotes its ~, which a shell then leaves as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def _device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ConfigError(f"--device is {name!r}; {one_of(name, ('cpu', 'cuda', 'cuda:N'))}")
@@ -154,7 +160,9 @@ def run(
         typer.Option(help='Comma-separated attentions, for example standard,quest,"quest+gqa(kv_heads=4)".'),
     ] = "standard,quest",
     seeds: Annotated[str, typer.Option(help="Seeds: 0-4 or 0,3,7.")] = "0-4",
-    out: Annotated[Path | None, typer.Option(help="The run's folder; without it, runs/SUITE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=expanded, metavar="DIR", help="The run's folder; without it, runs/SUITE.")
+    ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Seconds instead of hours; the numbers mean nothing.")] = False,
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Your own data in its official layout.")] = None,
     repo: Annotated[
@@ -256,7 +264,6 @@ def run(
         console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
         console.print(f"next: quest bench status {shlex.quote(str(folder))}", markup=False)
         return
-    command = typed(context)
     devices = checked["gpus"]
     runner = Runner(
         chosen,
@@ -271,7 +278,7 @@ def run(
     if devices is None and len(runner.slots) > 1 and (seen := torch.cuda.device_count()):
         shared = f"note: {len(runner.slots)} cells at a time share one GPU; --gpus 0-{seen - 1} gives each its own"
         console.print(Text(shared, style="yellow"))
-    outcome = execute(plan, folder, runner, command)
+    outcome = execute(plan, folder, runner, ["quest", "bench", *context.obj])
     if outcome.stopped:
         raise typer.Exit(128 + outcome.stopped)
     if outcome.failed:
@@ -285,8 +292,12 @@ def _below(repo: str, file: str) -> str:
     return str(inside.relative_to(root)) if inside.is_relative_to(root) else file
 
 
-def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
-    """Run a plan into a folder, record it in run.json and print how it went; a signal ends it in order."""
+def execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -> Outcome:
+    """Run a plan into a folder, record it in run.json and print how it went; a signal ends it in order.
+
+    Args:
+        command: the words that were typed. They are printed as they are, and recorded without the home folder.
+    """
     with signals():
         try:
             outcome = _execute(plan, folder, runner, command)
@@ -295,13 +306,13 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     if outcome.stopped:
         count = len(outcome.done)
         done = f"stopped by {outcome.stopped.name}; {count} cell{'s' * (count != 1)} finished in this run"
-        console.print(f"{done}. The same command resumes:\n  {command}", markup=False, soft_wrap=True)
+        console.print(f"{done}. The same command resumes:\n  {shlex.join(command)}", markup=False, soft_wrap=True)
     else:
         console.print(f"next: quest bench report {shlex.quote(str(folder))}", markup=False)
     return outcome
 
 
-def _execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
+def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
     for path in store.set_torn_aside(cells):
@@ -318,7 +329,7 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
         console.print(f"{states['failed']} failed earlier and are tried again")
     record: dict[str, Any] = {
         "id": uuid.uuid4().hex,
-        "command": command,
+        "command": portable(command),
         "started": utc(),
         "suite": plan.suite.name,
         "tasks": list(plan.tasks),
@@ -359,20 +370,22 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: str) -> Outcome:
     return outcome
 
 
-def portable(word: str) -> str:
-    """A word of the command without the user's home folder in it."""
-    head, equals, tail = word.partition("=")
-    return f"{head}={hide_home(tail)}" if equals else hide_home(word)
+def portable(command: Sequence[str]) -> str:
+    """The words of a command in one line, without the user's home folder in it."""
+    home = re.escape(str(Path.home()))
+    return shlex.join(re.sub(rf"(^|=){home}(?=/|$)", r"\1~", word) for word in command)
 
 
 def typed(context: typer.Context) -> str:
     """The command as it was typed, without the user's home folder in it."""
-    return shlex.join(["quest", "bench", *map(portable, context.obj)])
+    return portable(["quest", "bench", *context.obj])
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of `quest bench run --out`.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=expanded, metavar="DIR", help="The folder of `quest bench run --out`.")
+    ],
     baseline: Annotated[str, typer.Option(help="The attention that differences are taken against.")] = "standard",
 ) -> None:
     """Write DIR/report.html, DIR/report.md and DIR/results.parquet.
@@ -388,7 +401,9 @@ def report(
 
 @app.command()
 def status(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of `quest bench run --out`.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=expanded, metavar="DIR", help="The folder of `quest bench run --out`.")
+    ],
 ) -> None:
     """Show which cells are done, running, failed or waiting, also while orchestrators work.
 
@@ -431,8 +446,10 @@ def status(
 
 @app.command()
 def merge(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, for example of two machines.")],
-    out: Annotated[Path, typer.Option(help="The folder that gets all their cells.")],
+    folders: Annotated[
+        list[Path], typer.Argument(parser=expanded, metavar="DIR...", help="Run folders, for example of two machines.")
+    ],
+    out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="The folder that gets all their cells.")],
 ) -> None:
     """Put the cells of several run folders into one.
 
@@ -447,8 +464,8 @@ def merge(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="The run folder that is compared with.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The run folder in question.")],
+    first: Annotated[Path, typer.Argument(parser=expanded, metavar="A", help="The run folder that is compared with.")],
+    second: Annotated[Path, typer.Argument(parser=expanded, metavar="B", help="The run folder in question.")],
     fail_on: Annotated[
         str, typer.Option(help="Exit with 1 on any of: worse, failed, missing, slower=10%. Comma-separated.")
     ] = "",
@@ -475,7 +492,10 @@ def compare(
 def speed(
     context: typer.Context,
     attention: Annotated[str, typer.Option(help="Comma-separated attentions without groupings.")] = "quest,standard",
-    out: Annotated[Path | None, typer.Option(help="Write report.md and speed.json into this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=expanded, metavar="DIR", help="Write report.md and speed.json into this folder."),
+    ] = None,
     threads: Annotated[
         str | None, typer.Option(metavar="N,...", help="CPU threads; without it, 1,2,4 up to the number of cores.")
     ] = None,
@@ -526,7 +546,10 @@ def speed(
 def scaling(
     context: typer.Context,
     attention: Annotated[str | None, typer.Option(help="Comma-separated attentions; without it, a choice.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write scaling.md, .json and .png into this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=expanded, metavar="DIR", help="Write scaling.md, .json and .png into this folder."),
+    ] = None,
     longest: Annotated[int, typer.Option(help="The longest sequence, up to 16384 tokens.")] = 16384,
     causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Up to 512 tokens; the numbers mean nothing.")] = False,
@@ -561,7 +584,10 @@ def scaling(
 def decode(
     context: typer.Context,
     attention: Annotated[str, typer.Option(help="Comma-separated attentions that decode.")] = "quest,standard",
-    out: Annotated[Path | None, typer.Option(help="Write decode.md and decode.json into this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=expanded, metavar="DIR", help="Write decode.md and decode.json into this folder."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=20, help="Tokens in the cache.")] = 8192,
     rounds: Annotated[int, typer.Option(min=20, help="How many steps are timed.")] = 100,
     smoke: Annotated[bool, typer.Option("--smoke", help="64 tokens; the numbers mean nothing.")] = False,

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cli import execute, exit_code, portable
+from .cli import execute, exit_code, expanded
 from .groups import read_groups
 from .plan import Plan, catalogue, parse_settings, select
 from .report import write_report
@@ -34,7 +33,9 @@ console = Console(highlight=False)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where results and report go.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="Where results and report go.")] = Path(
+        "runs/demo"
+    ),
     python: Annotated[
         list[str] | None,
         typer.Option("--python", metavar="PLUGIN=PATH", help="The python of a plugin's own environment."),
@@ -49,11 +50,10 @@ def demo(
         plans.append(Plan(suite, tasks, attentions, seeds, parse_settings(suite, settings)))
     words = ["python", "-m", "quest_bench.demo", "--out", str(out)]
     words += [word for text in python or [] for word in ("--python", text)]
-    command = shlex.join(map(portable, words))
     failed = False
     for plan in plans:
         runner = Runner(plan.suite, available.python(plan.suite), console, jobs=jobs or cores(), threads=1)
-        outcome = execute(plan, out, runner, command)
+        outcome = execute(plan, out, runner, words)
         if outcome.stopped:
             raise typer.Exit(128 + outcome.stopped)
         failed = failed or bool(outcome.failed)
