@@ -16,7 +16,15 @@ from quest_core.projections import Projected
 
 from . import surfaces
 from .info import INFO
-from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unscalable
+from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unknown_keywords, unscalable
+
+_OWN = {
+    "attn_logit_softcapping": "caps its logits, which is a part of its own softmax",
+    "sinks": "has attention sinks, which are a part of its own softmax",
+    "sink_proj": "has attention sinks, which are a part of its own softmax",
+    "indexer": "chooses the keys of each query, and masks the others for its own functions only",
+}
+"""Attributes of attention modules whose work would be lost."""
 
 
 class TransformersAdapter(Adapter):
@@ -46,9 +54,11 @@ class TransformersAdapter(Adapter):
             return why
         module: Any = site.module
         anatomy = examine(module)
-        for name, what in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has attention sinks")):
+        for name, what in _OWN.items():
             if getattr(module, name, None) is not None:
-                return f"the host {what} ({name}), which is a part of its own softmax"
+                return f"the host {what} ({name})"
+        if unknown := unknown_keywords(module):
+            return f"the host tells its attention function {', '.join(unknown)}, which this plugin does not know"
         if config.starts and (fixed := unscalable(module)) is not None:
             return f"the norms of queries and keys cannot be set at the start: {fixed}"
         if config.family and anatomy.kv_heads != anatomy.num_heads:

@@ -8,7 +8,8 @@ a quest module first sees it therefore receives unit keys. Three rules make it s
 - A module uses keys as they are only if the tensor is the one that a marked layer returned in this call. All other keys
   are normalised, which does not change unit keys.
 
-A layer that holds other keys already, or whose class is not one of `LAYERS`, keeps the host's keys.
+A layer that holds other keys already, that is given something else than the keys of its module's attention, or whose
+class is not one of `LAYERS`, keeps what the host gives it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Step:
     """One call of an attention module with a cache.
 
     Attributes:
+        sizes: the key/value heads G and the features D of the keys that the module's attention function will get.
         keys: all keys [B, G, M, D], as a marked layer returned them.
     """
 
-    def __init__(self, keys: Tensor | None = None) -> None:
-        self.keys = keys
+    def __init__(self, sizes: tuple[int, int], keys: Tensor | None = None) -> None:
+        self.sizes, self.keys = sizes, keys
 
 
 def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -75,7 +77,8 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
         return None
     if type(layer) not in LAYERS or (layer.is_initialized and not marked):
         return None
-    step = Step(layer.keys if updated else None)
+    sizes = module.head_sizes
+    step = Step((sizes.kv_heads, sizes.head_dim), layer.keys if updated else None)
     setattr(layer, MARK, None if updated else step)
     return arguments, {**options, OPTION: step}
 
@@ -105,6 +108,12 @@ def keep_unit_keys(stock: Any) -> Any:
                 "this cache holds the unit keys of a quest model, and a module with another attention extends it; "
                 "give every model a cache of its own"
             )
+        if (
+            key_states.shape[1],
+            key_states.shape[-1],
+        ) != step.sizes:  # MLA caches what keys and values are made of
+            delattr(self, MARK)
+            return stock(self, key_states, value_states, *arguments, **options)
         setattr(self, MARK, None)
         keys, values = stock(self, unit(key_states), value_states, *arguments, **options)
         step.keys = keys

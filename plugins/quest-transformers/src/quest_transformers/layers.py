@@ -7,8 +7,10 @@ of its own that names `attend`; so nothing else that the model does changes.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,9 @@ from .caching import OPTION, announce
 
 INTERFACE = "quest_transformers"
 """The name under which `attend` and `mask` are registered with transformers."""
+
+WHOLE_MASKS = f"{INTERFACE}_whole_masks"
+"""The same with `whole_mask`, for models that do not support sdpa: their modules need not say that they are causal."""
 
 SEPARATE = (
     Separate("q_proj", "k_proj", "v_proj"),
@@ -88,6 +93,31 @@ def is_attention(module: nn.Module) -> bool:
     return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
+def keywords(module: nn.Module) -> set[str]:
+    """The keywords that a module's forward hands to the function that its config names; {} if it has no source."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return set()
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
+    holders = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        if any(isinstance(part, ast.Name) and part.id == "ALL_ATTENTION_FUNCTIONS" for part in ast.walk(node.value))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    calls = (node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) in holders)
+    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
+
+
+def unknown_keywords(module: nn.Module) -> list[str]:
+    """The keywords of a module for its attention function that `attend` neither reads, nor refuses, nor may ignore."""
+    read = inspect.signature(attend).parameters
+    return sorted(keywords(module) - set(read) - set(_REFUSED) - _IGNORED)
+
+
 def examine(module: Any) -> Anatomy:
     """Read what an attention module is made of.
 
@@ -115,9 +145,9 @@ def examine(module: Any) -> Anatomy:
     drop = _first(module, _DROPOUT)
     dropout = float(getattr(drop, "p", drop) or 0.0)
     scaling = getattr(module, "scaling", None)
-    return Anatomy(
-        heads, kv_heads, head_dim, head_dim**-0.5 if scaling is None else scaling, _role(module), dropout, projections
-    )
+    if not isinstance(scaling, int | float):  # TimesFM's is learned, and its forward has multiplied the queries by it
+        scaling = head_dim**-0.5
+    return Anatomy(heads, kv_heads, head_dim, scaling, role(module), dropout, projections)
 
 
 def _takes_cache(module: nn.Module) -> bool:
@@ -135,7 +165,8 @@ def _is_separate(module: nn.Module, projections: Projections) -> bool:
     return all(hasattr(getattr(module, name, None), "out_features") for name, _ in projections.entries)
 
 
-def _role(module: Any) -> str:
+def role(module: Any) -> str:
+    """Return what a module attends to: "encoder", "decoder" or "cross"; see quest_transformers.choice."""
     causal = getattr(module, "is_causal", True)
     named = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if named or (getattr(module, "is_decoder", False) and not causal):
@@ -342,9 +373,18 @@ def attend(
 _REFUSED = {
     "softcap": "it caps logits before the softmax; set the config's soft cap to None",
     "s_aux": "attention sinks are a part of the host's own softmax",
+    "sinks": "attention sinks are a part of the host's own softmax",
+    "indices": "the host chooses the keys of each query, and masks the others for its own functions only",
+    "block_indices": "the host chooses the keys of each query, and masks the others for its own functions only",
     "cache": "continuous batching pages the cache; use generate()",
 }
 """Options of an attention function that would be dropped silently."""
+
+_IGNORED = {
+    *("output_attentions", "sliding_window", "position_ids", "deterministic"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+"""Options that change nothing here: what they say is in the mask too, or for another function only."""
 
 
 def _described(mask: Any) -> str:
@@ -387,7 +427,14 @@ def mask(*arguments: Any, **options: Any) -> Tensor | None:
     """Build the mask for `attend`: as for sdpa, but [B, 1, 1, M] where only padding is hidden."""
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
+    if getattr(options.get("config"), "num_kv_shared_layers", 0):
+        options["allow_is_causal_skip"] = False  # Gemma 4 gives such layers only the last queries, as the mask says
     made: Tensor | None = sdpa_mask(*arguments, **options)
     if made is not None and options.get("mask_function") is bidirectional_mask_function:
         return made[:, :, :1]
     return made
+
+
+def whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """Build the mask for `attend`, also where it only hides the future."""
+    return mask(*arguments, **{**options, "allow_is_causal_skip": False})

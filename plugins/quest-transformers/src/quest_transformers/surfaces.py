@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from quest_core.mechanism import Mechanism
 
 from .caching import LAYERS, keep_unit_keys
 from .choice import ROLES, Choice
-from .layers import INTERFACE, attend, examine, is_attention, mask
+from .layers import INTERFACE, WHOLE_MASKS, attend, is_attention, mask, role, whole_mask
 
 if TYPE_CHECKING:
     from .adapter import TransformersAdapter
@@ -56,7 +57,10 @@ class Loading:
         return {"attention_from": self.attention_from, "allow_partial": self.allow_partial}
 
 
+_NAMES = {INTERFACE: mask, WHOLE_MASKS: whole_mask}
 _loading: ContextVar[Loading | None] = ContextVar("loading", default=None)
+_partly: ContextVar[bool] = ContextVar("partly", default=False)
+"""Whether the model that is being built may keep attention modules of the host."""
 
 
 def install(adapter: TransformersAdapter, patches: Patches) -> None:
@@ -65,10 +69,11 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-    for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, mask)):
-        register = functools.partial(interface.register, INTERFACE, function)
-        remove = functools.partial(interface._global_mapping.pop, INTERFACE)
-        patches.once(interface.__name__, register, remove)
+    for name, masks in _NAMES.items():
+        for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, masks)):
+            register = functools.partial(interface.register, name, function)
+            remove = functools.partial(interface._global_mapping.pop, name)
+            patches.once(f"{interface.__name__} {name}", register, remove)
     for layer in LAYERS:
         patches.wrap(layer, "update", keep_unit_keys)
     patches.wrap(PreTrainedConfig, "_attn_implementation", _implementation)
@@ -98,7 +103,7 @@ def _implementation(stock: property) -> property:
         if choice is not None:
             self.__dict__[KEY] = str(choice)
             self._attn_implementation_internal = INTERFACE
-        elif own not in (None, INTERFACE):
+        elif own is not None and own not in _NAMES:
             self.__dict__.pop(KEY, None)
 
     return property(stock.fget, set_implementation)
@@ -121,7 +126,7 @@ def _text(config: Any, value: Any) -> Any:
 def _parse(text: Any) -> Choice | None:
     """The choice that a text means; None for the names of transformers' own functions and for unknown ones."""
     try:
-        return Choice.parse(text) if isinstance(text, str) and text != INTERFACE else None
+        return Choice.parse(text) if isinstance(text, str) and text not in _NAMES else None
     except ConfigError:
         return None
 
@@ -150,40 +155,41 @@ def write_configs(model: nn.Module) -> None:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-    wanted: dict[int, tuple[Any, str | None]] = {}
+    wanted: dict[int, tuple[Any, str | None, str]] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             found: list[Any] = [part for part in module.modules() if is_attention(part)]
             if not found or not all(hasattr(part, "mechanism") for part in found):
                 continue  # parts of it have configs of their own
             choice = _choice(module.config)
-            if not (choice and all(choice.of(_role(part)) == part.mechanism.config for part in found)):
-                wanted[id(module.config)] = (module.config, _summary(found))
+            if not (choice and all(choice.of(role(part)) == part.mechanism.config for part in found)):
+                wanted[id(module.config)] = (module.config, _summary(found), _interface(module))
     if not wanted:
         return
     memo: dict[int, Any] = {}
-    for config, _ in wanted.values():
+    for config, _, _ in wanted.values():
         copy.deepcopy(config, memo)
-    for config, text in wanted.values():
+    for config, text, interface in wanted.values():
         new = memo[id(config)]
         new.__dict__.pop(KEY, None)
         if text is not None:
-            new.__dict__[KEY], new._attn_implementation_internal = text, INTERFACE
+            new.__dict__[KEY], new._attn_implementation_internal = text, interface
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig) and id(value) in memo:
                 setattr(module, name, memo[id(value)])
 
 
-def _role(module: Any) -> str:
-    return examine(module).role
+def _interface(model: Any) -> str:
+    """The name of our function for a model."""
+    return INTERFACE if model._supports_sdpa else WHOLE_MASKS
 
 
 def _summary(modules: list[Any]) -> str | None:
     """The text that says the attention of all modules; None where none can."""
     configs: dict[str, set[AttentionConfig]] = {}
     for module in modules:
-        configs.setdefault(_role(module), set()).add(module.mechanism.config)
+        configs.setdefault(role(module), set()).add(module.mechanism.config)
     if any(len(found) > 1 for found in configs.values()):
         return None
     chosen = {role: next(iter(found)) for role, found in configs.items()}
@@ -199,12 +205,12 @@ def _accept_names(stock: Any) -> Any:
     def get_correct_attn_implementation(
         self: Any, requested_attention: str | None, *arguments: Any, **options: Any
     ) -> str:
-        if requested_attention in (None, INTERFACE) and _attention(self.config) is not None:
-            return INTERFACE
-        if requested_attention == INTERFACE:
+        if requested_attention in (None, *_NAMES) and _attention(self.config) is not None:
+            return _interface(self)
+        if requested_attention in _NAMES:
             raise ConfigError(
-                f"{type(self).__name__}: attn_implementation={INTERFACE!r} is the name of a function; say which "
-                "attention, for example attn_implementation='quest'"
+                f"{type(self).__name__}: attn_implementation={requested_attention!r} is the name of a function; say "
+                "which attention, for example attn_implementation='quest'"
             )
         try:
             return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
@@ -243,19 +249,21 @@ def fulfil(
     Raises:
         As quest_core.inject.
     """
+    asked = choice or _choice(model.config)
+    if asked is None and not any(_asks(part) for part in model.modules()):
+        return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig] = {}
     kept: list[str] = []
     changed = False
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        asked = choice or (_choice(module.config) if held is None else None)
-        if asked is None and held is None:
+        own = choice or (_choice(module.config) if held is None else None)
+        if own is None and held is None:
             kept.append(site.path)
             continue
-        chosen[site.path] = held.config if asked is None else asked.of(_role(module))
+        chosen[site.path] = held.config if own is None else own.of(role(module))
         changed = changed or held is None or held.config != chosen[site.path]
-    asked = choice or _choice(model.config)
     if (
         asked is not None
         and not chosen
@@ -292,6 +300,11 @@ def _has_mechanism(module: nn.Module) -> bool:
     return any(hasattr(part, "mechanism") for part in module.modules() if is_attention(part))
 
 
+def _asks(part: Any) -> bool:
+    """Whether a module is an attention of quest, or its config asks for one."""
+    return is_attention(part) and (hasattr(part, "mechanism") or _attention(part.config) is not None)
+
+
 def _inject_new(adapter: TransformersAdapter, stock: Any) -> Any:
     """Wrap the last step of a model's constructor."""
 
@@ -299,7 +312,7 @@ def _inject_new(adapter: TransformersAdapter, stock: Any) -> Any:
     def post_init(self: Any) -> None:
         stock(self)
         # from_pretrained replaces modules once it knows what the checkpoint was trained with.
-        if _loading.get() is None and fulfil(adapter, self, fresh=True):
+        if _loading.get() is None and fulfil(adapter, self, fresh=True, allow_partial=_partly.get()):
             getattr(self, REPORT).announce()
 
     return post_init
@@ -315,12 +328,31 @@ def _refuse_nothing(model: Any) -> None:
         )
 
 
+@contextmanager
+def _explained(cls: type) -> Iterator[None]:
+    """Name what is wrong where a model (Falcon, GPT-J, SAM) looks for its own class under the name of our function."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args not in [(name,) for name in _NAMES]:
+            raise
+        raise InjectionError(
+            f"{cls.__name__} chooses among attention classes of its own and does not call transformers' "
+            "AttentionInterface; build it without attn_implementation, and try quest_core.inject(model, …, example=…)"
+        ) from error
+
+
 def _copy_config(stock: Any) -> Any:
     """Wrap from_config, which writes its option into the config: models that were built from it before keep theirs."""
 
     @functools.wraps(stock)
-    def _from_config(cls: Any, config: Any, **options: Any) -> Any:
-        made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+    def _from_config(cls: Any, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
+        token = _partly.set(allow_partial or _partly.get())
+        try:
+            with _explained(cls):
+                made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+        finally:
+            _partly.reset(token)
         if _loading.get() is None:  # else a part of a model that from_pretrained builds
             _refuse_nothing(made)
         return made
@@ -332,11 +364,13 @@ def _inject_instead(adapter: TransformersAdapter, stock: Any) -> Any:
     """Wrap the method that changes the attention function of a model."""
 
     @functools.wraps(stock)
-    def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> None:
+    def set_attn_implementation(
+        self: Any, attn_implementation: Any, *arguments: Any, allow_partial: bool = False, **options: Any
+    ) -> None:
         attn_implementation = _text(self.config, attn_implementation)
         choice = _parse(attn_implementation)
         if choice is not None:
-            fulfil(adapter, self, fresh=False, choice=choice)
+            fulfil(adapter, self, fresh=False, choice=choice, allow_partial=allow_partial)
             getattr(self, REPORT).announce()
         elif _has_mechanism(self):
             raise UnsupportedError(
@@ -366,7 +400,8 @@ def _remember_loading(stock: Any) -> Any:
         trained = None if attention_from is None else AttentionConfig.parse(attention_from)
         token = _loading.set(Loading(trained, allow_partial))
         try:
-            made = stock(cls, *arguments, **options)
+            with _explained(cls):
+                made = stock(cls, *arguments, **options)
         finally:
             _loading.reset(token)
         _refuse_nothing(made[0] if isinstance(made, tuple) else made)
@@ -388,21 +423,22 @@ def _compare(adapter: TransformersAdapter, stock: Any) -> Any:
         model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
     ) -> Any:
         loading = _loading.get() or Loading(None, False)
-        loading.pending = not _fits(adapter, model, _spelled(state_dict, checkpoint_files), loading)
-        if not loading.pending:
+        whole = not _has_mechanism(model)  # else the weights are those of a LoRA adapter for a loaded model
+        loading.pending = whole and not _fits(model, _spelled(state_dict, checkpoint_files), loading)
+        if whole and not loading.pending:
             fulfil(adapter, model, fresh=True, loads=True, **loading.options)
         info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
         if loading.pending:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            _verify(model, info)
+            _verify(model, info, whole=whole)
         return info, *others
 
     return _load_pretrained_model
 
 
-def _fits(adapter: TransformersAdapter, model: Any, stored: Mapping[str, Tensor], loading: Loading) -> bool:
+def _fits(model: Any, stored: Mapping[str, Tensor], loading: Loading) -> bool:
     """Whether a checkpoint was trained with the attention that the model shall have.
 
     Args:
@@ -411,8 +447,8 @@ def _fits(adapter: TransformersAdapter, model: Any, stored: Mapping[str, Tensor]
     Raises:
         CheckpointError: the checkpoint has another attention, which `attention_from` does not name.
     """
-    choices = [(_role(site.module), _choice(site.module.config)) for site in adapter.sites(model)]
-    wanted = {choice.of(role) for role, choice in choices if choice is not None}
+    choices = [(part, _choice(part.config)) for part in model.modules() if is_attention(part)]
+    wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
     for key, spelled in stored.items():
         trained = read(spelled)
@@ -443,8 +479,13 @@ def _spelled(state_dict: Any, files: Any) -> dict[str, Tensor]:
     return found
 
 
-def _verify(model: Any, info: Any) -> None:
+def _verify(model: Any, info: Any, *, whole: bool) -> None:
     """Compare what was loaded with what the model has.
+
+    Args:
+        model: with its weights.
+        info: what transformers says of the keys.
+        whole: the weights are those of a model, not of an adapter, which lacks most of them.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
@@ -458,7 +499,7 @@ def _verify(model: Any, info: Any) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Mechanism):
             missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
-            if missing:
+            if missing and whole:
                 raise CheckpointError(
                     f"the checkpoint lacks {', '.join(missing)}, so '{path}' was not trained with attention "
                     f"'{module.config}'"

@@ -1,0 +1,210 @@
+"""Any architecture: equal to the host's own attention, and with a cache as without one; or refused by name."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers as hf
+from models import LLAMA
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, eager_attention_forward
+
+import quest_core
+from quest_core.errors import InjectionError, UnsupportedError
+
+DRAWN = 8
+LARGEST = 2_000_000  # parameters
+IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+MLA = {
+    **LLAMA,
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "first_k_dense_replace": 2},
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+}
+SIZES = {  # each architecture takes from it what it knows
+    **MLA,
+    **dict.fromkeys(
+        ("num_layers", "n_layer", "decoder_layers", "num_experts", "num_local_experts", "n_routed_experts"), 2
+    ),
+    **dict.fromkeys(("n_head", "n_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("n_embd", "d_model"), 32),
+    **dict.fromkeys(("ffn_dim", "decoder_ffn_dim", "n_positions"), 64),
+    **{"num_experts_per_tok": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    **{"head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+def built(config, attention, kind=hf.AutoModelForCausalLM):
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # the weights of a new model are too small to show a difference
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.15)
+    return model
+
+
+def ways(model, ids=IDS):
+    """The logits of all tokens without a cache, with one, and in two pieces."""
+    with torch.no_grad():
+        without, first = model(ids, use_cache=False).logits, model(ids, use_cache=True)
+        begun = model(ids[:, :6], use_cache=True)
+        rest = model(ids[:, 6:], past_key_values=begun.past_key_values, use_cache=True).logits
+    return without, first.logits, torch.cat([begun.logits, rest], 1)
+
+
+def equal(one, other):
+    scale = other.abs().max().item()
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-4 * scale)
+
+
+def stock(name):
+    """The host's own model, or None where these sizes make none, or one that has no cache to compare."""
+    try:
+        config = CONFIG_MAPPING[name](**SIZES)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in hf.AutoModelForCausalLM.from_config(config).parameters())
+        if size > LARGEST:
+            return None
+        model = built(config, "eager")
+        first, *others = ways(model)
+    except Exception:  # whatever a config of another architecture raises
+        return None
+    return (config, first) if all(equal(other, first) for other in others) else None
+
+
+def check(name):
+    """Return what is wrong with an architecture, or None; raises LookupError where `stock` has nothing to compare."""
+    found = stock(name)
+    if found is None:
+        raise LookupError(name)
+    config, want = found
+    for attention in ("standard", "quest"):
+        try:
+            model = built(config, attention)
+        except (UnsupportedError, InjectionError):
+            continue
+        first, *others = ways(model)
+        if attention == "standard" and not equal(first, want):
+            return f"{name}: standard is {(first - want).abs().max():.2g} away from the host's own"
+        if not all(equal(other, first) for other in others):
+            return f"{name}: {attention} with a cache is not {attention} without"
+    return None
+
+
+def test_any_architecture_is_right_or_refused(seed):
+    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    random.Random(seed).shuffle(names)
+    wrong, checked = [], []
+    for name in names:
+        try:
+            wrong.append(check(name))
+        except LookupError:
+            continue
+        checked.append(name)
+        if len(checked) == DRAWN:
+            break
+    assert len(checked) == DRAWN
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def test_a_decoder_that_does_not_say_that_it_is_causal_sees_no_future():
+    assert check("bigbird_pegasus") is None
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+def test_a_cache_of_latents_holds_no_unit_keys(attention):
+    model = built(hf.DeepseekV2Config(**MLA), attention)
+    first, *others = ways(model)
+    assert all(equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_layers_that_share_keys_may_get_the_last_queries_only(attention):
+    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 8, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4}
+    config = hf.Gemma4TextConfig(**{**LLAMA, **sizes}, layer_types=["sliding_attention", "full_attention"] * 2)
+    model = built(config, attention)
+    with torch.no_grad():
+        want = model(IDS, use_cache=False).logits
+        for last in (1, 3):
+            for cache in (None, hf.StaticCache(config=model.config, max_cache_len=32)):
+                got = model(IDS, logits_to_keep=last, past_key_values=cache).logits
+                assert equal(got, want[:, -last:])
+
+
+def refused():
+    sparse = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+    yield "GlmMoeDsaConfig", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
+    yield "DeepseekV32Config", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
+    small = {"head_dim": 8, "n_routed_experts": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 1}
+    yield "Inkling2TextConfig", {**LLAMA, **small, "num_key_value_heads": 4}, r"attention sinks.*\(sink_proj\)"
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+@pytest.mark.parametrize(("kind", "sizes", "match"), [row for row in refused() if hasattr(hf, row[0])])
+def test_what_only_the_hosts_functions_do_is_refused(kind, sizes, match, attention):
+    with pytest.raises(UnsupportedError, match=match):
+        built(getattr(hf, kind)(**sizes), attention)
+
+
+class Newer(LlamaAttention):
+    """An attention of a transformers to come, which tells its function more than those of today."""
+
+    def forward(self, hidden_states, **kwargs):
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        heads = hidden_states.unflatten(-1, (4, 8)).transpose(1, 2)
+        return attend(self, heads, heads, heads, None, dropout=0.0, scaling=self.scaling, temperature=2.0, **kwargs)
+
+
+def test_a_keyword_that_is_not_known_is_refused():
+    module = Newer(hf.LlamaConfig(**LLAMA), 0)
+    with pytest.raises(UnsupportedError, match="the host tells its attention function temperature, which"):
+        quest_core.inject(torch.nn.Sequential(module), "standard")
+
+
+def test_a_model_is_not_looked_at_where_none_is_asked_for(tmp_path):
+    sizes = {"blocks_per_stage": [1, 1, 1, 1], "embed_dim_per_stage": [8, 16, 32, 64], "hidden_size": 8}
+    config = hf.Sam2VisionConfig(backbone_config=hf.Sam2HieraDetConfig(**sizes), backbone_channel_list=[64, 32, 16, 8])
+    model = hf.AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert type(hf.AutoModel.from_pretrained(tmp_path)) is type(model)
+    with pytest.raises(UnsupportedError, match="how many heads it has"):
+        model.set_attn_implementation("quest")
+
+
+def test_a_learned_factor_is_no_scaling():
+    sizes = {"head_dim": 8, "horizon_length": 8, "patch_length": 4, "context_length": 16}
+    config = hf.TimesFmConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, **sizes)
+    series = {"past_values": torch.randn(2, 16), "past_values_padding": torch.zeros(2, 16, dtype=torch.long)}
+    series["freq"] = torch.zeros(2, 1, dtype=torch.long)
+    eager, standard, quest = (
+        built(config, one, hf.AutoModel)(**series).last_hidden_state for one in ("eager", "standard", "quest")
+    )
+    torch.testing.assert_close(standard, eager)
+    assert not equal(quest, eager)
+
+
+def test_classes_of_its_own_are_refused_by_name(tmp_path):
+    config = hf.FalconConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(InjectionError, match="FalconModel chooses among attention classes of its own"):
+        hf.AutoModel.from_config(config, attn_implementation="quest")
+    hf.AutoModel.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InjectionError, match="FalconModel chooses among attention classes of its own"):
+        hf.AutoModel.from_pretrained(tmp_path, attn_implementation="quest")
+
+
+def test_allow_partial_in_every_door():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = hf.SiglipVisionConfig(image_size=16, patch_size=4, **sizes)
+    with pytest.raises(InjectionError, match=r"'head.attention'.*allow_partial=True"):
+        hf.AutoModel.from_config(config, attn_implementation="quest")
+    one = hf.AutoModel.from_config(config, attn_implementation="quest", allow_partial=True)
+    other = hf.AutoModel.from_config(config)
+    with pytest.raises(InjectionError, match=r"'head.attention'.*allow_partial=True"):
+        other.set_attn_implementation("quest")
+    other.set_attn_implementation("quest", allow_partial=True)
+    for model in (one, other):
+        assert len(model.attention_report.replacements) == 2
+        assert model.attention_report.left_alone == ("head.attention",)
