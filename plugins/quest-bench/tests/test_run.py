@@ -26,7 +26,7 @@ from quest_bench.cli import app_main, portable
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
 from quest_bench.store import load_all
-from quest_bench.worker import Server, decode, encode, whole, write_json
+from quest_bench.worker import Server, _numbers, decode, encode, whole, write_json
 
 
 def results(out: Path) -> dict[str, float]:
@@ -48,6 +48,24 @@ def test_strict_json_keeps_numbers_that_json_lacks() -> None:
     assert encode(arrays) == {"numpy": 0.5, "many": [0, 1], "torch": [1.0, {"$float": "nan"}]}
     with pytest.raises(TypeError, match=r"value\.x\[0\] is object"):
         encode({"x": [object()]})
+
+
+def test_metrics_and_series_are_real_numbers() -> None:
+    import numpy as np
+    import torch
+
+    good = {"a": 3, "b": np.float32(0.5), "c": torch.tensor([[2.0]], requires_grad=True), "d": -math.inf}
+    metrics, series = _numbers("s", good, {"x": torch.tensor([1, 2]), "y": (1, np.float64(2.5)), "z": []})
+    assert metrics == {"a": 3.0, "b": 0.5, "c": 2.0, "d": -math.inf}
+    assert series == {"x": [1.0, 2.0], "y": [1.0, 2.5], "z": []}
+    assert {type(value) for value in (*metrics.values(), *series["x"], *series["y"])} == {float}
+    for bad in ("12.5", [1.0], True, None, 1j, np.bool_(True), torch.tensor([1.0, 2.0])):
+        with pytest.raises(TypeError, match=r"suite 's': metric 'm' is .*, which is not a real number"):
+            _numbers("s", {"m": bad}, {})
+        with pytest.raises(TypeError, match=r"suite 's': value 1 of series 'm' is .*, which is not a real number"):
+            _numbers("s", {}, {"m": [0.0, bad]})
+    with pytest.raises(TypeError, match=r"suite 's': series 'm' is 1.0, which is not a list"):
+        _numbers("s", {}, {"m": 1.0})
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -178,12 +196,13 @@ def test_failed_cells_are_shown_and_tried_again(fake: Path, capfd: pytest.Captur
     assert all(c.state == "done" for c in load_all(Path("out")))
 
 
-def test_a_worker_that_dies_or_returns_nothing_is_a_failed_cell(fake: Path) -> None:
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die,nothing"]
+def test_a_worker_that_dies_or_returns_no_number_is_a_failed_cell(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die,nothing,text"]
     assert app_main([*command, "--out", "out"]) == 1
     errors = {c.cell["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "SIGKILL" in str(errors["die"])
     assert "returned no 'score'" in str(errors["nothing"])
+    assert errors["text"] == "TypeError: suite 'fake/suite': metric 'score' is '10.0', which is not a real number\n"
     assert results(Path("out")) == {}
 
 

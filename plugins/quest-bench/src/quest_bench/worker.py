@@ -197,17 +197,18 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 
     result = suite_run(cell, progress)
     seconds = time.perf_counter() - started
-    if given["metric"] not in result.metrics:
+    metrics, series = _numbers(cell.suite, result.metrics, result.series)
+    if given["metric"] not in metrics:
         raise ValueError(
             f"suite '{cell.suite}' returned no '{given['metric']}', its own metric; "
-            f"it returned {', '.join(result.metrics) or 'none'}"
+            f"it returned {', '.join(metrics) or 'none'}"
         )
     write_json(
         path.with_name("result.json"),
         {
             "id": given["id"],
-            "metrics": result.metrics,
-            "series": result.series,
+            "metrics": metrics,
+            "series": series,
             "details": result.details,
             "seconds": math.nan if resumes else seconds,  # of a part of the cell, which would pass for a fast one
             "peak_rss_mib": _peak_rss_mib(),
@@ -219,6 +220,35 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
         },
     )
     (workdir / STATE).unlink(missing_ok=True)
+
+
+def _numbers(
+    suite: str, metrics: Mapping[str, Any], series: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the metrics and series of a result as floats. Tensors and arrays of one element are numbers.
+
+    Raises:
+        TypeError: naming the suite, the metric or series, and the value that is not a number.
+    """
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    def number(where: str, value: Any) -> float:
+        found = plain(value)
+        while found is not value and isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise TypeError(f"suite '{suite}': {where} is {value!r:.80}, which is not a real number")
+        return float(found)
+
+    curves = {}
+    for name, values in series.items():
+        listed = plain(values)
+        if not isinstance(listed, list | tuple):
+            raise TypeError(f"suite '{suite}': series '{name}' is {values!r:.80}, which is not a list")
+        curves[name] = [number(f"value {place} of series '{name}'", value) for place, value in enumerate(listed)]
+    return {name: number(f"metric '{name}'", value) for name, value in metrics.items()}, curves
 
 
 def utc() -> str:
