@@ -16,6 +16,7 @@ import vl_convert
 
 from quest_bench import charts, groups, store, worker
 from quest_bench.cli import app_main
+from quest_bench.compare import compare_runs
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
 from quest_bench.report import write_report
@@ -185,6 +186,16 @@ def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake: Path) -> None
     assert cost.unfinished == 0
     write_report(Path("out"), "standard")
     assert "not measured" in Path("out/report.md").read_text()
+
+
+def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:
+    """Whatever seeds the standard attention of each folder has."""
+    write_results(Path("a"), [], {"standard": [1.0, math.nan, 3.0], "quest": [40.0, 90.0, 42.0]})
+    write_results(Path("b"), [], {"standard": [1.0, 2.0, math.nan], "quest": [41.0, math.nan, 44.0]})
+    table, _ = compare_runs(Path("a"), Path("b"), "")
+    cells = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
+    assert cells[1][1:5] == ("quest", "3", "41.00", "42.50")
+    assert cells[1][5].startswith("+1.50 [")
 
 
 def test_report_is_one_page_with_everything(fake: Path) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from quest_core.errors import ConfigError, one_of
 
 from .groups import Group, Row, interval, number, read_groups, signed
-from .stats import Comparison, compare, correct, verdict
+from .stats import Comparison, compare, correct, estimate, verdict
 from .worker import encode
 
 CONDITIONS = ("worse", "failed", "missing", "slower")
@@ -27,7 +27,7 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
             (a row or seed that only `first` has), "slower=10%" (mean seconds of a cell).
 
     Returns:
-        The table, and a sentence for each condition that is met.
+        The table, whose means cover the seeds that are finite in both, and a sentence for each condition that is met.
 
     Raises:
         ConfigError: an unknown condition, or folders without a common row.
@@ -51,7 +51,9 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
     for key, one in zip(shared, found, strict=True):
         (group, old), (_, new) = before[key], after[key]
         gap = f"{signed(one.difference.mean)} [{interval(one.difference, signs=True)}]"
-        cells = (group.title, new.attention, str(one.seeds), number(old.score.mean), number(new.score.mean), gap)
+        both = [seed for seed in old.values if math.isfinite(old.values[seed] - new.values.get(seed, math.nan))]
+        means = [number(estimate([row.values[seed] for seed in both]).mean) for row in (old, new)]
+        cells = (group.title, new.attention, str(one.seeds), *means, gap)
         table.add_row(*map(Text, (*cells, verdict(one, str(first)))))
         problems += _met(conditions, f"{group.title} · {new.attention}", old, new, one)
     if "missing" in conditions:
