@@ -116,6 +116,7 @@ def test_a_null_report_says_better_or_worse_in_at_most_5_percent(
     cell = {"suite": "fake/suite", "smoke": False, "data": None, "options": {}}
     names = ["standard", "quest", "qnorm", "qknorm"]
     run = {"suite": "fake/suite", "suite_info": known.suites["fake/suite"].info, "attentions": names, "seeds": "0-7"}
+    run |= {"smoke": False, "settings": {}}
     drawn: list[store.Stored] = []
     monkeypatch.setattr(groups, "catalogue", lambda: known)
     monkeypatch.setattr(groups, "load_cells", lambda out: drawn)
@@ -186,6 +187,21 @@ def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake: Path) -> None
     assert cost.unfinished == 0
     write_report(Path("out"), "standard")
     assert "not measured" in Path("out/report.md").read_text()
+
+
+def test_a_stopped_run_counts_the_cells_that_it_never_began(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A task, a value of an option, an attention and a seed of the recorded grid have no cell at all."""
+    write_results(Path("out"), ["scale=1"], {"standard": SCORES["standard"]})
+    (run,) = store.read_run(Path("out"))
+    grid = {"tasks": ["one", "two"], "attentions": ["standard", "quest"], "seeds": "0-3", "interrupted": True}
+    store.write_run(Path("out"), run | grid | {"settings": run["settings"] | {"scale": [1.0, 2.0]}})
+    store.write_run(Path("out"), run | grid | {"id": "the same command again"})
+    assert app_main(["status", "out"]) == 0
+    assert "3 done, 0 running, 0 failed, 29 unfinished" in capfd.readouterr().out
+    write_report(Path("out"), "standard")
+    text = Path("out/report.md").read_text()
+    assert "3 cells finished, 29 not finished." in text
+    assert "> 5 cells of this group did not finish; the same command resumes." in text
 
 
 def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:

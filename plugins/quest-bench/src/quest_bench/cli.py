@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -40,7 +39,7 @@ from .plan import (
     write_value,
 )
 from .run import Outcome, Runner, label, signal_of, signals
-from .worker import cores, describe_os_error, encode, machine, utc
+from .worker import cores, describe_os_error, machine, utc
 
 app = typer.Typer(
     name="quest bench",
@@ -411,7 +410,7 @@ def status(
 
     [cyan]quest bench status runs/toy[/]
     """
-    from .groups import causes, planned
+    from .groups import absent, causes
 
     cells = store.load_all(folder)
     if not cells:
@@ -420,13 +419,7 @@ def status(
     running = [(cell, holder) for cell in cells if (holder := store.holder(cell.folder))]
     names = {cell.folder for cell, _ in running}
     counts = Counter("running" if cell.folder in names else cell.state for cell in cells)
-    asked = {
-        (json.dumps(encode([cell.cell[key] for key in ("suite", "task", "options")]), sort_keys=True), attention, seed)
-        for cell in cells
-        for attention, seeds in planned(cell.cell, runs).items()
-        for seed in seeds
-    }
-    counts["unfinished"] += max(0, len(asked) - len(cells))
+    counts["unfinished"] += absent(cells, runs)
     words = ("done", "running", "failed", "unfinished")
     console.print(", ".join(f"{counts[word]} {word}" for word in words))
     for cell, (who, age) in running:

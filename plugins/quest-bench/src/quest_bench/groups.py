@@ -8,6 +8,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class Group:
     smoke: bool
     baseline: str
     selection: str
+    planned: int  # cells that were asked for, also of attentions that have none yet and so no row
     rows: list[Row]
     cells: Sequence[Stored]
     items: list[Item] = field(default_factory=list)
@@ -128,7 +130,7 @@ class Group:
 
     @property
     def unfinished(self) -> int:
-        return sum(row.planned for row in self.rows) - sum(cell.state != "unfinished" for cell in self.cells)
+        return self.planned - sum(cell.state != "unfinished" for cell in self.cells)
 
     def row(self, attention: str) -> Row | None:
         return next((row for row in self.rows if row.attention == attention), None)
@@ -204,7 +206,12 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     if missing:
         raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")
     grouped = [(members, suites[members[0].cell["suite"]]) for members in _grouped(cells, runs)]
-    groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
+    asked = planned(runs)
+    groups = [
+        _group(members, view, baseline, runs, asked.get(settled(members[0].cell), set()))
+        for members, suite in grouped
+        for view in suite.views()
+    ]
     family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
     corrected = iter(family)
     for group in groups:
@@ -278,9 +285,14 @@ def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list
     return sorted(groups.values(), key=order)
 
 
-def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequence[Mapping[str, Any]]) -> Group:
+def _group(
+    members: Sequence[Stored],
+    suite: Suite,
+    baseline: str,
+    runs: Sequence[Mapping[str, Any]],
+    asked: AbstractSet[tuple[str, int]],
+) -> Group:
     first = members[0].cell
-    asked = planned(first, runs)
     by_attention: dict[str, list[Stored]] = {}
     for cell in members:
         by_attention.setdefault(cell.cell["attention"], []).append(cell)
@@ -309,7 +321,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
         rows.append(
             Row(
                 attention,
-                len(asked.get(attention, set()) | seeds),
+                len({seed for name, seed in asked if name == attention} | seeds),
                 finite,
                 len(own) - finite,
                 estimate(list(shared.values())),
@@ -328,7 +340,8 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
     chosen = first["options"].get("select", suite.info.get("selection"))
     selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
     items = _items(by_attention, names, suite, baseline)
-    return Group(suite, first["task"], settings, first["smoke"], baseline, selection, rows, members, items)
+    every = len(asked | {(one.cell["attention"], one.cell["seed"]) for one in members})
+    return Group(suite, first["task"], settings, first["smoke"], baseline, selection, every, rows, members, items)
 
 
 def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, float]:
@@ -346,16 +359,28 @@ def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, flo
     return found
 
 
-def planned(cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, set[int]]:
-    """Attention -> the seeds that the recorded commands asked for, in the group of a cell."""
-    found: dict[str, set[int]] = {}
+def planned(runs: Sequence[Mapping[str, Any]]) -> dict[str, set[tuple[str, int]]]:
+    """:func:`settled` -> the attentions and seeds that the recorded commands asked for."""
+    found: dict[str, set[tuple[str, int]]] = {}
     for run in runs:
-        same = run["suite"] == cell["suite"] and cell["task"] in run.get("tasks", ())
-        same = same and run.get("smoke", False) == cell["smoke"]
-        if same and all(cell["options"].get(key) in values for key, values in run.get("settings", {}).items()):
-            for attention in run["attentions"]:
-                found.setdefault(attention, set()).update(parse_seeds(run["seeds"]))
+        settings = run["settings"]
+        for task, values in itertools.product(run["tasks"], itertools.product(*settings.values())):
+            options = dict(zip(settings, values, strict=True))
+            cell = {"suite": run["suite"], "task": task, "smoke": run["smoke"], "options": options}
+            pairs = itertools.product(run["attentions"], parse_seeds(run["seeds"]))
+            found.setdefault(settled(cell), set()).update(pairs)
     return found
+
+
+def settled(cell: Mapping[str, Any]) -> str:
+    """What cells of a group share, except for their data."""
+    return json.dumps(encode([cell[key] for key in ("suite", "task", "smoke", "options")]), sort_keys=True)
+
+
+def absent(cells: Iterable[Stored], runs: Sequence[Mapping[str, Any]]) -> int:
+    """How many cells the recorded commands asked for that have no folder, because a run was stopped before them."""
+    asked = {(group, *pair) for group, pairs in planned(runs).items() for pair in pairs}
+    return len(asked - {(settled(one.cell), one.cell["attention"], one.cell["seed"]) for one in cells})
 
 
 def _items(

@@ -59,12 +59,14 @@ def write_report(out: Path, baseline: str) -> Path:
     runs = store.read_run(out)
     ranks = ranking(found, baseline)
     overview = _overview(found, ranks, baseline)
+    states = {state: sum(cell.state == state for cell in cells) for state in ("done", "failed", "unfinished")}
+    states["unfinished"] += groups.absent(cells, runs)
     facts = {
         "overview": overview,
         "groups": found,
         "attentions": groups.order({cell.cell["attention"] for cell in cells}, baseline, runs),
         "runs": runs,
-        "states": {s: sum(c.state == s for c in cells) for s in ("done", "failed", "unfinished")},
+        "states": states,
         "diverged": sum(row.failed for group in found if group.first_metric for row in group.rows)
         - sum(c.state == "failed" for c in cells),
         "causes": groups.causes(cells),
