@@ -150,7 +150,7 @@ def test_what_only_the_hosts_functions_do_is_refused(kind, sizes, match, attenti
 
 
 class Newer(LlamaAttention):
-    """An attention of a transformers to come, which tells its function more than those of today."""
+    """An attention of a transformers to come, which hands its function more than those of today."""
 
     def forward(self, hidden_states, **kwargs):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -160,7 +160,7 @@ class Newer(LlamaAttention):
 
 def test_a_keyword_that_is_not_known_is_refused():
     module = Newer(hf.LlamaConfig(**LLAMA), 0)
-    with pytest.raises(UnsupportedError, match="the host tells its attention function temperature, which"):
+    with pytest.raises(UnsupportedError, match="the host hands temperature to its attention function"):
         quest_core.inject(torch.nn.Sequential(module), "standard")
 
 

@@ -484,7 +484,7 @@ def _verify(model: Any, info: Any, *, whole: bool) -> None:
 
     Args:
         model: with its weights.
-        info: what transformers says of the keys.
+        info: the keys that were missing or unexpected.
         whole: the weights are those of a model, not of an adapter, which lacks most of them.
 
     Raises:
