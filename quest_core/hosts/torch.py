@@ -226,7 +226,9 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         padding = torch.arange(int(lengths.max()), device=query.device) >= lengths[:, None]  # [B, N]
         out, weights = self.forward(padded, padded, padded, padding, need_weights, None, average_attn_weights)
         out = out if self.batch_first else out.transpose(0, 1)
-        return torch.nested.nested_tensor([x[: len(row)] for x, row in zip(out, rows, strict=True)]), weights
+        kept = [x[: len(row)] for x, row in zip(out, rows, strict=True)]
+        layout: dict[str, Any] = {} if query.layout is torch.strided else {"layout": query.layout}
+        return torch.nested.as_nested_tensor(kept, **layout), weights  # nested_tensor would cut them from the graph
 
 
 def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], wanted: str) -> None:
