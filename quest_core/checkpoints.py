@@ -130,7 +130,7 @@ class Spelled(nn.Module):
             mine = self.state_dict(prefix=prefix)
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
             shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
-            state_dict.update(mine | shared)
+            state_dict.update({name: x for name, x in mine.items() if not x.is_meta} | shared)
         if own is not None:
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)

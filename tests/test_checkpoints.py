@@ -166,3 +166,13 @@ def test_data_parallel_does_not_broadcast_it() -> None:
     names = [name for name, _ in made.named_buffers()]
     assert made._ddp_params_and_buffers_to_ignore == names
     assert all(name.endswith(ENTRY) for name in names)
+
+
+def test_what_a_checkpoint_lacks_is_missing_on_the_meta_device() -> None:
+    def encoder() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+
+    with torch.device("meta"):
+        model, _ = quest_core.inject(encoder(), "dgqa(kv_heads=2)", attention_from="standard")
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*grouping\.norms"):
+        model.load_state_dict(encoder().state_dict(), assign=True)
