@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Cache:
         self._memory: dict[str, Tensor] = {}  # [B, G, capacity, D], of which the first `tokens` are filled
         self._states: dict[str, Tensor] = {}
         self._attention: object = ""
+        self._owner: Any = None  # the mechanism whose tokens these are
         self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
         self._in_place = True  # whether the memory is this cache's own, so that a step may write into it
 
@@ -59,18 +61,26 @@ class Cache:
     def __contains__(self, name: str) -> bool:
         return name in self._states or (name in self._memory and self.tokens > 0)
 
-    def admit(self, attention: object, k: Tensor, v: Tensor, *, in_place: bool) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owner": None}  # a copy may belong to a copy of the layer
+
+    def admit(self, mechanism: Any, k: Tensor, v: Tensor, *, in_place: bool) -> None:
         """Begin a step; every decode calls this before it changes the cache.
 
         Args:
-            attention: the mechanism's configuration, for error messages.
+            mechanism: the Mechanism whose step this is.
             k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalisation.
             in_place: `append` may write into memory that earlier steps have returned views of.
 
         Raises:
-            InputError: more tokens than `max_length`, or tensors that differ from those of earlier steps in batch,
-                heads, features, type or device.
+            InputError: the tokens are those of another layer, or more than `max_length`; or tensors differ from those
+                of earlier steps in batch, heads, features, type or device.
         """
+        if self.tokens and self._owner not in (None, mechanism):
+            raise InputError(
+                f"the cache holds {self.tokens} tokens of another layer (attention '{self._attention}'); give each "
+                "layer a Cache of its own"
+            )
         total = self.tokens + k.shape[2]
         if self.max_length is not None and total > self.max_length:
             raise InputError(
@@ -85,10 +95,10 @@ class Cache:
                 text, have, got = next(x for x in zip(meanings, old, new, strict=True) if x[1] != x[2])
                 raise InputError(
                     f"the cache holds {text.format(have)}, the new tokens are {got} ({name} of attention "
-                    f"'{attention}'); start a new Cache, or reorder() this one if its batch has changed"
+                    f"'{mechanism.config}'); start a new Cache, or reorder() this one if its batch has changed"
                 )
             self._shapes[name] = new
-        self._attention = attention
+        self._owner, self._attention = mechanism, mechanism.config
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in self._memory.values())
         self._in_place = in_place and not recorded
 

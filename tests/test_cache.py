@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -363,3 +365,17 @@ def test_a_mask_of_samples_applies_to_every_step(attention: str) -> None:
         got = torch.cat([made.decode(*new, cache, attn_mask=mask) for new in parts], 2)
         torch.testing.assert_close(got, made(q, k, v, attn_mask=mask, is_causal=True))
     assert not got[1].any()
+
+
+def test_a_cache_belongs_to_one_layer() -> None:
+    one, two = (quest_core.Attention(16, 2, "quest").eval() for _ in range(2))
+    x, cache = torch.randn(1, 5, 16), quest_core.Cache()
+    with torch.no_grad():
+        one(x, is_causal=True, cache=cache)
+        for twin in (cache, cache.copy(), copy.deepcopy(cache)):
+            one(x[:, :1], is_causal=True, cache=twin)
+        cache.truncate(5)
+        with pytest.raises(quest_core.InputError, match=r"5 tokens of another layer \(attention 'quest'\); give each"):
+            two(x, is_causal=True, cache=cache)
+        cache.reset()
+        two(x, is_causal=True, cache=cache)
