@@ -275,3 +275,29 @@ def test_decoding_equals_the_full_pass(name: str, chunks: list[int]) -> None:
         first.decode(*a, caches[0])
         out.append(second.decode(*b, caches[1]))
     torch.testing.assert_close(torch.cat(out, 2), want)
+
+
+def test_values_of_a_pass_that_ended_early_are_not_taken() -> None:
+    layers = nn.ModuleList(quest_core.Attention(16, 2, "elliptical") for _ in range(3))
+    quest_core.chain(layers)
+    x = torch.randn(1, 5, 16)
+    layers[1](layers[0](x))  # leaves the values of layer 1
+    layers[0](x)
+    with pytest.raises(quest_core.UnsupportedError, match="that layer was skipped"):
+        layers[2](x)
+
+
+@pytest.mark.parametrize("kind", ["inject", "chain"])
+def test_a_layer_of_two_places_is_refused(kind: str) -> None:
+    if kind == "chain":
+        one, other = (quest_core.Attention(16, 2, "elliptical") for _ in range(2))
+        model = nn.ModuleList([one, other, one, other])
+    else:
+        one, other = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        model = nn.ModuleList([one, other, one, other])
+    with pytest.raises(
+        quest_core.UnsupportedError, match=r"'0.*' and '2.*' are one layer, which would have"
+    ):
+        quest_core.chain(model) if kind == "chain" else quest_core.inject(model, "elliptical")
+    if kind == "inject":
+        assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model)

@@ -14,7 +14,7 @@ from ..checkpoints import ENTRY, accept, started
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
 from ..kernels.pytorch import same_random_state
-from ..mechanisms.elliptical import chain, stack_of
+from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected
 from .adapter import Adapter, Site, require
@@ -213,6 +213,8 @@ def inject(
             f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
             "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
         )
+    if chained:
+        refuse_repeated(model, [site.module for _, site in chosen])
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
     _keep_ties([site.module for _, site in chosen], made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -42,7 +42,7 @@ class Elliptical(Standard):
         super().__init__(dims, scale=scale)
         # In a tuple, so that the previous layer is not registered as a part of this one.
         self._previous: tuple[Elliptical | None] | None = None
-        self._is_followed = False
+        self._next: tuple[Elliptical, ...] = ()
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
         self._arrangement: tuple[Arrange, Arrange] | None = None
         # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
@@ -52,7 +52,7 @@ class Elliptical(Standard):
         """Say which layer comes before this one; None makes it the first."""
         self._previous = (previous,)
         if previous is not None:
-            previous._is_followed = True
+            previous._next = (self,)
 
     @contextmanager
     def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
@@ -108,7 +108,12 @@ class Elliptical(Standard):
         before = None
         if previous is not None:
             before = self._again(kept) if repeats else self._first(previous, kept, thread)
-        if self._is_followed and not repeats:
+        if previous is None and not repeats:  # a forward pass begins, and what one that ended early has left is over
+            layer = self
+            while layer._next:
+                (layer,) = layer._next
+                layer._values.pop(thread, None)
+        if self._next and not repeats:
             self._values[thread] = kept
         if before is None or before.shape != kept.shape:
             return None
@@ -194,11 +199,25 @@ def stack_of(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
+def refuse_repeated(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raise UnsupportedError if one of `layers` has several places in a stack of `model`, so that it follows two."""
+    wanted, places = set(layers), dict[tuple[nn.Module, str], str]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module in wanted and (first := places.setdefault((module, stack_of(path)), path)) != path:
+            raise UnsupportedError(
+                f"'{first}' and '{path}' are one layer, which would have to follow two others; give each place a layer "
+                "of its own, or choose an attention that does not compare layers"
+            )
+
+
 def chain(model: nn.Module, stacks: Mapping[str, str] | None = None) -> None:
     """Tell every layer of `model` that reads what the one before left behind (elliptical) which one that is.
 
     Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
     ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
+
+    Raises:
+        UnsupportedError: a layer has several places in one stack.
 
     Args:
         stacks: the path of each attention module, in the order of the forward pass, and the stack that it belongs to;
@@ -206,6 +225,7 @@ def chain(model: nn.Module, stacks: Mapping[str, str] | None = None) -> None:
     """
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, Score))
     scores: dict[str, Any] = {name: score for name, score in found if hasattr(score, "follow")}
+    refuse_repeated(model, scores.values())
     latest: dict[str, Score] = {}
     for path, stack in ({name: stack_of(name) for name in scores} if stacks is None else stacks).items():
         for name, score in scores.items():
