@@ -249,3 +249,12 @@ def test_starting_values_are_those_of_the_specification() -> None:
     assert (dgqa.window, dgqa.evolution, dgqa.alpha) == (300, "ema", 0.9)
     assert quest_core.AttentionConfig.parse("kdgqa(kv_heads=2)").option("min_queries") == 0
     assert quest_core.AttentionConfig.parse("pgqa(kv_heads=2)").option("noise_in_eval") is True
+
+
+def test_dgqa_counts_its_steps_whatever_the_default_type() -> None:
+    torch.set_default_dtype(torch.bfloat16)  # which has no 257
+    try:
+        grouping = quest_core.Attention(32, 8, "quest+dgqa(kv_heads=4)").mechanism.grouping
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {x.dtype for x in grouping.buffers()} == {torch.float32}

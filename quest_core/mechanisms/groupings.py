@@ -169,10 +169,10 @@ class DynamicKeyDriven(KeyDriven):
         self.process_group = None
         if dims is not None:
             sizes = allocate(torch.ones(dims.kv_heads), dims.num_heads, self.min_queries)
-            self.register_buffer("norms", torch.zeros(dims.kv_heads))  # c
+            self.register_buffer("norms", torch.zeros(dims.kv_heads, dtype=torch.float32))  # c
             self.register_buffer("sizes", sizes.float())
             self.register_buffer("pending", sizes.float())  # what the next training step will use
-            self.register_buffer("steps", torch.zeros(()))  # training steps so far
+            self.register_buffer("steps", torch.zeros((), dtype=torch.float32))  # training steps so far
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         if self.training and not is_recomputing():
