@@ -317,7 +317,7 @@ class Mechanism(Spelled):
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
         mask = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
-        cache.admit(self.config, k, v, in_place=not recorded and transform() is None)
+        cache.admit(self, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
             if self.observer is not None:
                 self.observer(Observation(q, k, None, mask, True))
@@ -354,6 +354,7 @@ class Mechanism(Spelled):
         Returns:
             [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
         """
+        real = real if real.dtype == torch.bool else hide_lowest(real)
         keys = real[:, None, None, :]
         if not (same_tokens and "queries" in self.reads):
             return keys

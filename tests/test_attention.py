@@ -194,3 +194,9 @@ def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape: t
 
     model = quest_core.inject(Host(), "quest", example=torch.randn(2, 6, 32))[0]
     assert model(torch.randn(shape)).shape == (shape[0], 4, shape[1], 8)
+
+
+def test_a_context_that_is_the_input_is_self_attention() -> None:
+    x, key_mask = torch.randn(2, 6, 16), torch.arange(6) < torch.tensor([[3], [6]])
+    layer = quest_core.Attention(16, 2, "sinkhorn").eval()
+    assert torch.equal(layer(x, x, key_mask=key_mask), layer(x, key_mask=key_mask))

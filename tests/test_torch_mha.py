@@ -378,3 +378,33 @@ def test_narrower_keys() -> None:
     assert torch.equal(other.in_proj_weight, ours.in_proj_weight)
     with pytest.raises(quest_core.InputError, match="its keys and values were reduced already. Build the model again"):
         quest_core.inject(nn.ModuleList([ours]), "quest")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_gradients_pass_nested_tensors() -> None:
+    """A frozen first layer makes nn.TransformerEncoder hand nested tensors to the layers that train."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
+    model, _ = quest_core.inject(model, "quest")
+    model.layers[0].eval().requires_grad_(False)
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    x, weights = torch.randn(3, 6, 16), torch.randn(16)
+    (model(x, src_key_padding_mask=padding) * weights).masked_fill(padding[..., None], 0).sum().backward()
+    nested = {name: p.grad.clone() for name, p in model.layers[1].named_parameters()}
+    model.zero_grad()
+    model.enable_nested_tensor = False
+    (model(x, src_key_padding_mask=padding) * weights).masked_fill(padding[..., None], 0).sum().backward()
+    for name, parameter in model.layers[1].named_parameters():
+        torch.testing.assert_close(nested[name], parameter.grad)
+
+
+def test_padding_by_the_lowest_number_is_padding() -> None:
+    padding, x = torch.zeros(2, 6, dtype=torch.bool), torch.randn(2, 6, 16)
+    padding[0, 3:] = True
+    layer = quest_core.MultiheadAttention(16, 2, batch_first=True, attention="sinkhorn").eval()
+    outs = [
+        layer(x, x, x, key_padding_mask=mask, need_weights=False)[0][~padding]
+        for mask in (padding, *(torch.zeros(2, 6).masked_fill(padding, low) for low in (-torch.inf, -3e38)))
+    ]
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
