@@ -295,9 +295,7 @@ def test_a_layer_of_two_places_is_refused(kind: str) -> None:
     else:
         one, other = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
         model = nn.ModuleList([one, other, one, other])
-    with pytest.raises(
-        quest_core.UnsupportedError, match=r"'0.*' and '2.*' are one layer, which would have"
-    ):
+    with pytest.raises(quest_core.UnsupportedError, match=r"'0.*' and '2.*' are one layer, which would have"):
         quest_core.chain(model) if kind == "chain" else quest_core.inject(model, "elliptical")
     if kind == "inject":
         assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model)
