@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
+from rich.text import Text
 
 from quest_bench import charts, groups, store, worker
 from quest_bench.cli import app_main
@@ -20,6 +21,7 @@ from quest_bench.compare import compare_runs
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
 from quest_bench.report import write_report
+from quest_bench.stats import estimate
 from quest_bench.worker import decode, write_json
 
 SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 53.0]}
@@ -164,6 +166,19 @@ def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake: Path) 
     assert "## fake/suite/one · cost" in text
 
 
+def test_the_power_is_only_that_of_seeds_without_a_failure(fake: Path) -> None:
+    scores = {"standard": SCORES["standard"], "quest": [51.0, 51.0, 55.0], "qnorm": [49.0, math.nan, 55.0]}
+    write_results(Path("out"), [], scores)
+    (group,) = read_groups(Path("out"), "standard")
+    paired, sign, _ = group.conclusion.split("; ")
+    assert re.fullmatch(r"quest is not .* by 3 seeds, which find a difference of \S+ % with a power of 80%", paired)
+    assert sign == "qnorm is not distinguished from standard by 3 seeds"
+
+
+def test_a_small_mean_has_its_interval() -> None:
+    assert groups.spread(estimate([5e-4, 6e-4, 7e-4])) == "6.00e-04 ± 2.48e-04"
+
+
 def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake: Path) -> None:
     """A cell that diverged has failed in every metric, also in one that it does not name."""
     suites = fake.parent / "site" / "fakebench" / "suites.py"
@@ -207,8 +222,10 @@ def test_a_stopped_run_counts_the_cells_that_it_never_began(fake: Path, capfd: p
 def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:
     """Whatever seeds the standard attention of each folder has."""
     write_results(Path("a"), [], {"standard": [1.0, math.nan, 3.0], "quest": [40.0, 90.0, 42.0]})
-    write_results(Path("b"), [], {"standard": [1.0, 2.0, math.nan], "quest": [41.0, math.nan, 44.0]})
-    table, _ = compare_runs(Path("a"), Path("b"), "")
+    write_results(Path("b[c]"), [], {"standard": [1.0, 2.0, math.nan], "quest": [41.0, math.nan, 44.0]})
+    table, _ = compare_runs(Path("a"), Path("b[c]"), "")
+    assert str(table.columns[4].header) == "b[c]"
+    assert isinstance(table.columns[4].header, Text)  # not markup
     cells = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
     assert cells[1][1:5] == ("quest", "3", "41.00", "42.50")
     assert cells[1][5].startswith("+1.50 [")

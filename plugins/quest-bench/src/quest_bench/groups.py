@@ -153,8 +153,11 @@ class Group:
         equal = [row.attention for row in compared if row.equal]
         if equal:
             parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
-        same = [row for row in compared if not row.mark and row.attention not in equal]
-        if same:
+        undecided = [row for row in compared if not row.mark and row.attention not in equal]
+        for test in ("paired t", "sign"):  # a sign test has no detectable difference
+            same = [row for row in undecided if row.comparison and row.comparison.test == test]
+            if not same:
+                continue
             names = [row.attention for row in same]
             seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
             verb = "is" if len(names) == 1 else "are"
@@ -477,8 +480,9 @@ def spread(found: Estimate) -> str:
     mean = number(found.mean)
     if not found.has_interval:
         return mean
-    decimals = len(mean.partition(".")[2]) if "e" not in mean else 2
-    return f"{mean} ± {(found.high - found.low) / 2:.{decimals}f}"
+    half = (found.high - found.low) / 2
+    decimals = len(mean.partition(".")[2])
+    return f"{mean} ± {number(half)}" if "e" in mean else f"{mean} ± {half:.{decimals}f}"
 
 
 def seconds(value: float | None) -> str:
