@@ -271,6 +271,15 @@ def test_curves_do_not_jump_where_a_seed_stops_early() -> None:
     assert [(point["low"], point["high"]) for point in found] == [(1.0, 3.0), (1.0, 5.0), (1.0, 7.0)]
 
 
+def test_a_bar_is_cut_off_only_around_a_mean_between_0_and_100(fake: Path) -> None:
+    write_results(Path("out"), [], {"standard": [90.0, 98.0, 99.0], "quest": [-4.0, -3.0, -5.0]})
+    (group,) = read_groups(Path("out"), "standard")
+    inside, outside = charts.scores(group)["layer"][0]["data"]["values"]
+    assert (inside["low"] < 90, inside["high"]) == (True, 100)
+    assert outside["low"] < -5
+    assert -3 < outside["high"] < 0
+
+
 def test_each_chart_of_curves_names_its_lines(fake: Path) -> None:
     names = ["standard", "quest", "qnorm", "qknorm", "qknorm-hs", "qknorm-ds", "sigmoid", "sinkhorn", "linear", "aft"]
     write_results(Path("out"), [], {name: [1.0, 2.0, 3.0] for name in names})

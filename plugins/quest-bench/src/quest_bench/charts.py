@@ -90,13 +90,14 @@ def _colour(names: Sequence[str], legend: bool = False) -> dict[str, Any]:
 def scores(group: Group) -> dict[str, Any]:
     """Seeds, mean and interval of each attention."""
     names = [row.attention for row in group.rows]
-    limit = group.suite.unit == "%"  # few seeds can have an interval of several hundred percent
     means: list[dict[str, Any]] = []
     seeds: list[dict[str, Any]] = []
     for row in group.rows:
         one: dict[str, Any] = {"attention": row.attention, "mean": _round(row.score.mean, 6), "paper": row.paper}
         if row.score.has_interval and not row.failed:
             low, high = row.score.low, row.score.high
+            # few seeds can have an interval of several hundred percent
+            limit = group.suite.unit == "%" and 0 <= row.score.mean <= 100
             one |= {
                 "low": _round(max(low, 0) if limit else low, 6),
                 "high": _round(min(high, 100) if limit else high, 6),
