@@ -46,7 +46,7 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("task", "attention", "seeds", str(first), str(second), "difference, paired", "in words"):
-        table.add_column(Text(heading), overflow="fold")  # a folder called a[b] is no markup
+        table.add_column(Text(heading), overflow="fold")  # a folder may be called a[b]
     problems: list[str] = []
     for key, one in zip(shared, found, strict=True):
         (group, old), (_, new) = before[key], after[key]
