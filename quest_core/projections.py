@@ -325,6 +325,9 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
     """
     made: Any = object.__new__(kind or type(module))
     made.__dict__ = {key: item.copy() if isinstance(item, dict | set) else item for key, item in vars(module).items()}
+    for key, hook in made._load_state_dict_pre_hooks.items():
+        if hook.with_module:  # the one kind of hook that PyTorch binds to its module
+            made._load_state_dict_pre_hooks[key] = type(hook)(hook.hook, made)
     return made
 
 

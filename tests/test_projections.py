@@ -122,6 +122,15 @@ def same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[key], theirs[key]), key
 
 
+def test_hooks_of_a_copy_are_given_the_copy() -> None:
+    host, seen = nn.Linear(2, 3), []
+    host.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    made = shallow_copy(shallow_copy(host))
+    made.load_state_dict(host.state_dict())
+    assert len(seen) == 1
+    assert seen[0] is made
+
+
 # --- smaller projections ------------------------------------------------------------------------------------------
 
 
