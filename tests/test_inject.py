@@ -137,6 +137,9 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
 
     with pytest.raises(InjectionError, match="Changed"):
         quest_core.inject(Changed(8, 2), "quest")
+    both = nn.ModuleList([nn.MultiheadAttention(8, 2), Changed(8, 2)])
+    with pytest.raises(InjectionError, match=r"leave 1 as they are.*'1' \(Changed\).*allow_partial"):
+        quest_core.inject(both, "quest")
 
 
 def test_wrapped_models_are_refused() -> None:

@@ -238,6 +238,11 @@ def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], wa
         raise InputError(f"{name} has shape {list(mask.shape)}; it needs {wanted}")
 
 
+def is_known(module: nn.MultiheadAttention) -> bool:
+    """Return whether a module computes PyTorch's attention or ours; a subclass with its own forward is another one."""
+    return isinstance(module, MultiheadAttention) or type(module).forward is nn.MultiheadAttention.forward
+
+
 class TorchAdapter(Adapter):
     """Plain PyTorch models: every torch.nn.MultiheadAttention becomes a MultiheadAttention of this module."""
 
@@ -247,10 +252,8 @@ class TorchAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         for path, module in model.named_modules():
-            if not isinstance(module, nn.MultiheadAttention):
+            if not isinstance(module, nn.MultiheadAttention) or not is_known(module):
                 continue
-            if type(module).forward is not nn.MultiheadAttention.forward and not isinstance(module, MultiheadAttention):
-                continue  # a subclass with its own forward is another attention, which this adapter does not know
             cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
             asked = Capabilities(cross=cross, dropout=module.dropout > 0)
             yield Site(path, module, module.num_heads, module.head_dim, asked)

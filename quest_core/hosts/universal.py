@@ -314,8 +314,8 @@ def _refuse_unroutable(path: str, module: nn.Module, inside: list[str]) -> None:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Return whether a module is attention by its class name, or has a number of heads and at least two projections."""
-    if re.search(r"attention$|attn$", type(module).__name__, re.IGNORECASE):
+    """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
+    if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
         return True
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
