@@ -95,6 +95,17 @@ def test_plain_inject_finds_the_hosts_and_other_attention() -> None:
     ]
 
 
+def test_an_attention_of_the_users_is_not_replaced_silently() -> None:
+    class Biased(nn.MultiheadAttention):
+        def forward(self, *arguments, **options):
+            raise AssertionError
+
+    model = ConvModel(0.0)
+    model.convs[1].attn = Biased(16, 4, batch_first=True)
+    with pytest.raises(InjectionError, match=r"'convs.1.attn' \(Biased\).*allow_partial"):
+        quest_core.inject(model, "quest")
+
+
 def test_calibration_knows_the_hosts() -> None:
     model = ConvModel(0.0)
     inputs = conv_inputs()

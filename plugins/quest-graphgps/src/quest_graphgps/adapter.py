@@ -11,7 +11,7 @@ from torch import nn
 
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.injection import KEYS, Request, inject
-from quest_core.hosts.torch import TorchAdapter
+from quest_core.hosts.torch import TorchAdapter, is_known
 
 from . import graphgym
 from .attention import GraphAttention
@@ -42,7 +42,7 @@ class GraphGPSAdapter(TorchAdapter):
         for path, layer in model.named_modules():
             name = _attention_name(layer)
             module = getattr(layer, name) if name else None
-            if isinstance(module, nn.MultiheadAttention):
+            if isinstance(module, nn.MultiheadAttention) and is_known(module):
                 # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
                 asked = Capabilities(ordered=False, weights=reads, dropout=module.dropout > 0)
