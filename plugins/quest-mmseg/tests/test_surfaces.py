@@ -111,6 +111,18 @@ def test_the_start_survives_init_weights():
     assert query_norms(model) == pytest.approx([3] * 8)
 
 
+def test_hosts_do_not_draw_the_parameters_of_a_mechanism():
+    """K-Net, and mmdetection's MaskFormer and Mask2Former, draw all parameters with two axes or more."""
+    update = {"type": "KernelUpdator", "in_channels": 16, "feat_channels": 16, "out_channels": 16}
+    sizes = {"num_classes": 3, "num_heads": 4, "in_channels": 16, "out_channels": 16, "kernel_updator_cfg": update}
+    head = MODELS.build({"type": "quest_mmseg.KernelUpdateHead", "attention": "qknorm-hs", **sizes})
+    scales, before = head.attention.attn.mechanism.score.log_scale, head.fc_mask.weight.clone()
+    start = scales.clone()
+    head.init_weights()
+    assert torch.equal(scales, start)
+    assert not torch.equal(head.fc_mask.weight, before)
+
+
 def test_pretrained_weights_are_not_scaled(tmp_path):
     stock = build()
     torch.save(stock.backbone.state_dict(), tmp_path / "vit.pth")

@@ -15,7 +15,7 @@ from mmseg.models import backbones, decode_heads, segmentors
 from quest_core.errors import InjectionError
 from quest_core.hosts.injection import KEYS, Request
 from quest_core.hosts.loading import running_adapters
-from quest_core.projections import Projected
+from quest_core.hosts.replacement import HostAttention
 
 from .adapter import MmsegAdapter
 from .info import INFO
@@ -45,11 +45,17 @@ class Accepts:
             _apply(request, self)
 
     def init_weights(self) -> None:
-        """Initialise as mmseg does, and then start the projections as the attention's options ask."""
+        """Initialise as mmseg does, and then start the projections as the attention's options ask.
+
+        Heads of mmdetection draw every parameter of their decoder; those of a mechanism keep their values.
+        """
+        parts = [part for part in self.modules() if isinstance(part, HostAttention)]  # type: ignore[attr-defined]
+        kept = [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts]
         super().init_weights()  # type: ignore[misc]
-        for part in self.modules():  # type: ignore[attr-defined]
-            if isinstance(part, Projected):
-                part.start()
+        for part, values in zip(parts, kept, strict=True):
+            part.start()
+            for own, value in () if part.loaded else zip(part.mechanism.parameters(), values, strict=True):
+                own.data.copy_(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "cfg":  # mmseg's `init_model` sets the whole Config
