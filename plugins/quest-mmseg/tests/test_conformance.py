@@ -141,6 +141,18 @@ def test_backbones_that_ignore_keys_refuse_the_shape(kind: type[Backbone], tmp_p
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict())
 
 
+@pytest.mark.parametrize("kind", [TestMAE, TestSwin])
+def test_packed_projections_are_called(kind: type[Backbone]) -> None:
+    """LoRA and quantisation put another module in place of `qkv`, and hooks watch its calls."""
+    model = MODELS.build({**kind.config, "type": f"quest_mmseg.{kind.config['type']}", "attention": "quest"})
+    called: list[str] = []
+    for path, module in model.named_modules():
+        if path.endswith("qkv"):
+            module.register_forward_hook(lambda *_, path=path: called.append(path))
+    model(torch.randn(1, 3, 32, 32))
+    assert len(called) == kind.sites
+
+
 @pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])
 def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
     """Swin adds −100 to the logits of shifted windows, which would be visible to other normalisers than softmax."""

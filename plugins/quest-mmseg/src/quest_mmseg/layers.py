@@ -132,10 +132,9 @@ class PackedAttention(HostAttention):
             host, config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale, fresh=fresh
         )
 
-    def _attend(self, x: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
-        """x [B, N, E], bias of the projection, additive mask [1 or B, H, N, N] -> [B, N, E]."""
+    def _attend(self, packed: Tensor, mask: Tensor) -> Tensor:
+        """Queries, keys and values [B, N, (H + 2·G)·D], additive mask [1 or B, H, N, N] -> [B, N, E]."""
         heads, groups, dim = self.num_heads, self.kv_heads, self.embed_dims // self.num_heads
-        packed = nn.functional.linear(x, self.qkv.weight, bias)  # [B, N, (H + 2·G)·D]
         q, k, v = packed.unflatten(2, (heads + 2 * groups, dim)).transpose(1, 2).split([heads, groups, groups], dim=1)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if dropout_p > 0:
@@ -159,12 +158,13 @@ class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + height · width, E] -> the same."""
-        bias: Tensor | None = self.qkv.bias
         if self.bias == "qv_bias":
             keys = self.v_bias.new_zeros(len(self.v_bias))
-            bias = torch.cat([self.q_bias, keys, self.v_bias])
+            packed = nn.functional.linear(x, self.qkv.weight, torch.cat([self.q_bias, keys, self.v_bias]))
+        else:
+            packed = self.qkv(x)  # called as the host does, because it may be LoRA's
         tokens = self.window_size[0] * self.window_size[1] + 1
-        return self._attend(x, bias, self._position_bias(tokens))
+        return self._attend(packed, self._position_bias(tokens))
 
 
 class MAEAttention(BEiTAttention, HostMAEAttention):
@@ -180,7 +180,7 @@ class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
         if mask is not None:
             mask = mask.masked_fill(mask <= HIDES, -torch.inf)
             added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
-        return self._attend(x, self.qkv.bias, added)
+        return self._attend(self.qkv(x), added)
 
 
 class PretrainAttention(HostAttention):
