@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from conftest import NORM, segmenter
+from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
 from mmengine.runner.checkpoint import get_state_dict
 from mmseg.registry import MODELS
 from torch import Tensor, nn
 
+from quest_core import inject
 from quest_core.hosts.adapter import Adapter
 from quest_core.mechanism import Observation
 from quest_core.testing import AdapterConformance
@@ -151,6 +154,15 @@ def test_packed_projections_are_called(kind: type[Backbone]) -> None:
             module.register_forward_hook(lambda *_, path=path: called.append(path))
     model(torch.randn(1, 3, 32, 32))
     assert len(called) == kind.sites
+
+
+@pytest.mark.parametrize("positions", [(5, 3, 16), (5, 1, 16)])
+@pytest.mark.parametrize("named", [("query_pos",), ("query_pos", "key_pos")])
+def test_positions_are_added_to_the_keys_where_mmcv_adds_them(positions: tuple[int, ...], named: Any) -> None:
+    host, x = HostMultiheadAttention(16, 4).double(), torch.randn(5, 3, 16, dtype=torch.float64)
+    given = dict.fromkeys(named, torch.randn(positions, dtype=torch.float64))
+    ours, _ = inject(copy.deepcopy(host), "standard", adapter=MmsegAdapter())
+    torch.testing.assert_close(ours(x, **given), host(x, **given))
 
 
 @pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])

@@ -99,7 +99,11 @@ class MultiheadAttention(Wrapping, HostMultiheadAttention):  # type: ignore[misc
             options: `attn_mask` ([N, M] or [B·H, N, M], True = may not attend, or additive), `key_padding_mask`
                 ([B, M], True = padding), and what mmcv's transformer layers pass to every attention.
         """
-        if query_pos is not None and (key is None or key is query) and (key_pos is None or key_pos is query_pos):
+        if (
+            query_pos is not None
+            and (key is None or key is query)
+            and (key_pos is query_pos or (key_pos is None and query_pos.shape == query.shape))  # else mmcv adds none
+        ):
             value = query if value is None else value
             identity = query if identity is None else identity
             query, key, query_pos, key_pos = query + query_pos, None, None, None
