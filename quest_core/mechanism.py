@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,14 @@ from .checkpoints import Spelled
 from .checks import check_inputs
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, PluginError, UnsupportedError
-from .kernels.pytorch import is_tracing, name_second_derivative, size, tokens_are_divided, transform
+from .kernels.pytorch import (
+    is_tracing,
+    name_second_derivative,
+    same_random_state,
+    size,
+    tokens_are_divided,
+    transform,
+)
 from .mechanisms.base import (
     Dims,
     Family,
@@ -410,11 +417,27 @@ class Mechanism(Spelled):
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start in place what it learns and keeps, as in a new Mechanism; the random state is left as it was."""
+        if self.dims is None:
+            return
+        dims = self.dims
+        heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "num_kv_heads": dims.kv_heads}
+        with same_random_state(self):
+            made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale)
+        for own, new in zip(_kept(self), _kept(made), strict=True):
+            own.copy_(new)
+
     def extra_repr(self) -> str:
         return str(self.config)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
+
+
+def _kept(module: Mechanism) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def kv_heads(attention: AttentionSpec, num_heads: int) -> int:

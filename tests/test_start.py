@@ -217,6 +217,19 @@ def test_a_reset_starts_again() -> None:
     assert norms(empty, "q").tolist() == pytest.approx([5] * 4)
 
 
+@pytest.mark.parametrize("spec", ["qknorm", "qknorm-hs", "quest+dgqa(kv_heads=2)"])
+def test_a_reset_starts_what_a_mechanism_learns_and_keeps(spec: str) -> None:
+    """Hosts reset their layers between the folds of a cross-validation, and after `to_empty`."""
+    layer, fresh = (MultiheadAttention(32, 4, attention=spec) for _ in range(2))
+    own = list(layer.mechanism.parameters())
+    for x in layer.state_dict().values():
+        x.fill_(7)
+    layer._reset_parameters()
+    for name, x in fresh.mechanism.state_dict().items():
+        assert torch.equal(layer.mechanism.state_dict()[name], x), name
+    assert all(x is y for x, y in zip(own, layer.mechanism.parameters(), strict=True))
+
+
 def test_the_report_says_where_queries_start() -> None:
     _, report = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
     assert "queries start with norms 5 to 5" in str(report)

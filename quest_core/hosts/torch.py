@@ -87,6 +87,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         super()._reset_parameters()
         self._qkv_same_embed_dim = says
         if "config" in self.__dict__:  # torch.nn.MultiheadAttention.__init__ calls this first
+            self.mechanism.reset_parameters()
             self.loaded = False
             self.start()
 
