@@ -332,18 +332,21 @@ def test_learnable_scale_is_of_the_standard_score():
     build = get_arch("TSiTPlus")
     with pytest.raises(UnsupportedError, match="lsa=True learns a scale.*Possible here: .*standard"):
         build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True, attention="quest")
-    torch.manual_seed(0)
-    stock = build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True)
-    torch.manual_seed(0)
-    ours = build(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=True, attention="standard")
-    x = torch.randn(2, 3, 12)
-    for model in (stock, ours):
-        with torch.no_grad():
-            model.backbone.encoder.encoder[0].mha.sdp_attn.scale.mul_(1.7)
+
+
+@pytest.mark.parametrize("lsa", [True, False])
+def test_the_scale_is_the_parameter_of_tsai(lsa):
+    # Learner.unfreeze and fine_tune train it without lsa too, so checkpoints hold any value.
+    models = []
+    for options in ({}, {"attention": "standard"}):
+        torch.manual_seed(0)
+        models.append(get_arch("TSiTPlus")(3, 5, 12, depth=1, d_model=16, n_heads=4, lsa=lsa, **options))
+    x, scales = torch.randn(2, 3, 12), [model.backbone.encoder.encoder[0].mha.sdp_attn.scale for model in models]
+    for model, scale in zip(models, scales, strict=True):
+        scale.requires_grad_().data.mul_(1.7)
         model(x).square().sum().backward()
-    torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
-    grads = [m.backbone.encoder.encoder[0].mha.sdp_attn.scale.grad for m in (stock, ours)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(models[1](x), models[0](x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scales[1].grad, scales[0].grad, rtol=1e-4, atol=1e-6)
 
 
 # --- scores and weights -----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from torch import nn
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.mechanisms import Dims
 
 from .info import INFO
 from .layers import (
@@ -28,6 +26,7 @@ from .layers import (
     TabularAttention,
     TorchAttention,
     learns_scale,
+    takes_scale,
 )
 from .surfaces import accept, check_transfer, read_early
 
@@ -84,7 +83,7 @@ class TsaiAdapter(Adapter):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
-        if learns_scale(site.module) and not _takes_scale(config):
+        if learns_scale(site.module) and not takes_scale(config):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
         if hasattr(site.module, "Er") and config.family:
             return f"ConvTran adds relative positions to the scores, and '{config}' has none"
@@ -110,13 +109,6 @@ class TsaiAdapter(Adapter):
             self.patches.around(kind, "__init__", read_early)
         self.patches.around(learner, "ts_learner", read_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
-
-
-def _takes_scale(config: AttentionConfig) -> bool:
-    """Return whether the factor on q·k is the host's, because the score has none of its own."""
-    score = next(config.specs())
-    dims = Dims(1, 1, 1, standard_scale=math.inf)  # no option can be that
-    return score.axis == "score" and score.build(dims, **config.build_arguments(score)).scale(1) == math.inf
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

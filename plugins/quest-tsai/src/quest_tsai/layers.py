@@ -11,6 +11,7 @@ them, so that a seeded run draws the same masks). Otherwise the mechanism's fuse
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Site
 from quest_core.hosts.replacement import HostAttention, one_mask
 from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
+from quest_core.mechanisms import Dims
 from quest_core.projections import Packed, Separate
 
 
@@ -48,12 +50,14 @@ class Replacement(HostAttention):
         ordered: whether the tokens have an order.
         stores: whether the layer around the module always stores the weights.
         reads_weights: whether the host reads the weights.
+        scaled: whether the score takes its factor from the host's parameter `scale`.
     """
 
     marks_shape = True
     ordered: ClassVar[bool] = True
     stores: ClassVar[bool] = False
     reads_weights: bool
+    scaled: bool
 
     @classmethod
     def from_host(cls, host: Any, config: AttentionConfig, site: Site) -> Replacement:
@@ -65,7 +69,7 @@ class Replacement(HostAttention):
         factor = getattr(host, "scale", None)  # ConvTran: of the whole width, not of one head
         if hasattr(getattr(host, "sdp_attn", None), "scale"):
             # tsai takes the factor from the width of the model, also where d_k says otherwise.
-            factor = 1.0 if learns_scale(host) else (host.W_Q.in_features // site.num_heads) ** -0.5
+            factor = (host.W_Q.in_features // site.num_heads) ** -0.5
         made = cls.adopt(
             host,
             config,
@@ -76,6 +80,7 @@ class Replacement(HostAttention):
             fresh=site.fresh,
         )
         made.reads_weights = site.capabilities.weights
+        made.scaled = hasattr(getattr(host, "sdp_attn", None), "scale") and takes_scale(config)
         return made
 
     def attend(
@@ -92,8 +97,8 @@ class Replacement(HostAttention):
         core: Any = getattr(self, "sdp_attn", None)
         drop = getattr(core, "attn_dropout", None)
         dropout_p = drop.p if drop is not None and drop.training else 0.0
-        if learns_scale(self):
-            q = q * core.scale
+        if self.scaled:  # fastai's unfreeze trains the parameter also without lsa; untrained, the ratio is 1
+            q = q * (core.scale / self.mechanism.dims.standard_scale)  # type: ignore[union-attr,operator]
         # A family has no weights: it is refused if the host reads them, and a hook gets None.
         formed = self.reads_weights or dropout_p > 0 or bool(self._forward_hooks)
         weights = scores = None
@@ -109,6 +114,13 @@ class Replacement(HostAttention):
 def learns_scale(module: Any) -> bool:
     """Return whether an attention module has a learnable factor on q·k (``lsa=True``)."""
     return bool(getattr(getattr(module, "sdp_attn", None), "lsa", False))
+
+
+def takes_scale(config: AttentionConfig) -> bool:
+    """Return whether the factor on q·k is the host's, because the score has none of its own."""
+    score = next(config.specs())
+    dims = Dims(1, 1, 1, standard_scale=math.inf)  # no option can be that
+    return score.axis == "score" and score.build(dims, **config.build_arguments(score)).scale(1) == math.inf
 
 
 class MultiheadAttention(Replacement):
