@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -372,3 +373,31 @@ def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_
         attention_packed(
             q, k, v, mechanism, cu_seqlens=PackingPlan(cumulative([3, 4]), cumulative([5, 4])), is_causal=True
         )
+
+
+def test_derivatives_of_every_kind_equal_those_of_a_loop() -> None:
+    """A batch of other lengths is moved otherwise, so what works must not depend on the lengths."""
+    lengths = [5, 0, 81, 12]
+    q, k, v = (x.detach() for x in tokens(lengths, lengths, HEADS))
+    cu, made = cumulative(lengths), quest_core.Mechanism("quest+sigmoid", num_heads=HEADS, head_dim=DIM)
+
+    def packed(x: Tensor) -> Tensor:
+        return attention_packed(q + x, k, v * x, made, cu_seqlens=cu).square().sum()
+
+    def looped(x: Tensor) -> Tensor:
+        return loop(q + x, k, v * x, made, lengths, lengths).square().sum()
+
+    def penalty(f: Callable[[Tensor], Tensor]) -> Tensor:
+        x = torch.ones((), dtype=q.dtype, requires_grad=True)
+        (slope,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad(slope.square(), x)[0]
+
+    one = torch.ones((), dtype=q.dtype)
+    for take in (
+        penalty,
+        lambda f: torch.func.grad(f)(one),
+        lambda f: torch.func.jvp(f, (one,), (one,))[1],
+        lambda f: torch.func.hessian(f)(one),
+        lambda f: torch.func.vmap(f)(torch.stack([one, 2 * one])),
+    ):
+        torch.testing.assert_close(take(packed), take(looped))

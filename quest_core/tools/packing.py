@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype
+from ..kernels.pytorch import autocast_dtype, transform
 from ..mechanism import Mechanism, stateless
 
 # The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
@@ -209,16 +209,18 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, there: _Take, back: _Take, x: Tensor) -> Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there.of(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.back.of(grad)
+        return None, None, _pick(ctx.back, ctx.there, grad)
 
 
-_pick: Callable[..., Tensor] = _Pick.apply
+def _pick(there: _Take, back: _Take, x: Tensor) -> Tensor:
+    """Rows of `x`, by PyTorch's own gathers under function transforms, which derive them by themselves."""
+    moved: Tensor = there.of(x) if transform() else _Pick.apply(there, back, x)  # type: ignore[no-untyped-call]
+    return moved
 
 
 def _waste(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> float:
