@@ -104,6 +104,16 @@ def test_learner_function(problem):
     assert len(mechanisms(ts_learner(dls, "TST", attention="quest", **SIZES).model)) == 2
 
 
+def test_the_initialisation_of_a_learner_keeps_the_start_of_the_attention():
+    model = tsai.models.utils.build_ts_model(
+        TSTPlus, 3, 5, 12, init=torch.nn.init.xavier_uniform_, attention="quest(init=12)", **SIZES
+    )
+    for layer in (m for m in model.modules() if isinstance(m, Replacement)):
+        norms = layer.projections.norms(layer, layer.head_sizes, "q")
+        torch.testing.assert_close(norms, torch.full_like(norms, 12))
+        assert not layer.W_Q.bias.any()  # as tsai initialises it
+
+
 def test_plain_class_and_report(capsys):
     model = TSTPlus(3, 5, 12, attention="quest", **SIZES)
     assert model.attention_report.attention == "quest"

@@ -28,7 +28,7 @@ from .layers import (
     learns_scale,
     takes_scale,
 )
-from .surfaces import accept, check_transfer, read_early
+from .surfaces import accept, check_transfer, read_early, start_again
 
 HOSTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
@@ -93,7 +93,7 @@ class TsaiAdapter(Adapter):
         return refusal(config, site.capabilities)
 
     def change_host(self) -> None:
-        """Make tsai's architectures accept `attention=` or refuse it by name, and `transfer_weights` compare it."""
+        """Make tsai's architectures accept `attention=` or refuse it by name, and functions for weights honour it."""
         from tsai import learner, tslearner
         from tsai.models import utils
 
@@ -109,6 +109,7 @@ class TsaiAdapter(Adapter):
             self.patches.around(kind, "__init__", read_early)
         self.patches.around(learner, "ts_learner", read_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
+        self.patches.around(utils, "apply_init", start_again, everywhere=True)
 
 
 def _replacement(module: nn.Module) -> type[Replacement] | None:

@@ -88,6 +88,14 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     return made
 
 
+def start_again(stock: Callable[..., None], model: nn.Module, *arguments: Any, **options: Any) -> None:
+    """Run `apply_init`, which draws projections again, and set the norms that the attention asks them to start with."""
+    stock(model, *arguments, **options)
+    for module in model.modules():
+        if isinstance(module, Projected):
+            module.start()
+
+
 def check_transfer(
     stock: Callable[..., None],
     model: nn.Module,
