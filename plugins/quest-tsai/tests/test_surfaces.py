@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fastai.learner import Learner
 from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, get_ts_dls, ts_learner
 from tsai.callback import MVP
 from tsai.learner import all_arch_names, get_arch
+from tsai.models.layers import MultiheadAttention
 from tsai.models.TSTPlus import TSTPlus
 
 import quest_core
@@ -28,6 +30,17 @@ from quest_tsai.info import INFO
 from quest_tsai.layers import Replacement
 
 SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32}
+
+
+class LayeredHead(torch.nn.Module):
+    """A head with attention of tsai."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.out = MultiheadAttention(16, 4), torch.nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.out(self.attn(x.transpose(1, 2))[0].mean(1))
 
 
 def mechanisms(model):
@@ -112,6 +125,29 @@ def test_the_initialisation_of_a_learner_keeps_the_start_of_the_attention():
         norms = layer.projections.norms(layer, layer.head_sizes, "q")
         torch.testing.assert_close(norms, torch.full_like(norms, 12))
         assert not layer.W_Q.bias.any()  # as tsai initialises it
+
+
+def test_trained_weights_of_tsai_refuse_a_start_by_name(tmp_path):
+    for attention in (None, "quest(init=12)"):
+        torch.save(TSTPlus(3, 5, 12, attention=attention, **SIZES).state_dict(), tmp_path / "weights.pth")
+        model = TSTPlus(3, 5, 12, attention="quest(init=12)", **SIZES)
+        refused = nullcontext() if attention else pytest.raises(ConfigError, match="holds trained ones of tsai's own")
+        with refused:
+            tsai.models.utils.transfer_weights(model, tmp_path / "weights.pth")
+
+
+def test_an_excluded_head_keeps_its_attention(tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        return TSTPlus(3, 5, 12, custom_head=LayeredHead(), attention="quest", **SIZES)
+
+    torch.save(build(0).state_dict(), tmp_path / "weights.pth")
+    for exclude_head in (True, False):
+        model = build(1)
+        tsai.models.utils.transfer_weights(model, tmp_path / "weights.pth", exclude_head=exclude_head)
+        for part, seed in ((model.backbone, 0), (model.head, int(exclude_head))):
+            wanted = build(seed).get_submodule("backbone" if part is model.backbone else "head").state_dict()
+            torch.testing.assert_close(part.state_dict(), wanted)
 
 
 def test_plain_class_and_report(capsys):

@@ -107,18 +107,28 @@ def check_transfer(
     from fastai.torch_core import default_device
 
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-    sites = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
-    if not sites:
+    parts = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Projected)}
+    if not parts:
         for key in stored:
             if key.endswith(f".{ENTRY}"):
                 raise CheckpointError(unread(key, stored[key], "tsai"))
         stock(model, weights_path, device, exclude_head)
         return
-    own: dict[str, Tensor] = {
-        name: x for name, x in model.state_dict().items() if not (exclude_head and "head" in name)
-    }
+    starting = next((part.config for part in parts.values() if part.config.starts), None)
+    if starting is not None and not any(key.endswith(ENTRY) for key in stored):
+        raise ConfigError(
+            f"attention '{starting}' sets the norms of fresh projections, and {weights_path} holds trained ones of "
+            "tsai's own attention; leave the option or the weights out"
+        )
+
+    def taken(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x for name, x in state.items() if not (exclude_head and "head" in name)}
+
+    own, given = taken(model.state_dict()), taken(stored)
     fits = {
-        name: x for name, x in stored.items() if name.startswith(sites) or (name in own and x.shape == own[name].shape)
+        name: x
+        for name, x in given.items()
+        if name.startswith(tuple(parts)) or (name in own and x.shape == own[name].shape)
     }
     if not fits:
         raise CheckpointError(f"{weights_path} and the model have no weights in common")
