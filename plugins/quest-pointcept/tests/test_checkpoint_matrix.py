@@ -135,6 +135,14 @@ def test_key_heads_of_another_number_are_refused(strict, tmp_path):
         state_dict.load_state_dict(model, state_dict.read_state_dict(path), source="model.pth", strict=strict)
 
 
+def test_stock_weights_start_a_stock_model_of_another_shape(tmp_path):
+    """torch-pointcloud keeps the initialisation of what does not fit, and the plugin does not change that."""
+    stock, path = save(tmp_path, None)
+    wider = create_model(NAME, **SMALL | {"encoder_channels": (16, 48)}, checkpoint_path=path)
+    name = "encoder.blocks.0.blocks.0.attn.qkv.weight"
+    assert torch.equal(wider.get_parameter(name), stock.get_parameter(name))
+
+
 def test_a_safetensors_file_keeps_the_attention(tmp_path):
     from safetensors.torch import save_file
 

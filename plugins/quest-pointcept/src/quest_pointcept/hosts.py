@@ -22,7 +22,7 @@ from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.injection import KEYS, Request
 
-from .layers import FLASH
+from .layers import FLASH, SerializedAttention
 
 POINTCEPT = [
     f"pointcept.models.point_transformer_v3.point_transformer_v3{m}" for m in ("m1_base", "m2_sonata", "m3_utonia")
@@ -121,8 +121,14 @@ def load_attention_first(
     """Load a checkpoint as torch-pointcloud does, which drops every key and shape that the model does not have.
 
     PyTorch loads the attention before that: it is compared, and key/value heads are pooled if the model has fewer.
+    Stock weights go into stock attention as torch-pointcloud loads them.
     """
-    sites = tuple(f"{site.path}." if site.path else "" for site in adapter.sites(model))
+    found = [(f"{site.path}." if site.path else "", site.module) for site in adapter.sites(model)]
+    sites = tuple(
+        path
+        for path, module in found
+        if isinstance(module, SerializedAttention) or f"{path}mechanism.{ENTRY}" in weights
+    )
     attention = {name: x for name, x in weights.items() if name.startswith(sites)}
     try:
         model.load_state_dict(attention, strict=False)
