@@ -557,12 +557,14 @@ def test_ema_copies_follow():
     assert average.module.eval()(images()).isfinite().all()
 
 
-def test_frozen_backbones_stay_frozen():
-    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest+gqa(kv_heads=2)")
-    config.backbone.frozen_exclude = ["attn"]
+@pytest.mark.parametrize("attention", ["quest+gqa(kv_heads=2)", "qknorm-hs"])
+@pytest.mark.parametrize("part", ["attn", "pos_embed"])
+def test_frozen_backbones_stay_frozen(attention, part):
+    config = segmenter(type="quest_mmseg.EncoderDecoder", attention=attention)
+    config.backbone.frozen_exclude = [part]
     model = MODELS.build(config)
     for name, parameter in model.backbone.named_parameters():
-        assert parameter.requires_grad == ("attn" in name), name
+        assert parameter.requires_grad == (part in name), name
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,8 @@ class Wrapping:
         """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
         made = shallow_copy(host, cls)
         made.attn = Attention.from_torch(host.attn, config, fresh=fresh)
+        # What `frozen_exclude` froze stays frozen, also where the mechanism learns.
+        made.attn.mechanism.requires_grad_(any(p.requires_grad for p in host.attn.parameters()))
         # mmcv swaps tokens and batch around its `attn`, which hides from it that queries and keys are one tensor.
         made.attn.batch_first, made.batch_first = host.batch_first or host.attn.batch_first, False
         return made
