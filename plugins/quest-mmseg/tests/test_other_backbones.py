@@ -74,6 +74,14 @@ def test_standard_equals_the_host(kind: str, training: bool) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
+def test_standard_keeps_the_scale_of_mmpretrain() -> None:
+    """T2T-ViT gives a qk_scale; mmpretrain 1.2 then divides q·k by head_dims ** -0.5."""
+    host = mmpretrain.models.utils.MultiheadAttention(16, 4, qk_scale=0.5).double()
+    ours, _ = quest_core.inject(copy.deepcopy(host), "standard", adapter=quest_mmseg.MmsegAdapter())
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), host(x))
+
+
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_fewer_key_heads_and_copies(kind: str) -> None:
     model = build(kind, "quest+gqa(kv_heads=2)").eval()

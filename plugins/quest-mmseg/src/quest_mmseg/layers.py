@@ -197,7 +197,10 @@ class PretrainAttention(HostAttention):
     @classmethod
     def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PretrainAttention:
         """As `Wrapping.from_host`."""
-        return cls.adopt(host, config, num_heads=host.num_heads, head_dim=host.head_dims, fresh=fresh)
+        # With `qk_scale` (T2T-ViT) mmpretrain binds a `scale` to a function that divides by it, whatever its name says.
+        divisor = getattr(host.scaled_dot_product_attention, "keywords", {}).get("scale", host.head_dims**0.5)
+        sizes = {"num_heads": host.num_heads, "head_dim": host.head_dims}
+        return cls.adopt(host, config, **sizes, standard_scale=1 / divisor, fresh=fresh)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, E] -> [B, N, E]."""
