@@ -22,7 +22,7 @@ except ModuleNotFoundError:
     sys.path.append(str(Path(__file__).parents[2] / "quest-timm" / "environment"))
     import quest_timm_environment  # noqa: F401
 
-import mmpretrain.models  # noqa: F401  # registers its backbones
+import mmpretrain.models  # registers its backbones
 
 BACKBONES: dict[str, dict[str, Any]] = {
     "timm": {
