@@ -198,6 +198,17 @@ def test_other_masks_are_added_and_families_refuse_them() -> None:
         made["linear"](x, x, x, attn_mask=bias)
 
 
+@pytest.mark.parametrize("kind", ["self_attention", "encoder_decoder_attention"])
+def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind: str) -> None:
+    torch.manual_seed(0)
+    stock = MultiheadAttention(16, 4, **{kind: True}).eval()
+    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
+    ours = Attention.adopt(stock, quest_core.AttentionConfig.parse("standard"), **sizes).eval()
+    query, key, value = torch.randn(3, 5, 2, 16)
+    torch.testing.assert_close(ours(query, key, value)[0], stock(query, key, value)[0])
+    torch.testing.assert_close(ours(query, None, None)[0], stock(query, query, query)[0])
+
+
 def test_raw_scores_and_foreign_states_are_refused() -> None:
     model = build("quest_transformer_lm", *LM).eval()
     module = model.decoder.layers[0].self_attn

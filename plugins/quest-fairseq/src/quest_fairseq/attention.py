@@ -44,7 +44,8 @@ class Attention(HostAttention, MultiheadAttention):
         """Return attention over embeddings.
 
         Args:
-            query: [T, B, E]; key and value [S, B, E or the encoder's], which self-attention does not read.
+            query: [T, B, E]; key and value [S, B, E or the encoder's], by default the query. A decoding step of
+                self-attention does not read them.
             key_padding_mask: [B, S], True = padding.
             incremental_state: fairseq's state of decoding; None otherwise.
             need_weights: return the weights too, averaged over heads.
@@ -68,8 +69,7 @@ class Attention(HostAttention, MultiheadAttention):
         if incremental_state is not None and not self.encoder_decoder_attention:
             out = self._step(q, query, key_padding_mask, incremental_state, attn_mask, dropout_p)
         else:
-            source = query if self.self_attention else key
-            k, v, padding = self._keys(query, source, key_padding_mask, incremental_state, static_kv)
+            k, v, padding = self._keys(query, key, value, key_padding_mask, incremental_state, static_kv)
             # The beams of a sentence share its keys: they are further queries of one sample.
             beams = q.shape[0] // k.shape[0]
             q = q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
@@ -90,16 +90,24 @@ class Attention(HostAttention, MultiheadAttention):
         return x.unflatten(2, (heads, self.head_dim)).permute(1, 2, 0, 3)
 
     def _keys(
-        self, query: Tensor, source: Any, padding: Tensor | None, state: State | None, static_kv: bool
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        padding: Tensor | None,
+        state: State | None,
+        static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return k and v [B, G, S, D] of `source` [S, B, E] and their padding [B, S]. An encoder's are kept."""
+        """Return k, v [B, G, S, D] of `key` and `value` [S, B, E], and their padding [B, S]. An encoder's are kept."""
         kept = self._get_input_buffer(state)
         if static_kv and kept:
             return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
-        if state is not None and self.beam_size > 1 and query.shape[1] == source.shape[1]:
-            source = source[:, :: self.beam_size]  # fairseq repeats a sentence's keys for every beam
+        key = query if key is None else key
+        value = key if value is None else value
+        if state is not None and self.beam_size > 1 and query.shape[1] == key.shape[1]:
+            key, value = (x[:, :: self.beam_size] for x in (key, value))  # fairseq repeats them for every beam
             padding = None if padding is None else padding[:: self.beam_size]
-        k, v = self._split(self.k_proj(source), self.kv_heads), self._split(self.v_proj(source), self.kv_heads)
+        k, v = self._split(self.k_proj(key), self.kv_heads), self._split(self.v_proj(value), self.kv_heads)
         if state is not None:
             self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
