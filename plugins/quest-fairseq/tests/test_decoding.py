@@ -209,6 +209,14 @@ def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind: str) ->
     torch.testing.assert_close(ours(query, None, None)[0], stock(query, query, query)[0])
 
 
+@pytest.mark.parametrize("attention", ["sinkhorn", "aft-full(max_length=8)"])
+def test_cross_attention_of_other_decoders_is_refused_as_that_of_transformer(attention: str) -> None:
+    """LightConv's decoder has no self-attention, and its steps of decoding bring queries one by one too."""
+    cross = torch.nn.ModuleList([MultiheadAttention(16, 4, encoder_decoder_attention=True)])
+    with pytest.raises(quest_core.UnsupportedError, match=r"cannot be causal|one by one"):
+        quest_core.inject(cross, attention, adapter="fairseq")
+
+
 def test_raw_scores_and_foreign_states_are_refused() -> None:
     model = build("quest_transformer_lm", *LM).eval()
     module = model.decoder.layers[0].self_attn

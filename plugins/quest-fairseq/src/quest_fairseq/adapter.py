@@ -42,9 +42,12 @@ class FairseqAdapter(Adapter):
                 yield Site(path, module, module.n_head, module.d_head, TRANSFORMER_XL)
                 continue
             decodes = isinstance(parents.get(id(module)), TransformerDecoderLayerBase)
-            cross = module.encoder_decoder_attention
+            cross = module.encoder_decoder_attention  # in a decoder of any kind, LightConv's for example
             asked = Capabilities(
-                causal=decodes, cached=decodes and not cross, cross=cross, dropout=module.dropout_module.p > 0
+                causal=decodes or cross,
+                cached=decodes and not cross,
+                cross=cross,
+                dropout=module.dropout_module.p > 0,
             )
             yield Site(path, module, module.num_heads, module.head_dim, asked)
 
