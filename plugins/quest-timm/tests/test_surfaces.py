@@ -9,6 +9,7 @@ import warnings
 import pytest
 import timm
 import torch
+from timm.models import create_feature_extractor, get_graph_node_names
 from timm.utils import ParseKwargs
 
 import quest_core
@@ -64,6 +65,15 @@ def test_features_only(name):
     assert model.attention_report.attention == "quest"
     mechanisms = [m for m in model.modules() if isinstance(m, quest_core.Mechanism)]
     assert len(mechanisms) == len(model.attention_report.replacements)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "pvt_v2_b0"])
+def test_a_graph_of_fx_has_the_features_of_the_model(name):
+    small = {"img_size": 64, "depth": 2} if name[:4] == "vit_" else {}
+    model = timm.create_model(name, attention="quest", num_classes=5, **small).eval()
+    last = get_graph_node_names(model)[1][-1]
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(create_feature_extractor(model, {last: "last"})(x)["last"], model(x))
 
 
 def test_forward_intermediates_and_another_image_size():

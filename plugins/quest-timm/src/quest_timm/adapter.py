@@ -20,6 +20,7 @@ from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.injection import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
+from quest_core.mechanism import Mechanism
 
 from .info import INFO
 
@@ -112,7 +113,7 @@ class TimmAdapter(Adapter):
 
     def change_host(self) -> None:
         """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
-        from timm.models import _builder
+        from timm.models import _builder, register_notrace_module
         from timm.models.naflexvit import NaFlexVit
         from timm.models.vision_transformer import VisionTransformer
 
@@ -120,6 +121,8 @@ class TimmAdapter(Adapter):
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
         for kind in (NaFlexVit, VisionTransformer):
             self.patches.around(kind, "load_pretrained", _compare_arrays)
+        for leaf in (Mechanism, Routed):  # timm's fx graphs call them: their code reads shapes and argument types
+            register_notrace_module(leaf)
 
 
 def _build_with_attention(
