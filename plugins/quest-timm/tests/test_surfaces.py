@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -254,6 +255,20 @@ def test_a_checkpoint_is_not_scaled(tmp_path):
         "vit_tiny_patch16_224", attention="quest(init=5)", checkpoint_path=str(tmp_path / "trained.pth")
     )
     assert norms(loaded, "q") == norms(trained, "q")
+
+
+@pytest.mark.skipif(
+    "pretrained_model_args" not in inspect.signature(timm.models.build_model_with_cfg).parameters,
+    reason="this timm does not say what it has recorded of a saved model",
+)
+def test_a_saved_model_is_made_again_with_its_start(tmp_path):
+    trained = vit(attention="quest(init=5)").eval()
+    timm.models.save_for_hf(trained, tmp_path, model_config={}, model_args={**TINY, "attention": "quest(init=5)"})
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), trained(x))
+    with pytest.raises(quest_core.ConfigError, match="pretrained=True loads trained ones"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True, attention="quest+sigmoid(init=5)")
 
 
 def test_a_start_that_has_no_effect_is_refused():

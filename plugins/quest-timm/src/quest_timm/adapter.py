@@ -139,7 +139,10 @@ def _build_with_attention(
     options = {name: value for name, value in options.items() if name not in KEYS}
     if request is None:
         return stock(model_cls, variant, pretrained, *arguments, **options)
-    if pretrained and request.attention.starts:
+    # What timm has recorded of a model in a folder or on the hub, whose weights may have had this start.
+    recorded = (options.get("pretrained_model_args") or {}).get("attention")
+    own = recorded is not None and request.attention.means(recorded)
+    if pretrained and request.attention.starts and not own:
         raise ConfigError(
             f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
             "loads trained ones; leave the option or pretrained out"
