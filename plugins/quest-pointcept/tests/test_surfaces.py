@@ -571,6 +571,9 @@ def start(gpus, **config):
 for gpus in (1, 2, 4, 8):
     start(gpus)
 start(2, batch_size_val=3)
+start(0)
+launch(print, 2)
+launch(print, 2, cfg=("mine", {{"batch_size": 4}}))
 quest_pointcept.PointceptAdapter().uninstall()
 start(8)
 """
@@ -589,13 +592,13 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(before, tmp_path):
         text=True,
         check=True,
     )
-    *started, eight, validation, stock = done.stdout.splitlines()
+    *started, eight, validation, none, bare, mine, stock = done.stdout.splitlines()
     assert started == ["started 1", "started 2", "started 4"]
     assert eight.startswith("8 batch_size=12 counts the clouds of all processes, and 8 processes cannot share them")
     assert "Start 1, 2, 3, 4, 6 processes, which keeps the schedule" in eight
     assert "--options batch_size=16" in eight
     assert validation.startswith("2 batch_size_val=3 ")
-    assert stock == "started 8"
+    assert (none, bare, mine, stock) == ("started 0", "started 2", "started 2", "started 8")
 
 
 def test_every_configuration_is_its_base_and_three_lines(tmp_path):

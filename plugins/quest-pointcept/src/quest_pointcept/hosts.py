@@ -206,8 +206,9 @@ def launch(stock: Stock, *arguments: Any, **options: Any) -> Any:
     """
     given = inspect.signature(stock).bind(*arguments, **options)
     given.apply_defaults()
-    processes = given.arguments["num_gpus_per_machine"] * given.arguments["num_machines"]
-    (config,) = given.arguments["cfg"]
+    processes = max(given.arguments["num_gpus_per_machine"] * given.arguments["num_machines"], 1)  # 0 starts one, too
+    # Scripts other than Pointcept's hand over what they like.
+    config: Any = next((one for one in given.arguments["cfg"] if hasattr(one, "get")), {})
     for key in ("batch_size", "batch_size_val", "batch_size_test"):
         total = config.get(key) or 0  # None: one cloud a process
         if total % processes:
