@@ -180,6 +180,15 @@ def test_flash_is_not_needed():
     torch.testing.assert_close(model(*whole), want, rtol=1e-5, atol=1e-5)
 
 
+def test_with_flash_a_small_cloud_is_a_shorter_patch():
+    """torch-pointcloud fills it up to a whole patch with copies of its points only without flash."""
+    encoder = PointTransformerV3Encoder(**{**ENCODER, "use_flash_attn": True}, attention="standard")
+    attention, x = encoder.blocks[0].blocks[0].attn, torch.randn(5, 16)
+    q, k, v = attention.qkv(x).unflatten(1, (3, 2, 8)).permute(1, 2, 0, 3)  # [H, N, D]
+    attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(attention(x, None, torch.zeros(5, dtype=torch.long)), attention.proj(attended))
+
+
 @pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
 def test_what_flash_excludes_is_refused(option):
     with pytest.raises(UnsupportedError, match="has no fused kernel; build with use_flash_attn=False"):

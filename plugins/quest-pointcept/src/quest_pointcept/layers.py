@@ -200,7 +200,8 @@ class TensorAttention(SerializedAttention):
         """
         from torch_pointcloud.layers.serialized_attention import patch_layout
 
-        return patch_layout(batch, self.patch_size, self.pad_mode)  # type: ignore[no-any-return]
+        # The host's `pad_mode` is of the model that was built, which is one without flash.
+        return patch_layout(batch, self.patch_size, "above" if self.packed else "all")  # type: ignore[no-any-return]
 
     def forward(
         self,
