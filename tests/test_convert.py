@@ -234,3 +234,21 @@ def test_half_precision_projections_are_scaled_in_full() -> None:
     wanted = (before[:E].float().unflatten(0, (H, D)) * factor.float()[:, None, None]).flatten(0, 1).bfloat16()
     assert torch.equal(module.in_proj_weight[:E], wanted)
     assert torch.equal(module.in_proj_weight[E:], before[E:])
+
+
+class Own(nn.Module):
+    """Attention that no adapter knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(E, 3 * E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_universal_site_is_refused() -> None:
+    ours, _ = quest_core.inject(nn.Sequential(Own()), "standard", example=torch.randn(2, 5, E))
+    with pytest.raises(UnsupportedError, match="no adapter knows which projection of '0' makes its queries"):
+        quest_core.calibrate(ours, [torch.randn(2, 5, E)])

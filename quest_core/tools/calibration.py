@@ -17,7 +17,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.injection import inject
 from ..hosts.loading import adapter as find_adapter
-from ..hosts.universal import run_example
+from ..hosts.universal import UniversalAdapter, run_example
 from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import Dims
@@ -104,7 +104,7 @@ def calibrate(
     Raises:
         ConfigError: the attention is not quest, or its grouping shares key heads; or the model's is not standard.
         InputError: no batches, no tensors in the output, or an attention that the batches never reached.
-        UnsupportedError: the adapter cannot scale queries, or attention modules share parameters.
+        UnsupportedError: no adapter can scale the queries, or attention modules share parameters.
         InjectionError, PluginError: as in inject.
     """
     target = AttentionConfig.parse(attention)
@@ -116,6 +116,8 @@ def calibrate(
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        if unknown := [row.path for row in replaced.replacements if row.adapter == UniversalAdapter.name]:
+            raise UnsupportedError(f"no adapter knows which projection of '{unknown[0]}' makes its queries")
         given = adapter if isinstance(adapter, Adapter) else None
         owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]
         _refuse_shared(twin, [path for path, _ in owners])
