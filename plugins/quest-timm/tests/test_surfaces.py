@@ -196,6 +196,16 @@ def test_differential_attention_is_refused_by_name():
         vit(attn_layer="diff", attention="quest")
 
 
+def test_a_registered_function_that_does_not_read_it_is_refused(monkeypatch):
+    def swallows(pretrained=False, **options):
+        return vit()
+
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "swallows", swallows)
+    with pytest.raises(quest_core.InjectionError, match="'quest' was given to 'swallows', which did not read it"):
+        timm.create_model("swallows", attention="quest")
+    assert timm.create_model("swallows").num_classes == 5
+
+
 def test_misplaced_and_misspelt_options_are_named():
     with pytest.raises(quest_core.ConfigError, match="'qest' is not a mechanism"):
         vit(attention="qest")

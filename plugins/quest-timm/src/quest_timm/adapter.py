@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quest_core.checkpoints import Spelled, compare
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.injection import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
@@ -113,16 +113,30 @@ class TimmAdapter(Adapter):
 
     def change_host(self) -> None:
         """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
-        from timm.models import _builder, register_notrace_module
+        from timm.models import _builder, _factory, register_notrace_module
         from timm.models.naflexvit import NaFlexVit
         from timm.models.vision_transformer import VisionTransformer
 
         change = functools.partial(_build_with_attention, self)
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
+        self.patches.around(_factory, "create_model", _create_with_attention, everywhere=True)
         for kind in (NaFlexVit, VisionTransformer):
             self.patches.around(kind, "load_pretrained", _compare_arrays)
         for leaf in (Mechanism, Routed):  # timm's fx graphs call them: their code reads shapes and argument types
             register_notrace_module(leaf)
+
+
+def _create_with_attention(stock: Callable[..., nn.Module], *arguments: Any, **options: Any) -> nn.Module:
+    """Run create_model; refuse a model of a user's own function that took `attention` and did not read it."""
+    made = stock(*arguments, **options)
+    if options.get("attention") is not None and not any(isinstance(module, Spelled) for module in made.modules()):
+        name = arguments[0] if arguments else options["model_name"]
+        raise InjectionError(
+            f"attention={options['attention']!r} was given to {name!r}, which did not read it; build the model with "
+            "timm.models.build_model_with_cfg, or call "
+            f"quest_core.inject(model, {options['attention']!r}) after create_model"
+        )
+    return made
 
 
 def _build_with_attention(
