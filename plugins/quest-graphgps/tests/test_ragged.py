@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from models import RAGGED, SIZES, ConvModel, conv_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
 from quest_core.checkpoints import accept
@@ -98,6 +100,24 @@ def test_packing_follows_the_measured_rule(packed) -> None:
     assert not packed
     layers(*inputs(RAGGED))
     assert len(packed) == 2
+
+
+def test_padding_without_values_is_not_read(packed) -> None:
+    attn = model("quest").convs[0].attn.eval()
+    hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
+    x = torch.randn(3, 20, 16, dtype=torch.double)
+
+    def call(x, hidden):
+        return attn(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+
+    many = torch.func.vmap(call)(torch.stack([x, x]), torch.stack([hidden, hidden.flip(0)]))
+    recorded = make_fx(call)(x, hidden)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert call(mode.from_tensor(x), mode.from_tensor(hidden)).shape == x.shape
+    assert not packed
+    for got, other in ((many[1], hidden.flip(0)), (recorded(x, hidden.flip(0)), hidden.flip(0)), (many[0], hidden)):
+        torch.testing.assert_close(got[~other], call(x, other)[~other])
+    assert packed
 
 
 def test_the_rule_is_applied_again_to_other_padding(monkeypatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quest_core import MultiheadAttention, PackingPlan, attention_packed
+from quest_core.kernels.pytorch import is_eager, may_read
 
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
@@ -36,17 +37,18 @@ class GraphAttention(MultiheadAttention):
         """Attend as `quest_core.MultiheadAttention.forward`: [B, N, E], key_padding_mask [B, N] (True = no node)."""
         masked = options.get("attn_mask") is not None or options.get("is_causal", False)
         plain = query is key is value and not (masked or options.get("need_weights", True))
-        if plain and key_padding_mask is not None and key_padding_mask.dtype == torch.bool and self._may_pack(query):
+        if plain and key_padding_mask is not None and self._may_pack(query, key_padding_mask):
             plan = ragged_plan(key_padding_mask)
             if plan is not None:
                 return self._packed(query, ~key_padding_mask, plan), None
         return super().forward(query, key, value, key_padding_mask, **options)
 
-    def _may_pack(self, x: Tensor) -> bool:
+    def _may_pack(self, x: Tensor, hidden: Tensor) -> bool:
         plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None
         extended = self.bias_k is not None or self.add_zero_attn
         keeps_stream = self.training and self.dropout > 0 and self.mechanism.is_standard
-        return plain and not (extended or keeps_stream or torch.compiler.is_compiling() or torch.jit.is_tracing())
+        known = hidden.dtype == torch.bool and is_eager() and may_read(hidden, waits=True)
+        return plain and known and not (extended or keeps_stream)
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
