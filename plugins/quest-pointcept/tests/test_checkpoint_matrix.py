@@ -141,6 +141,7 @@ def test_stock_weights_start_a_stock_model_of_another_shape(tmp_path):
     wider = create_model(NAME, **SMALL | {"encoder_channels": (16, 48)}, checkpoint_path=path)
     name = "encoder.blocks.0.blocks.0.attn.qkv.weight"
     assert torch.equal(wider.get_parameter(name), stock.get_parameter(name))
+    state_dict.load_state_dict(model=wider, state_dict=stock.state_dict(), source="by name", strict=True)
 
 
 def test_a_safetensors_file_keeps_the_attention(tmp_path):

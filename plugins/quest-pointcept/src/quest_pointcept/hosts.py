@@ -116,7 +116,13 @@ def refuse_others(stock: Stock, self: Any, state_dict: Any, prefix: str, *argume
 
 
 def load_attention_first(
-    adapter: Adapter, stock: Stock, model: nn.Module, weights: Mapping[str, Any], source: str, *others: Any, **more: Any
+    adapter: Adapter,
+    stock: Stock,
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    source: str,
+    *others: Any,
+    **more: Any,
 ) -> None:
     """Load a checkpoint as torch-pointcloud does, which drops every key and shape that the model does not have.
 
@@ -127,15 +133,15 @@ def load_attention_first(
     sites = tuple(
         path
         for path, module in found
-        if isinstance(module, SerializedAttention) or f"{path}mechanism.{ENTRY}" in weights
+        if isinstance(module, SerializedAttention) or f"{path}mechanism.{ENTRY}" in state_dict
     )
-    attention = {name: x for name, x in weights.items() if name.startswith(sites)}
+    attention = {name: x for name, x in state_dict.items() if name.startswith(sites)}
     try:
         model.load_state_dict(attention, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source}: {error}") from error
     loaded = {name: x for name, x in model.state_dict().items() if name in attention or ".mechanism." in name}
-    rest = {name: x for name, x in weights.items() if name not in attention}
+    rest = {name: x for name, x in state_dict.items() if name not in attention}
     stock(model, rest | loaded, source, *others, **more)
 
 
