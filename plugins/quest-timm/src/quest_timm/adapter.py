@@ -153,7 +153,7 @@ def _build_with_attention(
     options = {name: value for name, value in options.items() if name not in KEYS}
     if request is None:
         return stock(model_cls, variant, pretrained, *arguments, **options)
-    # What timm has recorded of a model in a folder or on the hub, whose weights may have had this start.
+    # timm records the options of a model that is saved, and its weights may have had this start already.
     recorded = (options.get("pretrained_model_args") or {}).get("attention")
     own = recorded is not None and request.attention.means(recorded)
     if pretrained and request.attention.starts and not own:
