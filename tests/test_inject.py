@@ -260,6 +260,7 @@ def test_a_configuration_is_read_before_anything_is_built() -> None:
         ({"atention": "quest"}, "Model has no option 'atention'; did you mean 'attention'"),
         ({"attention_from": "quest"}, "Model: attention_from='quest' is given without attention"),
         ({"allow_partial": True}, "Model: allow_partial=True is given without attention"),
+        ({"attention": "quest", "allow_partial": "false"}, "Model: allow_partial='false' must be true or false"),
         ({"attention": "quest+gqa", "kv_heads": 2}, "Model has no option 'kv_heads'; write attention={'name': .*2}"),
     ],
 )

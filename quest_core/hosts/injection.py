@@ -123,6 +123,8 @@ class Request:
         if misplaced:
             inner = {"name": str(config), **{name: options[name] for name in misplaced}}
             raise ConfigError(f"{where} has no option {misplaced[0]!r}; write attention={inner!r}")
+        if not isinstance(partial, bool | None):
+            raise ConfigError(f"{where}: allow_partial={partial!r} must be true or false")  # a text is true in Python
         return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
 
     def apply(self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter], *, fresh: bool = True) -> None:
