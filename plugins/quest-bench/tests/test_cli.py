@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,15 +47,21 @@ def test_wrong_usage_is_2(fake: Path) -> None:
 
 def test_help_teaches(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert app_main(["run", "--help"]) == 0
-    assert "--attention standard,quest --seeds 0-4" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "--attention standard,quest --seeds 0-4" in shown
+    assert "quest-bench[slurm]" in shown  # brackets are markup of rich
 
 
-def test_ls_shows_suites_and_broken_plugins(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_suites_and_broken_plugins(
+    fake: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert app_main(["ls"]) == 0
     shown = capfd.readouterr().out
     assert "fake/suite" in shown
     assert "--set steps=3" in shown
     assert "fake: ok" in shown
+    assert re.search(r"^calibration/pydocs +finetune", shown, re.MULTILINE)
     (fake.parent / "site" / "fakebench" / "info.py").write_text("1 / 0")
     assert app_main(["ls"]) == 0
     assert "plugin 'fake' is broken" in capfd.readouterr().out

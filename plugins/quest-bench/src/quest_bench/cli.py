@@ -117,7 +117,7 @@ def ls(python: Python = None) -> None:
     available = catalogue(python or [])
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("suite", "tasks", "metric", "data", "plugin"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "suite")  # names are there to be copied
     for suite in available.suites.values():
         host = available.records.get(suite.needs)
         state = f"{suite.needs}: not installed" if host is None else f"{host.name}: {host.status}"
@@ -193,7 +193,7 @@ def run(
     ] = 60.0,
     python: Python = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Submit instead of running here: slurm, or local (needs quest-bench[slurm]).")
+        str | None, typer.Option(help="Submit instead of running here: slurm, or local (needs quest-bench\\[slurm]).")
     ] = None,
     orchestrators: Annotated[int, typer.Option(min=1, help="With --cluster: jobs that share the cells.")] = 1,
     cluster_set: Annotated[
