@@ -180,7 +180,8 @@ def test_mistakes_are_named_before_anything_starts(
 ) -> None:
     toy = Record("toy", "quest-toy", "1.0", "ok", info={"module": "toyhost"})
     lost = Record("lost", "quest-lost", "1.0", "unsupported", "lost is not installed", "pip install lost")
-    monkeypatch.setattr(discovery, "discover", lambda: [toy, lost])
+    bench = Record("bench", "quest-bench", "1.0", "ok")  # has no host
+    monkeypatch.setattr(discovery, "discover", lambda: [bench, toy, lost])
     monkeypatch.setattr(launch, "discover", lambda: [toy, lost])
     assert cli.main(["run", *arguments.split()]) == 2
     assert said in capsys.readouterr().err

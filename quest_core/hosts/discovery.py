@@ -188,7 +188,8 @@ def find(name: str) -> Record:
     """Return the record of an installed plugin, of any status; raise PluginError if there is none."""
     records = {record.name: record for record in discover()}
     if name not in records:
-        raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; pip install quest-{name}")
+        hosts = [other for other, record in records.items() if record.status != "ok" or "module" in record.info]
+        raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, hosts)}; pip install quest-{name}")
     return records[name]
 
 
