@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -252,6 +253,16 @@ def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kv_heads = 4" in capsys.readouterr().out
     assert cli.main(["check", "qest"]) == 2
     assert "did you mean 'quest'?" in capsys.readouterr().err
+
+
+def test_commands_end_without_a_traceback_where_nothing_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["check", "quest"]) == 1
+    monkeypatch.setattr(sys, "stdout", None)  # as Python does for `quest list >&-`
+    assert cli.main(["list"]) == 0
 
 
 def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.CaptureFixture[str]) -> None:

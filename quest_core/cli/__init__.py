@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -41,25 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # formulas and names of other packages on a terminal without Unicode
             stream.reconfigure(errors="backslashreplace")
-    parser, commands, plugins = _parser()
     try:
-        if arguments and not arguments[0].startswith("-"):
-            if arguments[0] == "run":
-                return run.main(arguments[1:])
-            if arguments[0] in plugins:
-                return _load(plugins[arguments[0]])(arguments[1:])
-            if arguments[0] not in COMMANDS:
-                raise QuestError(_unknown(arguments[0], plugins))
-            refuse_misspelt(commands[arguments[0]], arguments[1:])
-        refuse_misspelt(parser, arguments[:1])
-        chosen = parser.parse_args(arguments)
-        return COMMANDS[chosen.command](chosen)
+        try:
+            return _run(arguments)
+        finally:
+            print(end="", flush=True)
     except QuestError as error:
         print(f"quest: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("quest: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough, as in `quest list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    parser, commands, plugins = _parser()
+    if arguments and not arguments[0].startswith("-"):
+        if arguments[0] == "run":
+            return run.main(arguments[1:])
+        if arguments[0] in plugins:
+            return _load(plugins[arguments[0]])(arguments[1:])
+        if arguments[0] not in COMMANDS:
+            raise QuestError(_unknown(arguments[0], plugins))
+        refuse_misspelt(commands[arguments[0]], arguments[1:])
+    refuse_misspelt(parser, arguments[:1])
+    chosen = parser.parse_args(arguments)
+    return COMMANDS[chosen.command](chosen)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, Entry]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from ..catalogue import parts, taken
@@ -32,7 +31,7 @@ def show() -> int:
             if part.axis == axis:
                 print(*rows(part), sep="\n")
         print()
-    sys.stdout.flush()  # before other packages are imported
+    print(end="", flush=True)  # before other packages are imported
     for entry, answer in added():
         print(f"From {entry.owner}" + (f": not usable: {answer.problem}; fix: {entry.fix}" if answer.problem else ""))
         for lines in answer.parts.values():
