@@ -151,6 +151,15 @@ def test_wrapped_models_are_refused() -> None:
             quest_core.inject(given, "quest")  # type: ignore[arg-type]
 
 
+def test_observed_models_are_refused() -> None:
+    model, _ = quest_core.inject(nn.TransformerEncoderLayer(16, 4, 32), "standard")
+    monitor = quest_core.Monitor(model)
+    with pytest.raises(InjectionError, match=r"'self_attn.mechanism' is observed.*remove\(\)"):
+        quest_core.inject(model, "quest")
+    monitor.remove()
+    quest_core.inject(model, "quest")
+
+
 def test_an_error_leaves_the_model_as_it_was() -> None:
     model = encoder()
     model.layers[1].self_attn = nn.MultiheadAttention(8, 2, batch_first=True)  # 4 heads fit kv_heads=4, 2 do not

@@ -14,6 +14,7 @@ from ..checkpoints import ENTRY, accept, started
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
 from ..kernels.pytorch import same_random_state
+from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected
@@ -172,7 +173,7 @@ def inject(
 
     Raises:
         ConfigError: unknown mechanism or option, or one that sets the start of a model that is not fresh.
-        InjectionError: no attention was found, only a part of it could be replaced, or the model is wrapped already.
+        InjectionError: no attention was found, only a part of it is replaceable, or the model is wrapped or observed.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
@@ -320,6 +321,10 @@ def _refuse_wrapped(model: nn.Module) -> None:
             raise InjectionError(
                 f"{f'{path!r}' if path else 'the model'} is wrapped in {found[0]} already, which would not see the "
                 "replaced modules; inject first, then wrap"
+            )
+        if isinstance(module, Mechanism) and module.observer is not None:
+            raise InjectionError(
+                f"'{path}' is observed by a Monitor, which would not see its successor; call remove() first"
             )
 
 

@@ -194,6 +194,7 @@ def _measure(
         raise InputError("the model's output holds no floating-point tensor; say with forward= what to compare")
     layers = []
     for (path, _), ratio, monitor in zip(owners, ratios, monitors, strict=True):
+        monitor.remove()
         seen = list(monitor.collect().values())
         norms = seen[0]["key_norm_mean"] if seen else [math.nan]
         if not all(map(math.isfinite, norms)):
