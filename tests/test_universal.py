@@ -626,6 +626,20 @@ def test_a_site_inside_a_site_is_refused() -> None:
         quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
 
 
+def test_the_hook_of_the_host_for_subclasses_is_passed_by() -> None:
+    known: dict[str, type] = {}
+
+    class Registered:
+        def __init_subclass__(cls) -> None:
+            known[cls.__name__] = cls
+
+    class Layer(Registered, CausalSelfAttention):
+        pass
+
+    quest_core.inject(nn.Sequential(Layer()), "quest", example=torch.randn(2, 5, 32))
+    assert known["Layer"] is Layer
+
+
 def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
     x = torch.randn(2, 5, 32)
     for example, host in ((x, CausalSelfAttention()), (None, nn.MultiheadAttention(8, 2))):

@@ -97,6 +97,9 @@ class Routed(nn.Module):
     mechanism: Mechanism
     routed_call: Call
 
+    def __init_subclass__(cls) -> None:
+        """Pass by the hook of the host, which may register its subclasses by name."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's forward.
 
