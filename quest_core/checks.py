@@ -31,6 +31,10 @@ def check_inputs(
             raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
         if x.device != q.device:
             raise InputError(f"q is on {q.device} but {name} is on {x.device}")
+    if q.is_nested:
+        raise InputError(
+            "q is a nested tensor; pad it and say with a mask what is real, or use quest_core.attention_packed"
+        )
     batch, heads, n, dim = q.shape
     batch_k, heads_k, m, dim_k = k.shape
     batch_v, heads_v, m_v, _ = v.shape

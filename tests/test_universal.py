@@ -640,6 +640,13 @@ def test_the_hook_of_the_host_for_subclasses_is_passed_by() -> None:
     assert known["Layer"] is Layer
 
 
+def test_nested_tensors_are_refused_by_name() -> None:
+    model, _ = quest_core.inject(nn.Sequential(CausalSelfAttention()), "quest", example=torch.randn(2, 5, 32))
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.jagged)
+    with pytest.raises(InputError, match="q is a nested tensor; pad it"):
+        model(nested)
+
+
 def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
     x = torch.randn(2, 5, 32)
     for example, host in ((x, CausalSelfAttention()), (None, nn.MultiheadAttention(8, 2))):
