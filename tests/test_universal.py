@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import math
 import pickle
@@ -624,6 +625,13 @@ def test_a_site_inside_a_site_is_refused() -> None:
         match=r"'' \(Outer\) calls scaled_dot_product_attention, and it contains another attention, 'inner'",
     ):
         quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
+
+
+def test_a_host_can_read_which_arguments_a_site_takes() -> None:
+    model, _ = quest_core.inject(CausalSelfAttention(), "quest", example=torch.randn(2, 5, 32))
+    for held in (model, type(model)):
+        stock = CausalSelfAttention() if held is model else CausalSelfAttention
+        assert inspect.signature(held.forward) == inspect.signature(stock.forward)
 
 
 def test_the_hook_of_the_host_for_subclasses_is_passed_by() -> None:

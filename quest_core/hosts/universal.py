@@ -200,8 +200,18 @@ def _batched(x: Tensor, axes: int) -> Tensor:
 
 @functools.cache
 def _routed_class(host: Any) -> Any:
-    """Return the subclass of `host` for its sites; its name stays, because hosts and wrappers look for names."""
-    body = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__doc__": host.__doc__}
+    """Return the subclass of `host` for its sites; names stay, because hosts and wrappers look for names."""
+
+    @functools.wraps(host.forward)  # a host may read which arguments it takes
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Routed.forward(self, *args, **kwargs)
+
+    body = {
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "forward": forward,
+    }
     return type(host.__name__, (Routed, host), body)
 
 
