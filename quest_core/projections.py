@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +28,9 @@ from .checkpoints import started
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
 from .kernels.pytorch import wider
+
+MODULE_KEEPS = frozenset(vars(nn.Module()))
+"""The attributes of a plain nn.Module."""
 
 
 def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool = False) -> Tensor:
@@ -317,14 +321,25 @@ def unmark_shape(module: nn.Module, state_dict: MutableMapping[str, Any], prefix
 
 
 def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
-    """Return a module with the same parameters, sub-modules, hooks and attributes, in dictionaries of its own.
+    """Return a module with the same parameters, sub-modules, hooks and attributes.
+
+    The dictionaries that nn.Module keeps are copies. Methods of `module` among its attributes and hooks, as in
+    ``self.attend = self.attend_fast``, become those of the copy.
 
     Args:
         module: what is copied; it stays as it was.
         kind: the class of the copy, whose __init__ does not run; that of `module` by default.
     """
     made: Any = object.__new__(kind or type(module))
-    made.__dict__ = {key: item.copy() if isinstance(item, dict | set) else item for key, item in vars(module).items()}
+
+    def own(item: Any) -> Any:
+        mine = isinstance(item, MethodType) and item.__self__ is module
+        return MethodType(item.__func__, made) if mine else item
+
+    for key, item in vars(module).items():
+        made.__dict__[key] = item.copy() if key in MODULE_KEEPS and isinstance(item, dict | set) else own(item)
+        if key in MODULE_KEEPS and key.endswith("_hooks"):
+            made.__dict__[key].update({handle: own(hook) for handle, hook in item.items()})
     for key, hook in made._load_state_dict_pre_hooks.items():
         if hook.with_module:  # the one kind of hook that PyTorch binds to its module
             made._load_state_dict_pre_hooks[key] = type(hook)(hook.hook, made)

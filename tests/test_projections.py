@@ -131,6 +131,27 @@ def test_hooks_of_a_copy_are_given_the_copy() -> None:
     assert seen[0] is made
 
 
+def test_methods_among_the_attributes_are_those_of_the_copy_and_other_dictionaries_are_shared() -> None:
+    class Layer(nn.Linear):
+        def __init__(self, store: dict[str, bool]) -> None:
+            super().__init__(2, 3)
+            self.store, self.look = store, self.look_now
+            self.register_forward_hook(self.look)
+
+        def look_now(self, *_: Any) -> None:
+            self.store["training"] = self.training
+
+    store: dict[str, bool] = {}
+    layer = Layer(store)
+    made = shallow_copy(layer).eval()
+    made(torch.ones(1, 2))
+    assert store == {"training": False}
+    made.look()
+    assert store == {"training": False}
+    layer.look()
+    assert store == {"training": True}
+
+
 # --- smaller projections ------------------------------------------------------------------------------------------
 
 
