@@ -5,13 +5,15 @@ A plugin declares its suites as data in a module of its sub-package ``bench`` (R
 ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
 cell: one task, one attention, one seed.
 
-Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, and `own_trainer` runs
-a framework's own training script. :mod:`quest_core.testing.timing` times a step against the host's own.
+Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `over_rates` trains at
+several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a framework's own training
+script. :mod:`quest_core.testing.timing` times a step against the host's own.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import random
 import subprocess
@@ -22,8 +24,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from .errors import PluginError
+from .tools.monitor import Monitor
 
 STATE = "state.pt"
 """The file in a cell's workdir that `save_state` writes. `quest bench` deletes it when the cell has a result."""
@@ -165,3 +169,102 @@ def own_trainer(
             raise
     if process.returncode:
         raise PluginError(f"{name} ended with status {process.returncode}: {last}; log.txt has the rest")
+
+
+# --- several learning rates -----------------------------------------------------------------------------------------
+
+WITHIN = 1.0
+"""A rate is good if its accuracy is at most this far below that of the best rate, in points."""
+
+
+@dataclass
+class Trained:
+    """One training of a cell.
+
+    Attributes:
+        accuracy: on the test split at the epoch that is best in validation, in %. That of guessing if it diverged.
+        validation: on the validation split at that epoch, in %.
+        series: name -> values by epoch.
+        diverged: whether a loss was not finite.
+    """
+
+    accuracy: float
+    validation: float
+    series: dict[str, list[float]]
+    diverged: bool = False
+
+
+def over_rates(
+    lowest: float, count: int, train: Callable[[float, str, Progress], Trained], progress: Progress
+) -> Result:
+    """Train at learning rates half a decade apart. A rate that diverges stays in the result.
+
+    Args:
+        lowest: the lowest rate.
+        count: rates.
+        train: called with each rate, its name "lr=R" and the progress of its share.
+        progress: of the cell.
+
+    Returns:
+        Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
+        that is best in validation; ``range``, see `width_of_range`; and ``diverged``, a number of rates. Series of
+        `train` with names that end on ``/lr=R``. Details ``rates``, and the names of those that ``diverged``.
+    """
+    rates = [lowest * 10 ** (place / 2) for place in range(count)]
+    done: dict[str, Trained] = {}
+    for place, rate in enumerate(rates):
+        name = f"lr={rate:.2g}"
+        done[name] = train(rate, name, part(progress, place, count))
+    scores = {name: one.accuracy for name, one in done.items()}
+    return Result(
+        {
+            "accuracy": sum(scores.values()) / count,
+            **{f"accuracy/{name}": score for name, score in scores.items()},
+            "best accuracy": max(done.values(), key=lambda one: one.validation).accuracy,
+            "range": width_of_range(list(scores.values())),
+            "diverged": float(sum(one.diverged for one in done.values())),
+        },
+        {f"{key}/{name}": values for name, one in done.items() for key, values in one.series.items()},
+        {"rates": rates, "diverged": [name for name, one in done.items() if one.diverged]},
+    )
+
+
+def width_of_range(scores: Sequence[float]) -> float:
+    """Return the decades of neighbouring rates, half a decade apart, that are within `WITHIN` points of the best.
+
+    Each rate stands for half a decade, so the result is at least 0.5.
+    """
+    best = max(range(len(scores)), key=scores.__getitem__)
+    low = high = best
+    while low and scores[low - 1] >= scores[best] - WITHIN:
+        low -= 1
+    while high + 1 < len(scores) and scores[high + 1] >= scores[best] - WITHIN:
+        high += 1
+    return (high - low + 1) / 2
+
+
+def part(progress: Progress, place: int, count: int) -> Progress:
+    """Return the progress of the `place`-th of `count` trainings in a cell."""
+    return lambda share, text: progress((place + share) / count, text)
+
+
+@torch.no_grad()
+def observe(model: nn.Module, *inputs: Any) -> dict[str, float]:
+    """Return what a Monitor sees of `model(*inputs)` in evaluation.
+
+    Returns:
+        ``max_logit``, the largest logit, and ``entropy`` (nats), ``query_norm`` and ``key_norm``, the means over all
+        layers and heads; NaN for what a mechanism has not.
+    """
+    model.eval()
+    monitor = Monitor(model)
+    model(*inputs)
+    seen: list[dict[str, Any]] = list(monitor.collect().values())
+    monitor.remove()
+
+    def every(name: str) -> list[float]:
+        return [value for layer in seen for value in layer.get(name, [math.nan])]
+
+    means = {name: every(key) for name, key in (("entropy", "entropy"), ("query_norm", "query_norm_mean"))}
+    means["key_norm"] = every("key_norm_mean")
+    return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}

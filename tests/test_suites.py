@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from quest_core.benchmarks import STATE, Cell, Result, load_state, own_trainer, save_state
+from quest_core.benchmarks import (
+    STATE,
+    Cell,
+    Result,
+    Trained,
+    load_state,
+    over_rates,
+    own_trainer,
+    save_state,
+    width_of_range,
+)
 from quest_core.errors import PluginError
 from quest_core.testing.cells import check_resume, committed_commands
 from quest_core.testing.timing import beside_stock
@@ -134,3 +144,40 @@ def test_commands_of_pages_and_records_are_found(tmp_path: Path) -> None:
     )
     wanted = ["quest bench run a", 'quest bench run b --attention "standard,quest"', "quest bench ls"]
     assert list(committed_commands(tmp_path)) == wanted
+
+
+def test_a_rate_that_diverges_stays_among_the_rates() -> None:
+    found = {
+        0.1: Trained(70.0, 60.0, {"train_loss": [2.0, 1.0]}),
+        1.0: Trained(69.5, 61.0, {"train_loss": [2.5]}),
+        10.0: Trained(10.0, 10.0, {"train_loss": []}, diverged=True),
+    }
+    shares: list[float] = []
+
+    def train(rate: float, name: str, progress) -> Trained:
+        progress(0.5, name)
+        return {**found, 0.1 * 10**0.5: found[0.1], 10**0.5: found[1.0]}[rate]
+
+    result = over_rates(0.1, 5, train, lambda share, text: shares.append(share))
+    assert shares == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+    assert result.metrics == {
+        "accuracy": pytest.approx((70 + 70 + 69.5 + 69.5 + 10) / 5),
+        "accuracy/lr=0.1": 70.0,
+        "accuracy/lr=0.32": 70.0,
+        "accuracy/lr=1": 69.5,
+        "accuracy/lr=3.2": 69.5,
+        "accuracy/lr=10": 10.0,
+        "best accuracy": 69.5,  # that of the best validation, not the best one
+        "range": 2.0,
+        "diverged": 1.0,
+    }
+    assert result.series["train_loss/lr=1"] == [2.5]
+    assert result.details["diverged"] == ["lr=10"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "decades"),
+    [([70, 69.5, 69.2, 40], 1.5), ([50, 70, 60, 69.9], 0.5), ([10, 69, 70], 1.0), ([10, 10], 1.0)],
+)
+def test_the_range_is_of_neighbours_within_a_point(scores: list[float], decades: float) -> None:
+    assert width_of_range(scores) == decades

@@ -57,14 +57,6 @@ def test_a_stopped_cell_continues_in_the_middle_of_a_rate(data: Path, tmp_path: 
     check_resume(stability.run, cell(data, tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
 
 
-@pytest.mark.parametrize(
-    ("scores", "decades"),
-    [([70, 69.5, 69.2, 40], 1.5), ([50, 70, 60, 69.9], 0.5), ([10, 69, 70], 1.0), ([10, 10], 1.0)],
-)
-def test_the_range_is_of_neighbours_within_a_point(scores: list[float], decades: float) -> None:
-    assert stability.width_of_range(scores) == decades
-
-
 def test_plots_draw_seeds_that_stop_early(data: Path, tmp_path: Path) -> None:
     result = run(cell(data, tmp_path))
     short = {name: values[:1] for name, values in result.series.items()}

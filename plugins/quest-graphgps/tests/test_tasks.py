@@ -15,7 +15,7 @@ from models import write_lrgb, write_superpixels, write_zinc
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-from quest_core.benchmarks import Cell
+from quest_core.benchmarks import STATE, Cell
 from quest_core.errors import ConfigError
 from quest_core.mechanisms.part import Option
 from quest_core.testing.cells import check_resume
@@ -380,3 +380,47 @@ def test_a_users_import_loads_no_benchmark_code() -> None:
 
 def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path) -> None:
     check_resume(tasks.run_graph, cell(tmp_path, "graph/pattern"), tmp_path, share=0.5)
+
+
+# --- stability/graph ------------------------------------------------------------------------------------------------
+
+RATES = {"graphs": 20, "epochs": 2, "layers": 1, "rates": 2, "lowest": 0.0005}
+
+
+def rates(tmp_path, attention="quest", **options) -> Cell:
+    defaults = {option["name"]: option["default"] for option in ALL["stability/graph"]["options"]}
+    given = {**defaults, **RATES, **options}
+    return Cell("stability/graph", "PATTERN", attention, 0, False, None, given, Path(tempfile.mkdtemp(dir=tmp_path)))
+
+
+@pytest.mark.parametrize("attention", ["standard", "qknorm-hs"])
+def test_every_rate_is_measured_and_the_attention_is_watched(tmp_path, attention) -> None:
+    given = rates(tmp_path, attention)
+    result = tasks.run_rates(given, lambda *_: None)
+    scores = [result.metrics["accuracy/lr=0.0005"], result.metrics["accuracy/lr=0.0016"]]
+    assert result.metrics["accuracy"] == sum(scores) / 2
+    for name in ("train_loss", "validation", "max_logit", "entropy", "query_norm", "key_norm"):
+        assert len(result.series[f"{name}/lr=0.0016"]) == 2
+        assert all(map(math.isfinite, result.series[f"{name}/lr=0.0016"]))
+    assert [path.name for path in given.workdir.iterdir()] == [STATE]
+
+
+def test_looking_at_the_attention_changes_no_training(tmp_path) -> None:
+    watched = tasks.run_rates(rates(tmp_path), lambda *_: None)
+    options = {name: RATES[name] for name in ("graphs", "epochs", "layers")}
+    plain = tasks.run_graph(
+        cell(tmp_path, "graph/pattern", smoke=False, lr=0.0005, batch_size=8, warmup_epochs=0, **options),
+        lambda *_: None,
+    )
+    assert watched.series["train_loss/lr=0.0005"] == plain.series["train_loss"]
+    assert watched.metrics["accuracy/lr=0.0005"] == plain.metrics["accuracy"]
+
+
+def test_a_rate_that_diverges_counts_as_guessing(tmp_path) -> None:
+    result = tasks.run_rates(rates(tmp_path, lowest=1e30), lambda *_: None)
+    assert result.metrics["diverged"] == 2
+    assert result.metrics["accuracy"] == 50
+
+
+def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path) -> None:
+    check_resume(tasks.run_rates, rates(tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates

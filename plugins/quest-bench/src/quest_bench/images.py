@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, observe, part
 from quest_core.errors import ConfigError
 from quest_core.projections import Projected
 
@@ -223,28 +223,6 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     model.eval()
     pieces = zip(inputs.split(500), labels.split(500), strict=True)
     return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / labels.numel()
-
-
-@torch.no_grad()
-def observe(model: nn.Module, inputs: Tensor) -> dict[str, float]:
-    """Return the largest logit, and the means of entropy in nats and of norms, over all layers and heads."""
-    model.eval()
-    monitor = quest_core.Monitor(model)
-    model(inputs)
-    seen: list[dict[str, Any]] = list(monitor.collect().values())
-    monitor.remove()
-
-    def every(name: str) -> list[float]:
-        return [value for layer in seen for value in layer.get(name, [math.nan])]
-
-    means = {name: every(key) for name, key in (("entropy", "entropy"), ("query_norm", "query_norm_mean"))}
-    means["key_norm"] = every("key_norm_mean")
-    return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}
-
-
-def part(progress: Progress, place: int, count: int) -> Progress:
-    """Return the progress of the `place`-th of `count` trainings in a cell."""
-    return lambda share, text: progress((place + share) / count, text)
 
 
 # --- the suites -----------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, part
 from quest_core.errors import ConfigError, PluginError
 
-from .images import Images, Split, accuracy, build, classify, load, part
+from .images import Images, Split, accuracy, build, classify, load
 from .training import DivergedError, Fit
 
 CORRUPTIONS = (

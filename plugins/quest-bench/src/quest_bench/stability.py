@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.benchmarks import Cell, Progress, Result, Trained, observe, over_rates
 
 from . import calibration, images
-from .images import Block, Split, accuracy, classify, observe, part, start
+from .images import Block, Split, accuracy, classify, start
 from .training import DivergedError
 
-WITHIN = 1.0
-"""A rate is good if its accuracy is at most this far below that of the best rate, in points."""
 CONTEXT = 64
 """Characters that the language model sees."""
 WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
@@ -110,11 +108,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         progress: called after each epoch.
 
     Returns:
-        Metrics, with the test accuracy at the epoch that is best in validation: ``accuracy``, the mean over the rates,
-        and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate that is best in validation; ``range``, the
-        decades between the lowest and the highest rate around the best one that are `WITHIN` points of it, and half a
-        decade more because the rates are half a decade apart; and ``diverged``, a number of rates. Series
-        ``train_loss/lr=R`` and so on by epoch, also for the values of `WATCHED`.
+        What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`.
 
     Raises:
         ConfigError: a size is invalid, or the data is missing.
@@ -125,10 +119,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     draw = torch.Generator().manual_seed(cell.seed)
     problem = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
     probe = problem.validation[0][:128]
-    rates = [options["lowest"] * 10 ** (place / 2) for place in range(options["rates"])]
-    names = [f"lr={rate:.2g}" for rate in rates]
-    done: list[dict[str, Any]] = []
-    for place, (rate, name) in enumerate(zip(rates, names, strict=True)):
+
+    def train(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
         model = problem.make()
         try:
@@ -141,48 +133,16 @@ def run(cell: Cell, progress: Progress) -> Result:
                 options,
                 rate=rate,
                 draw=torch.Generator().manual_seed(cell.seed),
-                progress=part(progress, place, len(rates)),
+                progress=progress,
                 precision=options["precision"],
                 watch=lambda model: observe(model, probe),
             )
         except DivergedError as error:
-            guess = {"accuracy": problem.guess, "validation": problem.guess}
-            done.append({"diverged": True, **guess, "series": error.series})
-            continue
+            return Trained(problem.guess, problem.guess, error.series, diverged=True)
         model.load_state_dict(found.weights)
-        reached = {"accuracy": accuracy(model, *problem.test), "validation": max(found.series["validation"])}
-        done.append({"diverged": False, **reached, "series": found.series})
-    scores = [one["accuracy"] for one in done]
-    chosen = max(range(len(done)), key=lambda place: done[place]["validation"])
-    return Result(
-        {
-            "accuracy": sum(scores) / len(scores),
-            **{f"accuracy/{name}": score for name, score in zip(names, scores, strict=True)},
-            "best accuracy": scores[chosen],
-            "range": width_of_range(scores),
-            "diverged": float(sum(one["diverged"] for one in done)),
-        },
-        {
-            f"{key}/{name}": values
-            for name, one in zip(names, done, strict=True)
-            for key, values in one["series"].items()
-        },
-        {"rates": rates, "diverged": [name for name, one in zip(names, done, strict=True) if one["diverged"]]},
-    )
+        return Trained(accuracy(model, *problem.test), max(found.series["validation"]), found.series)
 
-
-def width_of_range(scores: Sequence[float]) -> float:
-    """Return the decades of neighbouring rates, half a decade apart, that are within `WITHIN` points of the best.
-
-    Each rate stands for half a decade, so the result is at least 0.5.
-    """
-    best = max(range(len(scores)), key=scores.__getitem__)
-    low = high = best
-    while low and scores[low - 1] >= scores[best] - WITHIN:
-        low -= 1
-    while high + 1 < len(scores) and scores[high + 1] >= scores[best] - WITHIN:
-        high += 1
-    return (high - low + 1) / 2
+    return over_rates(options["lowest"], options["rates"], train, progress)
 
 
 def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
@@ -241,8 +201,9 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
         ),
         (
             "Logits and norms over training",
-            "After each epoch, on 128 validation inputs: the largest logit, and the means over layers and heads of the "
-            "entropy of the weights in nats and of the norms of queries and keys. Lines end where a seed diverged.",
+            "After each epoch, on a part of the validation split: the largest logit, and the means over layers and "
+            "heads of the entropy of the weights in nats and of the norms of queries and keys. Lines end where a seed "
+            "diverged.",
             watched,
         ),
     ]

@@ -152,6 +152,27 @@ SUITES: dict[str, dict[str, Any]] = {
         "data_required": True,
         "options": _options(_ALL, 0, 4, 256, 0.0003, 200, 10),
     },
+    "stability/graph": {
+        "summary": f"accuracy over learning rates up to divergence, GPS on PATTERN; {_GENERATED}",
+        "tasks": ["PATTERN"],
+        "metric": "accuracy",
+        "selection": "validation",
+        "unit": "%",
+        "also": [
+            {"metric": "best accuracy"},
+            {"metric": "range", "unit": "decades"},
+            {"metric": "diverged", "unit": "rates", "higher_is_better": False},
+        ],
+        "plots": "quest_bench.stability:plots",
+        "data": _SBM_DATA,
+        "data_files": ["GNNBenchmarkDataset/PATTERN/raw"],
+        "options": [
+            *(option for option in _options(_SBM, 300, 2, 8, 0.0, 8, 0) if option["name"] != "lr"),
+            {"name": "rates", "kind": "int", "default": 4, "doc": "learning rates, half a decade apart", "minimum": 2},
+            {"name": "lowest", "kind": "float", "default": 0.0001, "doc": "lowest learning rate", "minimum": 0},
+            _SEED,
+        ],
+    },
     "graphgps": {
         "summary": "GraphGPS's own main.py in a checkout of GraphGPS, with any of its configs",
         "tasks": [],

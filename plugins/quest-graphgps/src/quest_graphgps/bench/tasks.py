@@ -16,9 +16,11 @@ import gzip
 import importlib.util
 import logging
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.benchmarks import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state
 from quest_core.errors import ConfigError, PluginError
 
 SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
+WATCHED = 32
+"""Validation graphs on which stability/graph looks at the attention."""
+GUESS = 50.0
+"""PATTERN's accuracy of guessing, in %, because its metric is the mean over two classes."""
 MOLECULE_TYPES = ("C", "N", "O", "S", "F", "Cl", "Br", "I", "P", "H", "B", "Si")
 
 CONFIGS = {
@@ -47,23 +53,26 @@ CONFIGS = {
 """Suite -> its yaml; None: the yaml has the task's name."""
 
 
-def run_graph(cell: Cell, progress: Progress) -> Result:
+def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     """Train and evaluate one dataset with one attention and one seed.
 
     Args:
         cell: `data` is a folder with datasets in PyTorch Geometric's layout (ZINC/, LRGB/, GNNBenchmarkDataset/), or
             for graph/molecules a csv file of molsets. PATTERN and CLUSTER are generated without one, from `data_seed`.
         progress: called after each epoch.
+        watch: validation graphs on which `quest_core.benchmarks.observe` looks at the attention after each epoch.
 
     Returns:
         The suite's metric on the test split at the best validation epoch, its value on the validation split there,
-        ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch.
+        ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch, and with `watch` those
+        of `observe`.
 
     Raises:
         ConfigError: an option is invalid, or the data is missing.
         PluginError: the package that reads the data is not installed.
     """
     from pytorch_lightning import Callback, Trainer, seed_everything
+    from torch_geometric.data import Batch
     from torch_geometric.graphgym.config import cfg, set_cfg
     from torch_geometric.graphgym.model_builder import create_model
     from torch_geometric.graphgym.train import GraphGymDataModule
@@ -91,8 +100,10 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
         module = GraphGymDataModule()
         model = create_model()
     higher, measure = METRICS[cell.suite]
+    probe = Batch.from_data_list([*module.loaders[1].dataset][:watch]) if watch else None
     losses: list[float] = []
     found: list[float] = []
+    seen: dict[str, list[float]] = {}
     best: dict[str, Any] = {"state": None, "epoch": -1}
 
     class Watch(Callback):
@@ -122,9 +133,13 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             if best["state"] is None or sign * found[-1] > sign * found[best["epoch"]]:
                 best["epoch"] = len(found) - 1
                 best["state"] = {key: value.clone() for key, value in lightning.state_dict().items()}
+            if probe is not None:
+                for name, value in observe(lightning, probe.clone().to(lightning.device)).items():
+                    seen.setdefault(name, []).append(value)
+                lightning.train()
             name = f"epoch-{len(found)}.ckpt"
             trainer.save_checkpoint(cell.workdir / name)
-            save_state(cell, {"losses": losses, "found": found, "best": best, "checkpoint": name})
+            save_state(cell, {"losses": losses, "found": found, "seen": seen, "best": best, "checkpoint": name})
             for old in cell.workdir.glob("epoch-*.ckpt"):
                 if old.name != name:
                     old.unlink()
@@ -149,6 +164,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
         if state := load_state(cell):
             losses += state["losses"]
             found += state["found"]
+            seen |= state["seen"]
             best |= state["best"]
             checkpoint = str(cell.workdir / state["checkpoint"])
         first = len(found)
@@ -166,7 +182,7 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             "epochs": float(len(found)),
             "seconds_per_epoch": seconds,
         },
-        series={"train_loss": losses, "validation": found},
+        series={"train_loss": losses, "validation": found, **seen},
         details={
             "best_epoch": best["epoch"] + 1,
             "injected": str(model.model.attention_report),
@@ -175,6 +191,42 @@ def run_graph(cell: Cell, progress: Progress) -> Result:
             "config": cfg.dump(),
         },
     )
+
+
+def run_rates(cell: Cell, progress: Progress) -> Result:
+    """Train graph/pattern with one attention and one seed at every learning rate, from the same weights.
+
+    Gradients are clipped, as in GraphGPS.
+
+    Args:
+        cell, progress: as in `run_graph`.
+
+    Returns:
+        What `quest_core.benchmarks.over_rates` returns, with the curves of `run_graph`.
+
+    Raises:
+        ConfigError, PluginError: as `run_graph`.
+    """
+    done: dict[str, Trained] = load_state(cell) or {}
+
+    def train(rate: float, name: str, progress: Progress) -> Trained:
+        if name not in done:
+            folder = cell.workdir / name
+            folder.mkdir(exist_ok=True)
+            options = {**cell.options, "lr": rate}
+            one = run_graph(
+                replace(cell, suite="graph/pattern", workdir=folder, options=options), progress, watch=WATCHED
+            )
+            if all(map(math.isfinite, one.series["train_loss"])):
+                done[name] = Trained(one.metrics["accuracy"], one.metrics["validation"], one.series)
+            else:
+                done[name] = Trained(GUESS, GUESS, one.series, diverged=True)
+            save_state(cell, done)
+            shutil.rmtree(folder)
+        return done[name]
+
+    rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
+    return over_rates(cell.options["lowest"], rates, train, progress)
 
 
 @contextlib.contextmanager
