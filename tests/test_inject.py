@@ -215,6 +215,78 @@ def test_a_module_with_two_names_is_replaced_under_both() -> None:
     assert isinstance(model.two, MultiheadAttention)
 
 
+KEEPING = {
+    "list": (lambda attention: [attention], lambda kept: kept[0]),
+    "nested": (lambda attention: {"by_layer": [(0, attention)]}, lambda kept: kept["by_layer"][0][1]),
+    "forward": (lambda attention: attention.forward, lambda kept: kept),
+    "forwards": (lambda attention: {"self": (attention.forward,)}, lambda kept: kept["self"][0]),
+}
+
+
+class Keeping(nn.Module):
+    """Calls its attention by what it keeps outside of the tree of modules."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        keep, self.found = KEEPING[way]
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.kept = keep(self.attention)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.found(self.kept)(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("way", KEEPING)
+def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(way: str) -> None:
+    model, _ = quest_core.inject(Keeping(way), "quest")
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
+    assert not torch.equal(model(x), Keeping(way)(x))
+    model, _ = quest_core.inject(model, "sigmoid")  # also what the first injection has put there
+    assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
+
+
+def test_containers_that_modules_share_stay_shared() -> None:
+    class Layer(nn.Module):
+        def __init__(self, all_attentions: list[nn.Module]) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+            all_attentions.append(self.attention)
+            self.all_attentions = all_attentions
+
+    every: list[Any] = []
+    every.append(every)  # containers may hold themselves
+    model = nn.Sequential(Layer(every), Layer(every))
+    quest_core.inject(model, "quest")
+    assert model[0].all_attentions is model[1].all_attentions is every
+    assert every[1:] == [model[0].attention, model[1].attention]
+
+
+def test_a_kept_method_that_the_replacement_has_not_is_refused() -> None:
+    class Own(nn.MultiheadAttention):
+        def attend(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x, x, x)[0]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Own(8, 2)
+            self.attend = self.attention.attend
+
+    model = nn.Sequential(Block())
+    before = model[0].attention
+    with pytest.raises(InjectionError, match=r"'0\.attend' is the method attend of a Own, which .* has not"):
+        quest_core.inject(model, "quest")
+    assert model[0].attention is before
+
+
+@pytest.mark.parametrize("flag", ["fresh", "allow_partial"])
+def test_flags_are_no_texts(flag: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag} is 'false'; write True or False"):
+        quest_core.inject(encoder(), "quest", **{flag: "false"})  # type: ignore[arg-type]
+
+
 class OddAttention(nn.Module):
     pass
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -172,12 +174,17 @@ def inject(
         carries as ``model.attention_report``.
 
     Raises:
-        ConfigError: unknown mechanism or option, or one that sets the start of a model that is not fresh.
-        InjectionError: no attention was found, only a part of it is replaceable, or the model is wrapped or observed.
+        ConfigError: unknown mechanism or option, one that sets the start of a model that is not fresh, or a flag that
+            is no bool.
+        InjectionError: no attention was found, only a part of it is replaceable, the model is wrapped or observed, or
+            it keeps a method of its attention that the replacement has not.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
     config = AttentionConfig.parse(attention)
+    for name, value in (("fresh", fresh), ("allow_partial", allow_partial)):
+        if not isinstance(value, bool):  # a text is true in Python
+            raise ConfigError(f"{name} is {value!r}; write True or False")
     _refuse_wrapped(model)
     if config.starts and not fresh:
         raise ConfigError(
@@ -233,8 +240,10 @@ def inject(
     for part in starting:
         part.start_factors()  # raises before the model is changed
 
-    for (_, site), module in zip(chosen, made, strict=True):
-        model = _swap(model, site.module, module)
+    successors = {id(site.module): module for (_, site), module in zip(chosen, made, strict=True)}
+    for holder, key, value in _references(model, successors):  # raises before the model is changed
+        holder[key] = value
+    model = successors.get(id(model), model)
     if chained:
         chain(model, stacks)
     for owner in {id(owner): owner for owner, _ in chosen}.values():
@@ -279,15 +288,52 @@ def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
                 setattr(module.get_submodule(path), leaf, shared.setdefault((id(old), new[name].shape), new[name]))
 
 
-def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Put `new` wherever `model` holds `old`, which may be under several names; returns the model."""
-    if model is old:
-        return new
-    for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # named_children lists a child once, whatever its names
-            if child is old:
-                setattr(module, name, new)
-    return model
+def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[tuple[Any, Any, Any]]:
+    """Find everything of replaced modules that the others of `model` hold, also in plain containers and as methods.
+
+    Args:
+        model: before the replacement.
+        successors: id of a module that is replaced -> what takes its place.
+
+    Returns:
+        (holder, key, value): after all assignments ``holder[key] = value``, nothing of what is replaced is held.
+
+    Raises:
+        InjectionError: a method is held that the successor does not have.
+    """
+    found: list[tuple[Any, Any, Any]] = []
+    seen: set[int] = set()
+
+    def successor(value: Any, where: str) -> Any:
+        if id(value) in successors:
+            return successors[id(value)]
+        if isinstance(value, MethodType) and id(value.__self__) in successors:
+            made, name = successors[id(value.__self__)], value.__func__.__name__
+            if not hasattr(made, name):
+                raise InjectionError(
+                    f"'{where}' is the method {name} of a {type(value.__self__).__name__}, which "
+                    f"{type(made).__name__} in its place has not; keep the module and call it there"
+                )
+            return getattr(made, name)
+        if type(value) is tuple:
+            items = tuple(successor(item, where) for item in value)
+            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        if type(value) in (list, dict, OrderedDict) and id(value) not in seen:
+            seen.add(id(value))
+            search(value, enumerate(value) if type(value) is list else value.items(), where)
+        return value
+
+    def search(holder: Any, items: Iterable[tuple[Any, Any]], where: str) -> None:
+        for key, value in items:
+            new = successor(value, f"{where}.{key}" if where else str(key))
+            if new is not value:
+                found.append((holder, key, new))
+
+    replaced = {id(part) for module in model.modules() if id(module) in successors for part in module.modules()}
+    for path, module in model.named_modules():
+        if id(module) not in replaced:
+            search(vars(module), vars(module).items(), path)
+    return found
 
 
 def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str]) -> str:
