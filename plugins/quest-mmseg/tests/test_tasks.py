@@ -167,6 +167,18 @@ def test_an_image_is_the_same_whatever_the_number_of_images(tmp_path):
     assert found == set(scenes.LABELS.values())
 
 
+def test_a_folder_holds_the_scenes_of_the_last_call_only(tmp_path):
+    scenes.write(tmp_path / "again", train=3, validation=2, size=48)
+    for folder in ("again", "new"):
+        scenes.write(tmp_path / folder, train=2, validation=1)
+    again, new = (
+        {path.relative_to(tmp_path / folder): path.read_bytes() for path in (tmp_path / folder).rglob("scene_*")}
+        for folder in ("again", "new")
+    )
+    assert len(new) == 6
+    assert again == new
+
+
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scenes", str(tmp_path / "x"), "--train", "2", "--validation", "1"])
     scenes.main()

@@ -81,7 +81,7 @@ def _outline(name: str, size: int, generator: np.random.Generator) -> np.ndarray
 
 
 def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: int = 0) -> None:
-    """Write images/ and annotations/, each with training/ and validation/; existing files are kept.
+    """Write images/ and annotations/, each with training/ and validation/, in place of earlier scenes there.
 
     Args:
         folder: the data_root of a config.
@@ -93,10 +93,10 @@ def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: in
         images, annotations = folder / "images" / split, folder / "annotations" / split
         images.mkdir(parents=True, exist_ok=True)
         annotations.mkdir(parents=True, exist_ok=True)
+        for earlier in (*images.glob("scene_*.jpg"), *annotations.glob("scene_*.png")):
+            earlier.unlink()
         for index in range(count):
             name = f"scene_{split[:5]}_{index:06d}"
-            if (annotations / f"{name}.png").exists():
-                continue
             image, labels = scene(size, np.random.default_rng([seed, number, index]))
             cv2.imwrite(str(images / f"{name}.jpg"), image, [cv2.IMWRITE_JPEG_QUALITY, 95])
             cv2.imwrite(str(annotations / f"{name}.png"), labels)
