@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,6 +249,34 @@ def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(w
     assert not torch.equal(model(x), Keeping(way)(x))
     model, _ = quest_core.inject(model, "sigmoid")  # also what the first injection has put there
     assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
+
+
+HIDING: dict[str, Callable[[nn.Module], Any]] = {
+    "partial": lambda attention: functools.partial(attention.forward, need_weights=False),
+    "closure": lambda attention: lambda *inputs: attention(*inputs),
+    "defaultdict": lambda attention: defaultdict(list, {0: [attention]}),
+    "SimpleNamespace": lambda attention: SimpleNamespace(attention=attention),
+    "module outside of the tree": lambda attention: [nn.Sequential(attention)],
+}
+
+
+@pytest.mark.parametrize("way", HIDING)
+def test_an_attention_in_an_object_that_cannot_be_changed_is_refused(way: str) -> None:
+    model = Keeping("list")
+    before, model.kept = model.attention, HIDING[way](model.attention)
+    with pytest.raises(InjectionError, match=r"'kept.*' \(\w+\) keeps a MultiheadAttention that would be replaced"):
+        quest_core.inject(model, "quest")
+    assert model.attention is before
+
+
+def test_objects_that_lead_back_to_the_model_are_no_obstacle() -> None:
+    model = Keeping("list")
+    model.run, kept = functools.partial(model.forward), model.kept
+    del model.kept
+    model.owner = SimpleNamespace(model=model, kept=kept)
+    model.kept = kept  # found later than in its owner
+    quest_core.inject(model, "quest")
+    assert model.owner.kept == [model.attention]
 
 
 def test_containers_that_modules_share_stay_shared() -> None:

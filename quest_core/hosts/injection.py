@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..catalogue import parts
 from ..checkpoints import ENTRY, accept, started
@@ -31,6 +32,8 @@ REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
+ENDS = (Tensor, type, ModuleType, FrameType, GeneratorType)
+"""What `_references` does not look into. Through types, modules and frames every object of the program is reached."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -175,9 +178,9 @@ def inject(
 
     Raises:
         ConfigError: unknown mechanism or option, one that sets the start of a model that is not fresh, or a flag that
-            is no bool.
+            is not a bool.
         InjectionError: no attention was found, only a part of it is replaceable, the model is wrapped or observed, or
-            it keeps a method of its attention that the replacement has not.
+            it keeps its attention in an object that cannot be changed, or a method that the replacement has not.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
@@ -299,10 +302,12 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
         (holder, key, value): after all assignments ``holder[key] = value``, nothing of what is replaced is held.
 
     Raises:
-        InjectionError: a method is held that the successor does not have.
+        InjectionError: a method is held that the successor does not have, or an object holds a replaced module where
+            no assignment reaches it.
     """
     found: list[tuple[Any, Any, Any]] = []
-    seen: set[int] = set()
+    others: list[tuple[Any, str]] = []
+    seen = {id(module) for module in model.modules()}
 
     def successor(value: Any, where: str) -> Any:
         if id(value) in successors:
@@ -318,7 +323,10 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
         if type(value) is tuple:
             items = tuple(successor(item, where) for item in value)
             return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-        if type(value) in (list, dict, OrderedDict) and id(value) not in seen:
+        if type(value) not in (list, dict, OrderedDict):
+            if gc.is_tracked(value):
+                others.append((value, where))
+        elif id(value) not in seen:
             seen.add(id(value))
             search(value, enumerate(value) if type(value) is list else value.items(), where)
         return value
@@ -329,10 +337,27 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
             if new is not value:
                 found.append((holder, key, new))
 
+    def refuse(value: Any, where: str) -> None:
+        """Raise InjectionError if an object keeps a replaced module, which it would go on calling."""
+        held = [value]
+        while held:
+            one = held.pop()
+            if id(one) in successors:
+                raise InjectionError(
+                    f"'{where}' ({type(value).__name__}) keeps a {type(one).__name__} that would be replaced, and "
+                    "could go on calling it; keep the module in a list, tuple or dict, or make the object after inject"
+                )
+            if not gc.is_tracked(one) or id(one) in seen or issubclass(type(one), ENDS):
+                continue
+            seen.add(id(one))
+            held += [one.__closure__, one.__defaults__] if isinstance(one, FunctionType) else gc.get_referents(one)
+
     replaced = {id(part) for module in model.modules() if id(module) in successors for part in module.modules()}
     for path, module in model.named_modules():
         if id(module) not in replaced:
             search(vars(module), vars(module).items(), path)
+    for value, where in others:  # after all containers, because those may be shared with other objects
+        refuse(value, where)
     return found
 
 
