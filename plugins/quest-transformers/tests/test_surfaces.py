@@ -14,7 +14,7 @@ from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES,
 
 import quest_core
 from quest_core import AttentionConfig, AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
-from quest_core.errors import UnsupportedError
+from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts import discovery, loading
 from quest_transformers import TransformersAdapter
 from quest_transformers.choice import Choice
@@ -190,6 +190,14 @@ def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
         type(model).from_pretrained(tmp_path, attn_implementation=swapped)
 
 
+def clip():
+    return hf.CLIPConfig(
+        text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**VISION, "intermediate_size": 48},
+        projection_dim=16,
+    )
+
+
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 2}
 
 
@@ -202,19 +210,34 @@ VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
     ],
 )
 def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found, tmp_path):
-    config = hf.CLIPConfig(
-        text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config={**VISION, "intermediate_size": 48},
-        projection_dim=16,
-    )
-    model = hf.AutoModel.from_config(config, attn_implementation=chosen).eval()
+    model = hf.AutoModel.from_config(clip(), attn_implementation=chosen).eval()
+    late = hf.CLIPModel(clip()).eval()
+    late.set_attn_implementation(chosen)
+    late.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path)
+    late.save_pretrained(tmp_path / "late")
     arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
-    for each in (model, hf.AutoModel.from_pretrained(tmp_path)):
+    saved = (hf.AutoModel.from_pretrained(path) for path in (tmp_path, tmp_path / "late"))
+    for each in (model, late, *saved):
         configs = (each.config, each.config.vision_config, each.config.text_config)
         assert tuple(config.attention for config in configs) == found
         assert each.vision_model.config is each.config.vision_config
         torch.testing.assert_close(each(**arguments).logits_per_image, model(**arguments).logits_per_image)
+
+
+def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
+    config = clip()
+    model, other = hf.CLIPModel(config), hf.CLIPModel(config)
+    model.set_attn_implementation({"vision_config": {"": "quest"}, "text_config": "eager"})
+    assert model.config.text_config._attn_implementation == "eager"
+    model.set_attn_implementation({"text_config": "sigmoid"})
+    assert [model.config.vision_config.attention, model.config.text_config.attention] == ["quest", "sigmoid"]
+    assert not any(mechanisms(other))
+    assert config.vision_config.attention is None
+    with pytest.raises(UnsupportedError, match="cannot replace attention 'quest'"):
+        model.set_attn_implementation({"vision_config": "sdpa"})
+    with pytest.raises(InjectionError, match="no module of this part of CLIPModel"):
+        other.set_attn_implementation({"": "quest"})
 
 
 OTHERS = {

@@ -167,8 +167,10 @@ def write_configs(model: nn.Module) -> None:
     if not wanted:
         return
     memo: dict[int, Any] = {}
-    for config, _, _ in wanted.values():
-        copy.deepcopy(config, memo)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    for config in held:
+        if isinstance(config, PreTrainedConfig) and any(id(part) in wanted for part in _parts(config)):
+            copy.deepcopy(config, memo)
     for config, text, interface in wanted.values():
         new = memo[id(config)]
         new.__dict__.pop(KEY, None)
@@ -178,6 +180,14 @@ def write_configs(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig) and id(value) in memo:
                 setattr(module, name, memo[id(value)])
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and those that it holds."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
 
 
 def _interface(model: Any) -> str:
@@ -234,6 +244,7 @@ def fulfil(
     fresh: bool,
     loads: bool = False,
     choice: Choice | None = None,
+    parts: Mapping[str, Choice] | None = None,
     **options: Any,
 ) -> bool:
     """Put into a model what its configs ask for; return whether a module was replaced.
@@ -244,13 +255,14 @@ def fulfil(
         fresh: the weights have only been initialised.
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
+        parts: the same for the attention modules with these paths.
         options: `attention_from` and `allow_partial` of quest_core.inject.
 
     Raises:
         As quest_core.inject.
     """
     asked = choice or _choice(model.config)
-    if asked is None and not any(_asks(part) for part in model.modules()):
+    if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig] = {}
     kept: list[str] = []
@@ -258,7 +270,7 @@ def fulfil(
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        own = choice or (_choice(module.config) if held is None else None)
+        own = choice or (parts or {}).get(site.path) or (_choice(module.config) if held is None else None)
         if own is None and held is None:
             kept.append(site.path)
             continue
@@ -367,20 +379,68 @@ def _inject_instead(adapter: TransformersAdapter, stock: Any) -> Any:
     def set_attn_implementation(
         self: Any, attn_implementation: Any, *arguments: Any, allow_partial: bool = False, **options: Any
     ) -> None:
-        attn_implementation = _text(self.config, attn_implementation)
-        choice = _parse(attn_implementation)
-        if choice is not None:
-            fulfil(adapter, self, fresh=False, choice=choice, allow_partial=allow_partial)
+        given = _text(self.config, attn_implementation)
+        choice, parts = _parse(given), dict[str, Choice]()
+        if isinstance(given, Mapping):
+            parts, given = _chosen_parts(self, given)
+        elif choice is None and _has_mechanism(self):
+            raise _kept(self.config, given)
+        if choice is not None or parts:
+            fulfil(adapter, self, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
             getattr(self, REPORT).announce()
-        elif _has_mechanism(self):
-            raise UnsupportedError(
-                f"set_attn_implementation({attn_implementation!r}) cannot replace attention '{self.config.attention}'; "
-                "set_attn_implementation('standard') gives this model standard attention"
-            )
-        else:
-            stock(self, attn_implementation, *arguments, **options)
+        if choice is None and given != {}:
+            stock(self, given, *arguments, **options)
 
     return set_attn_implementation
+
+
+def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Any]]:
+    """Split a mapping of the parts of a model, as transformers reads it.
+
+    Returns:
+        The choice for the path of each attention module that shall have one of quest, and the rest of the mapping.
+
+    Raises:
+        InjectionError: a part has no attention module.
+        UnsupportedError: a part has an attention of quest and shall have a function of the host.
+    """
+    from transformers.modeling_utils import PreTrainedModel
+
+    owners: dict[str, Any] = {}  # the config of the innermost model around each attention module
+    for path, owner in model.named_modules():
+        if isinstance(owner, PreTrainedModel):
+            owners |= {inner: owner.config for inner, part in owner.named_modules(prefix=path) if is_attention(part)}
+    chosen: dict[str, Choice] = {}
+
+    def rest(config: Any, value: Any, name: str) -> Any:
+        value = _text(config, value)
+        if isinstance(value, Mapping):
+            left = {key: rest(getattr(config, key, config), each, key) for key, each in value.items()}
+            return {key: each for key, each in left.items() if each is not chosen}
+        parts = list(_parts(config)) if name else [config]
+        paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
+        choice = _parse(value)
+        if choice is None:
+            if any(hasattr(model.get_submodule(path), "mechanism") for path in paths):
+                raise _kept(config, value)
+            return value
+        if not paths:
+            raise InjectionError(
+                f"{KEY}={{{name!r}: '{choice}'}}: no module of this part of {type(model).__name__} calls transformers' "
+                "AttentionInterface"
+            )
+        chosen.update(dict.fromkeys(paths, choice))
+        return chosen
+
+    left: dict[str, Any] = rest(model.config, given, "")
+    return chosen, left
+
+
+def _kept(config: Any, value: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"set_attn_implementation({value!r}) cannot replace attention '{config.attention}'; "
+        "set_attn_implementation('standard') gives this model standard attention"
+    )
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
