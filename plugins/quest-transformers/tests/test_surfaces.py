@@ -305,6 +305,19 @@ def test_a_mapping_is_an_attention_or_an_error_and_never_ignored(given, late):
         put({"visoin_config": "quest"})
 
 
+@pytest.mark.parametrize("given", [{"name": "quest+gqa", "kv_heads": 1}, {"": "quest"}, "quest+softmax"])
+def test_from_pretrained_reads_an_attention_as_from_config_does(given, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    want = str(AttentionConfig.parse(given.get("", given) if isinstance(given, dict) else given))
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=given, attention_from="standard")
+    config = hf.AutoConfig.from_pretrained(tmp_path, attn_implementation=given)
+    late = CONFIGS["llama"]()
+    late.attn_implementation = given
+    assert [each.attention for each in (model.config, config, late)] == [want] * 3
+    late.attn_implementation = "sdpa"
+    assert (late.attention, late._attn_implementation) == (None, "sdpa")
+
+
 # --- generation -------------------------------------------------------------------------------------------------------
 
 GENERATE = {

@@ -78,6 +78,7 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
         patches.wrap(layer, "update", keep_unit_keys)
     patches.wrap(PreTrainedConfig, "_attn_implementation", _implementation)
     patches.put(PreTrainedConfig, "attention", property(_attention, _set_attention))
+    patches.put(PreTrainedConfig, KEY, property(_attention, _set_implementation))
     patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)
     patches.wrap(PreTrainedModel, "set_attn_implementation", functools.partial(_inject_instead, adapter))
     patches.wrap(PreTrainedModel, "post_init", functools.partial(_inject_new, adapter))
@@ -134,6 +135,10 @@ def _parse(text: Any) -> Choice | None:
 def _attention(config: Any) -> str | None:
     """The attention as text; None where it is the host's own."""
     return config.__dict__.get(KEY)
+
+
+def _set_implementation(config: Any, value: Any) -> None:
+    config._attn_implementation = value  # from_pretrained sets the keys of config.json that it is given
 
 
 def _set_attention(config: Any, attention: Any) -> None:
