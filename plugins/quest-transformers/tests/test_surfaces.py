@@ -240,6 +240,21 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
         other.set_attn_implementation({"": "quest"})
 
 
+@pytest.mark.parametrize(
+    ("chosen", "found"), [("quest", "quest"), ({"vision_config": "quest"}, "quest"), ({"text_config": "quest"}, None)]
+)
+def test_a_part_of_a_composite_model_loads_from_its_checkpoint(chosen, found, tmp_path):
+    model = hf.AutoModel.from_config(clip(), attn_implementation=chosen).eval()
+    model.save_pretrained(tmp_path)
+    part = hf.CLIPVisionModel.from_pretrained(tmp_path)
+    assert part.config.attention == found
+    pixels = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(part(pixels).pooler_output, model.vision_model(pixels).pooler_output)
+    if found:
+        with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has the host's own"):
+            hf.CLIPVisionModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+
+
 OTHERS = {
     "opt": lambda: hf.OPTConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32

@@ -489,7 +489,8 @@ def _compare(adapter: TransformersAdapter, stock: Any) -> Any:
     ) -> Any:
         loading = _loading.get() or Loading(None, False)
         whole = not _has_mechanism(model)  # else the weights are those of a LoRA adapter for a loaded model
-        loading.pending = whole and not _fits(model, _spelled(state_dict, checkpoint_files), loading)
+        stored = _spelled(state_dict, checkpoint_files)
+        loading.pending = whole and not _fits(model, stored, loading)
         if whole and not loading.pending:
             fulfil(adapter, model, fresh=True, loads=True, **loading.options)
         info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
@@ -497,7 +498,7 @@ def _compare(adapter: TransformersAdapter, stock: Any) -> Any:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            _verify(model, info, whole=whole)
+            _verify(model, info, stored, whole=whole)
         return info, *others
 
     return _load_pretrained_model
@@ -519,7 +520,7 @@ def _fits(model: Any, stored: Mapping[str, Tensor], loading: Loading) -> bool:
         trained = read(spelled)
         if not any(config.means(trained) for config in special):
             if not wanted:
-                raise _unread(key, spelled)
+                return True  # `_verify` refuses it, if it is not of a part that the model lacks
             config = special[0] if special else next(iter(wanted))
             compare(spelled, config, loading.attention_from, key.removesuffix(f".{ENTRY}"), loading)
             return False
@@ -544,23 +545,31 @@ def _spelled(state_dict: Any, files: Any) -> dict[str, Tensor]:
     return found
 
 
-def _verify(model: Any, info: Any, *, whole: bool) -> None:
+def _verify(model: Any, info: Any, stored: Mapping[str, Tensor], *, whole: bool) -> None:
     """Compare what was loaded with what the model has.
 
     Args:
         model: with its weights.
         info: the keys that were missing or unexpected.
+        stored: the entries of the checkpoint that spell its attention.
         whole: the weights are those of a model, not of an adapter, which lacks most of them.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
     """
-    for key in sorted(info.unexpected_keys):
-        if key.endswith(ENTRY):
+    paths = {path for path, _ in model.named_modules()}
+    unread = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
+    for key in unread:
+        if key.removesuffix(f".mechanism.{ENTRY}") not in paths:
+            continue  # of a part that the model lacks, such as the text model of CLIP
+        if _has_mechanism(model):
             raise CheckpointError(
                 f"'{key}': this checkpoint has an attention of quest in a module that shall have another; say the "
                 "attention that the checkpoint was trained with"
             )
+        raise _unread(key, stored.get(key, next(iter(stored.values()))))
+    if len(unread) < len(stored) and not _has_mechanism(model):  # a loader that does not name what it leaves out
+        raise _unread(*next(iter(stored.items())))
     for path, module in model.named_modules():
         if isinstance(module, Mechanism):
             missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
