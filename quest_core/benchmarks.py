@@ -254,17 +254,17 @@ def observe(model: nn.Module, *inputs: Any) -> dict[str, float]:
 
     Returns:
         ``max_logit``, the largest logit, and ``entropy`` (nats), ``query_norm`` and ``key_norm``, the means over all
-        layers and heads; NaN for what a mechanism has not.
+        layers and heads; NaN for what the mechanism of a layer has not, and where a layer computes NaN.
     """
     model.eval()
-    monitor = Monitor(model)
-    model(*inputs)
+    with Monitor(model) as monitor:
+        model(*inputs)
     seen: list[dict[str, Any]] = list(monitor.collect().values())
-    monitor.remove()
 
     def every(name: str) -> list[float]:
         return [value for layer in seen for value in layer.get(name, [math.nan])]
 
     means = {name: every(key) for name, key in (("entropy", "entropy"), ("query_norm", "query_norm_mean"))}
     means["key_norm"] = every("key_norm_mean")
-    return {"max_logit": max(every("max_logit")), **{name: sum(own) / len(own) for name, own in means.items()}}
+    largest = max(every("max_logit"), key=lambda value: (math.isnan(value), value))
+    return {"max_logit": largest, **{name: sum(own) / len(own) for name, own in means.items()}}

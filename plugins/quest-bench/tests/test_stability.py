@@ -8,10 +8,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
+import quest_core
 from quest_bench import stability
 from quest_bench.suites import STABILITY_OPTIONS
-from quest_core.benchmarks import Cell, Result
+from quest_core.benchmarks import Cell, Result, observe
 from quest_core.testing.cells import check_resume
 
 SMALL = {option["name"]: option["default"] for option in STABILITY_OPTIONS} | {
@@ -25,6 +27,29 @@ def cell(data: Path, folder: Path, task: str = "vit", **options: object) -> Cell
 
 def run(given: Cell) -> Result:
     return stability.run(given, lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_layer_of_nan_is_seen_wherever_it_stands(broken: int) -> None:
+    layers = nn.ModuleList(quest_core.Attention(8, 2, "quest") for _ in range(2))
+    nn.init.constant_(next(layers[broken].parameters()), math.nan)
+    model = Each(layers)
+    assert math.isnan(observe(model, torch.randn(2, 5, 8))["max_logit"])
+    with pytest.raises(RuntimeError):
+        observe(model, torch.randn(2, 5, 7))
+    observe(model, torch.randn(2, 5, 8))  # the failed call left no Monitor behind
+
+
+class Each(nn.Module):
+    """Calls every layer with the input."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer(x)
 
 
 def test_a_rate_that_diverges_counts_as_guessing(data: Path, tmp_path: Path) -> None:
