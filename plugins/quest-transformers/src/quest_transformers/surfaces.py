@@ -615,8 +615,29 @@ def _inject_loaded(adapter: TransformersAdapter, stock: Any) -> Any:
         loading = _loading.get()
         if loading is not None and loading.pending:
             fulfil(adapter, model, fresh=False, **loading.options)
+        if loading is not None:
+            _refuse_offloaded(model, loading)
         if _has_mechanism(model):
             getattr(model, REPORT).announce()
         return made
 
     return _finalize_model_loading
+
+
+def _refuse_offloaded(model: Any, loading: Loading) -> None:
+    """Raise UnsupportedError if weights are on disk that a mechanism learns, or that have just been pooled."""
+    if all(weight.is_meta for weight in model.parameters()):
+        return  # a model without values was asked for
+    for path, part in model.named_modules():
+        if not hasattr(part, "mechanism") or not any(weight.is_meta for weight in part.parameters()):
+            continue
+        where = f"'{path}' is offloaded to disk, and attention '{part.mechanism.config}'"
+        if any(True for _ in part.mechanism.parameters()):  # a mechanism reads those of its score, and calls no forward
+            raise UnsupportedError(
+                f"{where} learns weights, which are not read back from there; load without offloading"
+            )
+        if loading.pending and part.head_sizes.kv_heads != part.head_sizes.full.kv_heads:
+            raise UnsupportedError(
+                f"{where} pools key/value heads there; load the model once without offloading, save_pretrained it, and "
+                "load what was saved"
+            )
