@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,21 @@ def test_report_is_one_page_with_everything(fake: Path) -> None:
     widths = {line.count("|") - line.count("\\|") for line in markdown.splitlines() if line.startswith("| `")}
     assert widths <= {6, 12}
     assert "58.0" not in markdown
+
+
+@pytest.mark.parametrize(
+    ("attentions", "seeds", "words"),
+    [("standard,quest", 1, "0 comparisons"), ("standard,quest", 3, "1 comparison"), ("quest", 3, "0 comparisons")],
+)
+def test_only_tested_comparisons_are_counted(fake: Path, attentions: str, seeds: int, words: str) -> None:
+    scores = {name: SCORES[name] for name in attentions.split(",")}
+    write_results(Path("out"), [], scores)
+    for folder in Path("out/cells").iterdir():
+        if store.load(folder).cell["seed"] >= seeds:
+            shutil.rmtree(folder)
+    write_report(Path("out"), "standard")
+    for page in ("report.md", "report.html"):
+        assert f"the p-values of the {words} of this report" in Path("out", page).read_text(encoding="utf-8")
 
 
 def test_curves_do_not_jump_where_a_seed_stops_early() -> None:

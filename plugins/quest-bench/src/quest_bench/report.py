@@ -61,6 +61,7 @@ def write_report(out: Path, baseline: str) -> Path:
     overview = _overview(found, ranks, baseline)
     states = {state: sum(cell.state == state for cell in cells) for state in ("done", "failed", "unfinished")}
     states["unfinished"] += groups.absent(cells, runs)
+    tested = sum(bool(row.comparison and row.comparison.test) for group in found for row in group.rows)
     facts = {
         "overview": overview,
         "groups": found,
@@ -74,7 +75,7 @@ def write_report(out: Path, baseline: str) -> Path:
         "devices": sorted({cell.result["device"] for cell in cells if cell.result}),
         "baseline": baseline,
         "ranks": ranks,
-        "family": max((r.comparison.family for g in found for r in g.rows if r.comparison), default=0),
+        "family": f"{tested} comparison{'s' * (tested != 1)}",
         "created": utc(),
     }
     every = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
