@@ -9,7 +9,7 @@ import pytest
 from quest_core.testing.cells import run_committed
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-SUITES = ["time/graphgps", "graph/pattern"]
+SUITES = ["time/graphgps", "graph/pattern", "stability/graph"]
 
 
 @pytest.mark.slow
