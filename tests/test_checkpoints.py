@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import quest_core
@@ -63,6 +64,27 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained: str, treatment: str) 
                     target.load_state_dict(state, strict=False)
                 for part in (f"attention '{trained}'", f"has '{built}'", f"attention_from='{trained}'"):
                     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("trained", [None, "standard", "quest", "sigmoid"])
+def test_pytorchs_distributed_loader_is_heard(trained: str | None, whole: bool) -> None:
+    """It fills in what a whole state dict lacks with the model's own tensors."""
+
+    def load() -> None:
+        options = StateDictOptions(full_state_dict=whole, strict=False)
+        set_model_state_dict(model("quest"), copy.deepcopy(model(trained).state_dict()), options=options)
+
+    if trained == "quest":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+            load()
+    elif trained == "sigmoid":
+        with pytest.raises(CheckpointError, match="trained with attention 'sigmoid'"):
+            load()
+    else:
+        with pytest.warns(quest_core.AttentionMismatchWarning, match="trained with standard"):
+            load()
 
 
 @pytest.mark.parametrize("kept", ["layers.0.norm1.", "layers.0.self_attn.out_proj.lora_A.default."])

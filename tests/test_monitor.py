@@ -412,8 +412,9 @@ def test_errors_name_the_fix() -> None:
     with pytest.raises(InjectionError, match=r"MultiheadAttention has no attention of quest_core.*inject"):
         Monitor(stock)
     model = encoder()
-    with pytest.raises(ConfigError, match="every is 0"):
-        Monitor(model, every=0)
+    for every in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"every is {every}"):
+            Monitor(model, every=every)  # type: ignore[arg-type]
     monitor = Monitor(model)
     with pytest.raises(ConfigError, match=r"'self_attn' is observed already.*remove\(\)"):
         Monitor(model.layers[1])

@@ -59,12 +59,12 @@ class Monitor:
 
     Raises:
         InjectionError: the model has no quest_core attention.
-        ConfigError: `every` is not positive, or another Monitor watches the model.
+        ConfigError: `every` is not a positive whole number, or another Monitor watches the model.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
-        if every < 1:
-            raise ConfigError(f"every is {every}; observe every n-th call with a whole number of at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise ConfigError(f"every is {every!r}; observe every n-th call with a whole number of at least 1")
         mechanisms = {path: module for path, module in model.named_modules() if isinstance(module, Mechanism)}
         # Users know the attention that holds the mechanism.
         found = {path.removesuffix(".mechanism") or "mechanism": module for path, module in mechanisms.items()}
