@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import quest_core
@@ -70,10 +69,11 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained: str, treatment: str) 
 @pytest.mark.parametrize("trained", [None, "standard", "quest", "sigmoid"])
 def test_pytorchs_distributed_loader_is_heard(trained: str | None, whole: bool) -> None:
     """It fills in what a whole state dict lacks with the model's own tensors."""
+    loader = pytest.importorskip("torch.distributed.checkpoint.state_dict", reason="new in PyTorch 2.2")
 
     def load() -> None:
-        options = StateDictOptions(full_state_dict=whole, strict=False)
-        set_model_state_dict(model("quest"), copy.deepcopy(model(trained).state_dict()), options=options)
+        options = loader.StateDictOptions(full_state_dict=whole, strict=False)
+        loader.set_model_state_dict(model("quest"), copy.deepcopy(model(trained).state_dict()), options=options)
 
     if trained == "quest":
         with warnings.catch_warnings():
