@@ -6,9 +6,10 @@ import copy
 import functools
 import logging
 import pickle
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,7 @@ KEEPING = {
     "nested": (lambda attention: {"by_layer": [(0, attention)]}, lambda kept: kept["by_layer"][0][1]),
     "forward": (lambda attention: attention.forward, lambda kept: kept),
     "forwards": (lambda attention: {"self": (attention.forward,)}, lambda kept: kept["self"][0]),
+    "weak reference": (weakref.ref, lambda kept: kept()),
 }
 
 
@@ -251,12 +253,89 @@ def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(w
     assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
 
 
+class Table(nn.Module):
+    """Attention that looks its function up, and takes keys and values of another one if it has one."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.others, self.table = nn.Linear(8, 24), [*others], {"dot product": self.dot_product}
+
+    def dot_product(self, q: torch.Tensor) -> torch.Tensor:
+        k, v = (self.others[0] if self.others else self).kv
+        return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if self.training else 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, *self.kv = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.table["dot product"](q).transpose(1, 2).flatten(2)
+
+
+def test_what_attentions_keep_of_themselves_and_of_each_other_is_replaced() -> None:
+    torch.manual_seed(0)
+    first, x = Table(), torch.randn(2, 5, 8)
+    stock = nn.Sequential(first, Table(first)).eval()
+    with torch.no_grad():
+        expected = stock(x)
+    model, report = quest_core.inject(copy.deepcopy(stock).train(), "standard", example=x[:1])
+    assert len(report.replacements) == 2
+    assert model[1].others == [model[0]]
+    assert model[0].table["dot product"].__self__ is model[0]
+    assert torch.equal(model.eval()(x), expected)
+
+
+def test_a_user_s_own_method_of_an_attention_is_refused() -> None:
+    def forward(self: Any, *inputs: Any) -> Any:
+        return type(self).forward(self, *inputs)
+
+    model = Keeping("list")
+    model.kept = MethodType(forward, model.attention)
+    with pytest.raises(InjectionError, match="'kept' is the method forward of a MultiheadAttention"):
+        quest_core.inject(model, "quest")
+
+
+def test_objects_that_do_not_answer_are_no_obstacle() -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("it is gone")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("it is gone")
+
+    model = Keeping("list")
+    owner: set[int] = set()
+    model.owner = weakref.proxy(owner)
+    del owner
+    model.proxies = {Proxy(): SimpleNamespace(proxy=Proxy())}
+    quest_core.inject(model, "quest")
+
+
+def test_a_model_that_takes_no_attributes_can_be_injected() -> None:
+    class Sealed(Keeping):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "kept" in vars(self):
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    model, report = quest_core.inject(Sealed("list"), "quest")
+    assert model.attention_report is report
+
+
+def keyword_only(attention: nn.Module) -> Any:
+    def call(*inputs: Any, attention: nn.Module = attention) -> Any:
+        return attention(*inputs)
+
+    return call
+
+
 HIDING: dict[str, Callable[[nn.Module], Any]] = {
     "partial": lambda attention: functools.partial(attention.forward, need_weights=False),
     "closure": lambda attention: lambda *inputs: attention(*inputs),
     "defaultdict": lambda attention: defaultdict(list, {0: [attention]}),
     "SimpleNamespace": lambda attention: SimpleNamespace(attention=attention),
     "module outside of the tree": lambda attention: [nn.Sequential(attention)],
+    "key": lambda attention: {attention: 1},
+    "keyword-only default": keyword_only,
+    "attribute of a function": lambda attention: functools.wraps(attention.forward)(lambda: None),
 }
 
 
@@ -264,7 +343,7 @@ HIDING: dict[str, Callable[[nn.Module], Any]] = {
 def test_an_attention_in_an_object_that_cannot_be_changed_is_refused(way: str) -> None:
     model = Keeping("list")
     before, model.kept = model.attention, HIDING[way](model.attention)
-    with pytest.raises(InjectionError, match=r"'kept.*' \(\w+\) keeps a MultiheadAttention that would be replaced"):
+    with pytest.raises(InjectionError, match=r"'kept.*' (\(\w+\) keeps|has as a key) a MultiheadAtt"):
         quest_core.inject(model, "quest")
     assert model.attention is before
 

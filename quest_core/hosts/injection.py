@@ -7,8 +7,10 @@ import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from logging import Logger
 from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -32,8 +34,8 @@ REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
-ENDS = (Tensor, type, ModuleType, FrameType, GeneratorType)
-"""What `_references` does not look into. Through types, modules and frames every object of the program is reached."""
+ENDS = (Tensor, type, ModuleType, FrameType, GeneratorType, Logger)
+"""What `_references` does not look into: the others lead to every object of the program."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -256,7 +258,8 @@ def inject(
             accept(module, attention_from)
     ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
     # DistributedDataParallel would broadcast the buffers in every step.
-    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]  # type: ignore[assignment]
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored  # a model's own __setattr__ may refuse
     for part in starting:
         part.start()
     rows = []
@@ -267,7 +270,7 @@ def inject(
         if fresh:
             started(module)
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
-    setattr(model, REPORT, report)
+    vars(model)[REPORT] = report
     return model, report
 
 
@@ -312,28 +315,34 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
     def successor(value: Any, where: str) -> Any:
         if id(value) in successors:
             return successors[id(value)]
-        if isinstance(value, MethodType) and id(value.__self__) in successors:
-            made, name = successors[id(value.__self__)], value.__func__.__name__
-            if not hasattr(made, name):
+        kind = type(value)  # and not isinstance, which asks the object: a dead weak proxy raises
+        if kind is ref and id(value()) in successors:
+            return ref(successors[id(value())])
+        if kind is MethodType and id(value.__self__) in successors:
+            host, made = value.__self__, successors[id(value.__self__)]
+            name = getattr(value.__func__, "__name__", "")
+            if getattr(type(host), name, None) is not value.__func__ or not hasattr(made, name):
                 raise InjectionError(
-                    f"'{where}' is the method {name} of a {type(value.__self__).__name__}, which "
+                    f"'{where}' is the method {name or value.__func__} of a {type(host).__name__}, which "
                     f"{type(made).__name__} in its place has not; keep the module and call it there"
                 )
             return getattr(made, name)
-        if type(value) is tuple:
+        if kind is tuple:
             items = tuple(successor(item, where) for item in value)
             return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-        if type(value) not in (list, dict, OrderedDict):
+        if kind not in (list, dict, OrderedDict):
             if gc.is_tracked(value):
                 others.append((value, where))
         elif id(value) not in seen:
             seen.add(id(value))
-            search(value, enumerate(value) if type(value) is list else value.items(), where)
+            others.extend((key, where) for key in value if kind is not list and gc.is_tracked(key))
+            search(value, enumerate(value) if kind is list else value.items(), where)
         return value
 
     def search(holder: Any, items: Iterable[tuple[Any, Any]], where: str) -> None:
         for key, value in items:
-            new = successor(value, f"{where}.{key}" if where else str(key))
+            name = key if type(key) in (str, int) else type(key).__name__
+            new = successor(value, f"{where}.{name}" if where else str(name))
             if new is not value:
                 found.append((holder, key, new))
 
@@ -343,19 +352,27 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
         while held:
             one = held.pop()
             if id(one) in successors:
+                how = "has as a key" if one is value else f"({type(value).__name__}) keeps"
                 raise InjectionError(
-                    f"'{where}' ({type(value).__name__}) keeps a {type(one).__name__} that would be replaced, and "
-                    "could go on calling it; keep the module in a list, tuple or dict, or make the object after inject"
+                    f"'{where}' {how} a {type(one).__name__} that would be replaced, and could go on calling it; keep "
+                    "the module in a list, tuple or the values of a dict, or make the object after inject"
                 )
             if not gc.is_tracked(one) or id(one) in seen or issubclass(type(one), ENDS):
                 continue
             seen.add(id(one))
-            held += [one.__closure__, one.__defaults__] if isinstance(one, FunctionType) else gc.get_referents(one)
+            if type(one) is FunctionType:  # and not its globals
+                held += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
+            else:
+                held += gc.get_referents(one)
 
-    replaced = {id(part) for module in model.modules() if id(module) in successors for part in module.modules()}
-    for path, module in model.named_modules():
-        if id(module) not in replaced:
-            search(vars(module), vars(module).items(), path)
+    hosts = [(path, module) for path, module in model.named_modules() if id(module) in successors]
+    replaced = {id(part) for _, module in hosts for part in module.modules()}
+    kept = [(path, module) for path, module in model.named_modules() if id(module) not in replaced]
+    for path, host in hosts:
+        inner = successors[id(host)].named_modules()
+        kept += [(f"{path}.{name}".strip("."), module) for name, module in inner]
+    for path, module in {id(module): (path, module) for path, module in kept}.values():
+        search(vars(module), vars(module).items(), path)
     for value, where in others:  # after all containers, because those may be shared with other objects
         refuse(value, where)
     return found
