@@ -121,7 +121,7 @@ class Spelled(nn.Module):
         own, key = self.attention_is_not_standard, prefix + ENTRY
         missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
         spelled = state_dict.pop(key, None)
-        if spelled is own:  # set_model_state_dict(full_state_dict=True) fills in what the checkpoint lacks
+        if spelled is own and not missing_keys:  # set_model_state_dict(full_state_dict=True) has filled in all it lacks
             spelled = None
         if own is not None and own.is_meta:  # load_state_dict(assign=True) makes the model of the state dict's tensors
             own = spell(self.config).to(next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu"))
