@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import os
@@ -36,6 +37,12 @@ def encoder(dropout: float = 0.0) -> nn.Module:
 
 def injected(attention: str) -> nn.Module:
     return quest_core.inject(encoder(), attention)[0]
+
+
+def kept() -> None:
+    model = encoder()
+    model.call = functools.partial(model.layers[0].self_attn.forward, need_weights=False)
+    quest_core.inject(model, "quest")
 
 
 def warned() -> None:
@@ -101,6 +108,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "which does not divide": lambda: quest_core.inject(encoder(), "quest+gqa(kv_heads=3)"),
     "has no attention that": lambda: quest_core.inject(nn.Linear(2, 2), "quest"),
     "would replace": lambda: quest_core.inject(nn.ModuleList([encoder(), HouseAttention()]), "quest"),
+    "could go on calling": kept,
     "attention dropout": lambda: quest_core.inject(encoder(0.1), "linear"),
     "is wrapped in": lambda: quest_core.inject(nn.DataParallel(encoder()), "quest"),
     "no plugin for": lambda: quest_core.inject(encoder(), "quest", adapter="nothing"),
