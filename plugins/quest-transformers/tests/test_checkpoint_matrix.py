@@ -6,6 +6,7 @@ import json
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from quest_core import AttentionMismatchWarning, CheckpointError
 from quest_core.checkpoints import ENTRY, accept
 from quest_core.testing import matrix
+from quest_transformers import TransformersAdapter
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 SPECS = {
@@ -34,6 +36,8 @@ def folder(tmp_path_factory):
         model = build("llama", seed=i, attention=attention)
         model.save_pretrained(made / name)
         torch.save(model.state_dict(), made / name / "state.pt")
+        low_rank = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(model, low_rank).save_pretrained(made / name / "adapter")
     return made
 
 
@@ -101,6 +105,47 @@ DOORS = {
 }
 
 
+def peft_model(base, folder):
+    return peft.PeftModel.from_pretrained(base, folder)
+
+
+def load_adapter(base, folder):
+    base.load_adapter(str(folder))
+    return base
+
+
+def another_adapter(base, folder):
+    tuned = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    tuned.load_adapter(str(folder), "other")
+    return tuned
+
+
+ADAPTERS = {
+    "`PeftModel.from_pretrained`": peft_model,
+    "`PeftModel.load_adapter`": another_adapter,
+    "`load_adapter` of transformers": load_adapter,
+}
+"""For the adapters of peft on a model that exists."""
+
+
+def outcome_of_adapter(door, folder, checkpoint, model, attention_from=None):
+    base = build("llama", seed=9, attention=SPECS[model])
+    if attention_from is not None:
+        accept(base, attention_from)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = door(base, folder / checkpoint / "adapter")
+        except CheckpointError:
+            return "refused"
+    stored = load_file(folder / checkpoint / "adapter" / "adapter_model.safetensors")
+    loaded = made.state_dict()
+    found = [x for key, x in loaded.items() if "layers.0" in key and "lora_A" in key]
+    expected = [x for key, x in stored.items() if "layers.0" in key and "lora_A" in key]
+    torch.testing.assert_close(found[-1], expected[0])
+    return "warns" if [w for w in caught if issubclass(w.category, AttentionMismatchWarning)] else "loads"
+
+
 def outcome(door, folder, checkpoint, *arguments):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -125,6 +170,11 @@ def test_no_door_lets_another_attention_in_silently(folder):
         for name, door in DOORS.items()
         for checkpoint in SPECS
         for model in SPECS
+    } | {
+        (name, checkpoint, model): outcome_of_adapter(door, folder, checkpoint, model)
+        for name, door in ADAPTERS.items()
+        for checkpoint in SPECS
+        for model in SPECS
     }
     for (_, checkpoint, model), result in found.items():
         plain_pair = {checkpoint, model} <= {"stock", "standard"}
@@ -140,6 +190,24 @@ def test_no_door_lets_another_attention_in_silently(folder):
 def test_attention_from_opens_every_door(folder, door, checkpoint, model):
     assert outcome(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
     assert outcome(door, folder, checkpoint, model, "qknorm") == "refused"
+
+
+@pytest.mark.parametrize(("checkpoint", "model"), [("quest", "sigmoid"), ("quest", "standard"), ("stock", "quest")])
+@pytest.mark.parametrize("door", ADAPTERS.values(), ids=ADAPTERS)
+def test_an_adapter_of_another_attention_can_be_meant(folder, door, checkpoint, model):
+    assert outcome_of_adapter(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
+    if checkpoint != "stock":
+        assert outcome_of_adapter(door, folder, checkpoint, model, "qknorm") == "refused"
+
+
+def test_peft_alone_names_the_key_of_an_adapter_s_attention(folder):
+    adapter = TransformersAdapter()
+    adapter.uninstall()
+    try:
+        with pytest.warns(UserWarning, match=r"Unexpected keyword arguments \['attn_implementation'\]"):
+            peft.PeftModel.from_pretrained(build("llama"), folder / "quest" / "adapter")
+    finally:
+        adapter.install()
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)

@@ -27,6 +27,7 @@ from quest_core.hosts.injection import REPORT, inject
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
 
+from . import peft_adapters
 from .caching import LAYERS, keep_unit_keys
 from .choice import ROLES, Choice
 from .layers import INTERFACE, WHOLE_MASKS, attend, is_attention, mask, role, whole_mask
@@ -87,6 +88,7 @@ def install(adapter: TransformersAdapter, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "from_pretrained", _remember_loading)
     patches.wrap(PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
     patches.wrap(PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
+    peft_adapters.install(patches)
 
 
 # --- configs --------------------------------------------------------------------------------------------------------
