@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers as hf
 from models import build
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 
 from quest_core import AttentionMismatchWarning, CheckpointError
-from quest_core.checkpoints import ENTRY, accept
+from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.testing import matrix
 from quest_transformers import TransformersAdapter
 
@@ -36,8 +37,7 @@ def folder(tmp_path_factory):
         model = build("llama", seed=i, attention=attention)
         model.save_pretrained(made / name)
         torch.save(model.state_dict(), made / name / "state.pt")
-        low_rank = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        peft.get_peft_model(model, low_rank).save_pretrained(made / name / "adapter")
+        peft.get_peft_model(model, low_rank()).save_pretrained(made / name / "adapter")
     return made
 
 
@@ -105,8 +105,28 @@ DOORS = {
 }
 
 
+def low_rank():
+    return peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+
+
 def peft_model(base, folder):
     return peft.PeftModel.from_pretrained(base, folder)
+
+
+def with_its_config(base, folder):
+    return peft.PeftModel.from_pretrained(base, folder, config=low_rank())
+
+
+def same_name(base, folder):
+    tuned = peft.get_peft_model(base, low_rank())
+    tuned.load_adapter(folder, "default")  # Trainer resumes so
+    return tuned
+
+
+def swapped(base, folder):
+    tuned = peft.get_peft_model(base, low_rank())
+    hotswap_adapter(tuned, str(folder), "default")
+    return tuned
 
 
 def load_adapter(base, folder):
@@ -114,16 +134,19 @@ def load_adapter(base, folder):
     return base
 
 
-def another_adapter(base, folder):
-    tuned = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
-    tuned.load_adapter(str(folder), "other")
-    return tuned
+def tensors(base, folder):
+    stored = load_file(folder / "adapter_model.safetensors")
+    base.load_adapter(adapter_state_dict=stored, peft_config=low_rank())
+    return base
 
 
 ADAPTERS = {
     "`PeftModel.from_pretrained`": peft_model,
-    "`PeftModel.load_adapter`": another_adapter,
+    "`PeftModel.from_pretrained(config=)`": with_its_config,
+    "`PeftModel.load_adapter`, Trainer's resume": same_name,
+    "`hotswap_adapter` of peft": swapped,
     "`load_adapter` of transformers": load_adapter,
+    "`load_adapter(adapter_state_dict=)`": tensors,
 }
 """For the adapters of peft on a model that exists."""
 
@@ -139,10 +162,11 @@ def outcome_of_adapter(door, folder, checkpoint, model, attention_from=None):
         except CheckpointError:
             return "refused"
     stored = load_file(folder / checkpoint / "adapter" / "adapter_model.safetensors")
-    loaded = made.state_dict()
-    found = [x for key, x in loaded.items() if "layers.0" in key and "lora_A" in key]
-    expected = [x for key, x in stored.items() if "layers.0" in key and "lora_A" in key]
-    torch.testing.assert_close(found[-1], expected[0])
+    given = {key.split("layers.")[-1]: x for key, x in stored.items() if "lora" in key}
+    found = {key.split("layers.")[-1].replace(".default", ""): x for key, x in made.state_dict().items()}
+    torch.testing.assert_close({key: found[key] for key in given}, given)
+    if model not in ("stock", "standard"):  # it goes on spelling its own
+        assert read(base.model.layers[0].self_attn.mechanism.attention_is_not_standard) == SPECS[model]
     return "warns" if [w for w in caught if issubclass(w.category, AttentionMismatchWarning)] else "loads"
 
 
@@ -198,6 +222,33 @@ def test_an_adapter_of_another_attention_can_be_meant(folder, door, checkpoint, 
     assert outcome_of_adapter(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
     if checkpoint != "stock":
         assert outcome_of_adapter(door, folder, checkpoint, model, "qknorm") == "refused"
+
+
+def test_an_adapter_s_attention_belongs_to_a_part(tmp_path):
+    both = hf.BartConfig(
+        **{"vocab_size": 20, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16},
+        **{
+            f"{part}_{name}": n
+            for part in ("encoder", "decoder")
+            for name, n in (("attention_heads", 2), ("ffn_dim", 8))
+        },
+    )
+
+    def bart(**attention):
+        return hf.BartModel._from_config(
+            both, attn_implementation=dict.fromkeys(["encoder", "decoder", "cross"], "standard") | attention
+        )
+
+    peft.get_peft_model(bart(encoder="quest"), low_rank()).save_pretrained(tmp_path)
+    peft.PeftModel.from_pretrained(bart(encoder="quest"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"'encoder.layers.0.self_attn.mechanism'.*'quest'.*'standard'"):
+        peft.PeftModel.from_pretrained(bart(decoder="quest"), tmp_path)
+
+
+def test_a_model_s_own_peft_config_is_no_obstacle(tmp_path):
+    model = build("llama", attention="quest")
+    model.peft_config = {"r": 8}
+    model.save_pretrained(tmp_path)
 
 
 def test_peft_alone_names_the_key_of_an_adapter_s_attention(folder):

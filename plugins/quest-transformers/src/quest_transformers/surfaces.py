@@ -490,17 +490,22 @@ def _compare(adapter: TransformersAdapter, stock: Any) -> Any:
         model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
     ) -> Any:
         loading = _loading.get() or Loading(None, False)
-        whole = not _has_mechanism(model)  # else the weights are those of a LoRA adapter for a loaded model
         stored = _spelled(state_dict, checkpoint_files)
-        loading.pending = whole and not _fits(model, stored, loading)
-        if whole and not loading.pending:
+        if getattr(model, "_hf_peft_config_loaded", False):
+            peft_adapters.compare_adapter(model, stored)
+            with peft_adapters.keeping_own(model):
+                info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
+            info.unexpected_keys = {key for key in info.unexpected_keys if not key.endswith(ENTRY)}
+            return info, *others
+        loading.pending = not _fits(model, stored, loading)
+        if not loading.pending:
             fulfil(adapter, model, fresh=True, loads=True, **loading.options)
         info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
         if loading.pending:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            _verify(model, info, stored, whole=whole)
+            _verify(model, info, stored)
         return info, *others
 
     return _load_pretrained_model
@@ -547,14 +552,13 @@ def _spelled(state_dict: Any, files: Any) -> dict[str, Tensor]:
     return found
 
 
-def _verify(model: Any, info: Any, stored: Mapping[str, Tensor], *, whole: bool) -> None:
+def _verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
     """Compare what was loaded with what the model has.
 
     Args:
         model: with its weights.
         info: the keys that were missing or unexpected.
         stored: the entries of the checkpoint that spell its attention.
-        whole: the weights are those of a model, not of an adapter, which lacks most of them.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
@@ -575,7 +579,7 @@ def _verify(model: Any, info: Any, stored: Mapping[str, Tensor], *, whole: bool)
     for path, module in model.named_modules():
         if isinstance(module, Mechanism):
             missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
-            if missing and whole:
+            if missing:
                 raise CheckpointError(
                     f"the checkpoint lacks {', '.join(missing)}, so '{path}' was not trained with attention "
                     f"'{module.config}'"
