@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quest_bench.training import DivergedError, Fit, fit
+from quest_bench.training import DivergedError, Fit, Float16Products, fit
 from quest_core.benchmarks import Cell
 
 
@@ -78,3 +78,26 @@ def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
             )
         assert len(caught.value.series["train_loss"]) == 1
         assert asked == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_products_of_float16_are_those_of_pytorch(dtype: torch.dtype) -> None:
+    """Forward and backward, beyond the largest number too; other types are left alone."""
+
+    def products() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = torch.randn(2, 5, 40, dtype=dtype).requires_grad_(), torch.randn(7, 40, dtype=dtype).requires_grad_()
+        out = torch.nn.functional.linear(x, w, torch.ones(7, dtype=dtype)) @ torch.ones(2, 7, 3, dtype=dtype)
+        out.sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        huge = torch.full((1, 9), 300.0, dtype=dtype)
+        return [out.detach(), x.grad, w.grad, huge @ huge.T]
+
+    expected = products()
+    with Float16Products():
+        found = products()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, **({} if dtype == torch.float16 else {"rtol": 0, "atol": 0}))
+    assert found[-1].isinf().item() == (dtype == torch.float16)

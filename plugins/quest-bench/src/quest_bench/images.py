@@ -19,6 +19,7 @@ learning rate so, for each attention and seed. A run whose loss is not finite en
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from quest_core.benchmarks import Cell, Progress, Result, observe, part
 from quest_core.errors import ConfigError
 from quest_core.projections import Projected
 
-from .training import DivergedError, Fit, fit
+from .training import DivergedError, Fit, Float16Products, fit
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts the files."""
@@ -198,23 +199,24 @@ def classify(
             logits = model(x).flatten(0, -2)
         return F.cross_entropy(logits.float(), y if y.is_floating_point() else y.flatten())
 
-    return fit(
-        cell,
-        phase,
-        model,
-        loss,
-        len(train[0]),
-        **{name: options[name] for name in ("epochs", "batch", "warmup", "weight_decay")},
-        rate=rate,
-        measure=lambda: (
-            {name: accuracy(model, *split) for name, split in splits.items()} | dict(watch(model) if watch else {})
-        ),
-        progress=progress,
-        select="validation",
-        draw=draw,
-        clip=clip,
-        scale_loss=precision == "float16",
-    )
+    with Float16Products() if precision == "float16" else contextlib.nullcontext():
+        return fit(
+            cell,
+            phase,
+            model,
+            loss,
+            len(train[0]),
+            **{name: options[name] for name in ("epochs", "batch", "warmup", "weight_decay")},
+            rate=rate,
+            measure=lambda: (
+                {name: accuracy(model, *split) for name, split in splits.items()} | dict(watch(model) if watch else {})
+            ),
+            progress=progress,
+            select="validation",
+            draw=draw,
+            clip=clip,
+            scale_loss=precision == "float16",
+        )
 
 
 @torch.no_grad()
