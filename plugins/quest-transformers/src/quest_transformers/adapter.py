@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
-from . import surfaces
+from . import configs, surfaces
 from .info import INFO
 from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unknown_keywords, unscalable
 
@@ -85,7 +85,7 @@ class TransformersAdapter(Adapter):
 
     def connect(self, model: nn.Module) -> None:
         """Write the attention into the model's configs, in copies of those that have to change."""
-        surfaces.write_configs(model)
+        configs.write_configs(model)
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place.
@@ -119,49 +119,6 @@ class TransformersAdapter(Adapter):
     def change_host(self) -> None:
         """Make transformers accept `attn_implementation="quest"` and `config.attention`, and compare checkpoints."""
         surfaces.install(self, self.patches)
-
-    def only(
-        self, chosen: Mapping[str, AttentionConfig], left_alone: Iterable[str], *, scales: bool = False
-    ) -> TransformersAdapter:
-        """Return an adapter that gives some of the sites an attention each; it overrides that of inject.
-
-        Args:
-            chosen: the attention of each path; other sites are left out.
-            left_alone: classes of attention modules that keep the host's own on purpose.
-            scales: whether the modules that it replaces have just been initialised, so that their options set the
-                norms of queries and keys. Others keep the weights that they have, or will be given by a checkpoint.
-        """
-        made: Any = _Some()
-        made.chosen, made.leaves_alone = chosen, frozenset(left_alone)
-        made.scales, made.new = scales, []
-        return made  # type: ignore[no-any-return]
-
-
-class _Some(TransformersAdapter):
-    """An adapter that knows some of the sites, and the attention of each."""
-
-    chosen: Mapping[str, AttentionConfig]
-    scales: bool
-    new: list[nn.Module]
-
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        return (site for site in super().sites(model) if site.path in self.chosen)
-
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        made = super().replace(site, self.chosen[site.path])
-        if self.scales and made is not site.module:
-            self.new.append(made)
-        return made
-
-    def projected(self, module: nn.Module) -> list[Projected]:
-        views = super().projected(module)
-        for view in views:
-            view.loaded = not any(module is made for made in self.new)
-        return views
-
-    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        asked = config in self.chosen.values()  # else inject looks for those that are possible
-        return super().refusal(site, self.chosen[site.path] if asked else config)
 
 
 def _capabilities(anatomy: Anatomy, module: nn.Module) -> Capabilities:

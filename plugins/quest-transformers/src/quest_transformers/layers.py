@@ -93,6 +93,11 @@ def is_attention(module: nn.Module) -> bool:
     return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
+def has_mechanism(model: nn.Module) -> bool:
+    """Return whether a module of `model` has an attention of quest."""
+    return any(hasattr(part, "mechanism") for part in model.modules() if is_attention(part))
+
+
 def keywords(module: nn.Module) -> set[str]:
     """The keywords that a module's forward hands to the function that its config names; {} if it has no source."""
     try:

@@ -1,0 +1,142 @@
+"""Put a chosen attention into each module of a model: what its configs ask for, or what a call names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from quest_core.config import AttentionConfig
+from quest_core.hosts.adapter import Adapter, Site
+from quest_core.hosts.injection import REPORT, inject
+from quest_core.projections import Projected
+
+from .choice import Choice
+from .configs import attention_of, choice_of
+from .layers import is_attention, role
+
+
+class Chosen(Adapter):
+    """Some of the sites of an adapter with an attention each, which overrides that of inject.
+
+    Args:
+        adapter: whose sites these are.
+        chosen: the attention of each path; other sites are left out.
+        left_alone: classes of attention modules that keep the host's own on purpose.
+        scales: whether the modules that it replaces have just been initialised, so that their options set the norms of
+            queries and keys. Others keep the weights that they have, or will be given by a checkpoint.
+    """
+
+    name: ClassVar[str] = "transformers"
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        chosen: Mapping[str, AttentionConfig],
+        left_alone: Iterable[str] = (),
+        *,
+        scales: bool = False,
+    ) -> None:
+        self.adapter, self.chosen, self.scales = adapter, chosen, scales
+        self.leaves_alone = frozenset(left_alone)  # type: ignore[misc]
+        self.new: list[nn.Module] = []  # what it has put in place of a host's own
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        return (site for site in self.adapter.sites(model) if site.path in self.chosen)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        made = self.adapter.replace(site, self.chosen[site.path])
+        if self.scales and made is not site.module:
+            self.new.append(made)
+        return made
+
+    def projected(self, module: nn.Module) -> list[Projected]:
+        views = self.adapter.projected(module)
+        for view in views:
+            view.loaded = not any(module is made for made in self.new)
+        return views
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        asked = config in self.chosen.values()  # else inject looks for those that are possible
+        return self.adapter.refusal(site, self.chosen[site.path] if asked else config)
+
+    def connect(self, model: nn.Module) -> None:
+        self.adapter.connect(model)
+
+
+def fulfil(
+    adapter: Adapter,
+    model: nn.Module,
+    *,
+    fresh: bool,
+    loads: bool = False,
+    choice: Choice | None = None,
+    parts: Mapping[str, Choice] | None = None,
+    **options: Any,
+) -> bool:
+    """Put into a model what its configs ask for; return whether a module was replaced.
+
+    Args:
+        adapter: of this plugin.
+        model: a PreTrainedModel; parts of it may have been built, and replaced, before.
+        fresh: the weights have only been initialised.
+        loads: they will be overwritten by those of a checkpoint, so none is scaled.
+        choice: what to put instead of what the configs ask for.
+        parts: the same for the attention modules with these paths.
+        options: `attention_from` and `allow_partial` of quest_core.inject.
+
+    Raises:
+        As quest_core.inject.
+    """
+    asked = choice or choice_of(model.config)
+    if asked is None and not parts and not any(_asks(part) for part in model.modules()):
+        return False  # and a model of which nothing is asked is not looked at
+    chosen: dict[str, AttentionConfig] = {}
+    kept: list[str] = []
+    changed = False
+    for site in adapter.sites(model):
+        module: Any = site.module
+        held: Any = getattr(module, "mechanism", None)
+        own = choice or (parts or {}).get(site.path) or (choice_of(module.config) if held is None else None)
+        if own is None and held is None:
+            kept.append(site.path)
+            continue
+        chosen[site.path] = held.config if own is None else own.of(role(module))
+        changed = changed or held is None or held.config != chosen[site.path]
+    if (
+        asked is not None
+        and not chosen
+        and (kept or any("attention" in _kind(part).lower() for part in model.modules()))
+    ):
+        inject(model, asked.encoder, adapter=Chosen(adapter, {}))  # raises: nothing to replace
+    if chosen:
+        # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
+        apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
+        configs = sorted({*chosen.values()}, key=str)
+        # inject links layers if its own argument is chained, and refuses one with a start for trained weights.
+        main = max(configs, key=lambda config: (not fresh and bool(config.starts), _chained(config)))
+        some = Chosen(adapter, chosen, apart, scales=fresh and not loads)
+        _, report = inject(model, main, adapter=some, fresh=fresh, **options)
+        setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
+    return changed
+
+
+def _chained(config: AttentionConfig) -> bool:
+    return any(part.chained for part in config.specs())
+
+
+def _along(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way to a path, and the one there."""
+    names = path.split(".")
+    return [model.get_submodule(".".join(names[: i + 1])) for i in range(len(names))]
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _asks(part: Any) -> bool:
+    """Whether a module is an attention of quest, or its config asks for one."""
+    return is_attention(part) and (hasattr(part, "mechanism") or attention_of(part.config) is not None)
