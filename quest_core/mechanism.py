@@ -18,6 +18,7 @@ from .checks import check_inputs
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, PluginError, UnsupportedError
 from .kernels.pytorch import (
+    constant_result,
     is_tracing,
     name_second_derivative,
     same_random_state,
@@ -541,13 +542,10 @@ _STATELESS = SimpleNamespace()
 attributes where they are, while it would trace into a cache and a module cannot be one of its constants."""
 
 
+@constant_result  # parsing reads entry points, which nothing can trace
 def _place(given: Any, mapping: bool) -> str:
-    """The attribute of _STATELESS that is meant. Parsing reads entry points, which nothing can trace."""
+    """Return the name of the attribute of _STATELESS that is meant."""
     return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
-
-
-# What torch.compiler.assume_constant_result does, which first imports the whole compiler: seconds for every user.
-_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

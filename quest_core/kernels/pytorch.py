@@ -1,6 +1,6 @@
 """PyTorch's private names and the differences between its versions, each behind one function with a plain fallback.
 
-This is the only file of quest_core that reads a private name of PyTorch.
+No other file of quest_core reads a private name of PyTorch, except the dictionaries and hooks of nn.Module.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnsupportedError
 
@@ -28,6 +29,9 @@ if VERSION < (2, 3):
     MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
 
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
+
+Made = TypeVar("Made")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 # Whether torch.compile or torch.export is reading this code. PyTorch 2.1 and 2.2 have no public name for it.
@@ -59,13 +63,19 @@ def size(x: Tensor, axis: int) -> int:
         return int(x.shape[axis])
 
 
+def constant_result(function: Function) -> Function:
+    """Mark a function that torch.compile calls instead of reading it, and whose result is a constant in the graph.
+
+    torch.compiler.assume_constant_result does the same, but imports the whole compiler first, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_result  # Dynamo itself always answers False
 def is_exporting_to_onnx() -> bool:
     """Whether torch.onnx.export is reading this code."""
     return bool(torch.onnx.is_in_onnx_export())
-
-
-# What torch.compiler.assume_constant_result does: Dynamo itself always answers False.
-is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def traces_onnx(counts: str | None = None) -> bool:
@@ -117,6 +127,27 @@ def may_read(x: Tensor, *, waits: bool = False) -> bool:
     """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU, or may."""
     near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
     return not _modes() and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+
+
+_answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> what was found for each view of it
+
+
+def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Made:
+    """Return answer(), which reads the numbers in `x`, or what it returned before if they have not changed since.
+
+    Args:
+        x: a tensor that `may_read` allows to read.
+        question: what is asked; each has its own answer.
+        answer: called again after a change in place, and for every call with an inference tensor, whose changes PyTorch
+            does not count.
+    """
+    if x.is_inference():
+        return answer()
+    kept = _answers.setdefault(x if x._base is None else x._base, {})
+    view = (question, x.dtype, x.shape, x.stride(), x.storage_offset())
+    if kept.get(view, (None,))[0] != x._version:
+        kept[view] = x._version, answer()
+    return kept[view][1]  # type: ignore[no-any-return]
 
 
 def is_recomputing() -> bool:

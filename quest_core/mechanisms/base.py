@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import Cache
-from ..kernels.pytorch import HAS_DTENSOR, autocast_dtype, is_eager, may_read, wider
+from ..kernels.pytorch import HAS_DTENSOR, autocast_dtype, is_eager, may_read, until_changed, wider
 
 
 @dataclass(frozen=True)
@@ -251,13 +250,10 @@ def visible(mask: Tensor) -> Tensor:
     return seen[(None,) * (4 - seen.dim())]
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> what `hides_the_future` found for each view of it
-
-
 def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
     """Return whether a mask hides every key j > i + M − N from query i, and is not a mask of padding.
 
-    False where it cannot be read, as under a compiler. Reading waits for a GPU, so the answer is kept until it changes.
+    False where it cannot be read, as under a compiler. Reading waits for a GPU, so each mask is read once.
 
     Args:
         mask: boolean (True = may attend) or additive (−inf and lowest values hide), broadcastable to [B, H, N, M].
@@ -265,20 +261,17 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
     """
     if not (is_eager() and may_read(mask, waits=True)):
         return False
-    kept = {} if mask.is_inference() else _known.setdefault(mask if mask._base is None else mask._base, {})
-    view = (mask.dtype, mask.shape, mask.stride(), mask.storage_offset(), only)
-    version = mask.is_inference() or mask._version
-    if kept.get(view, (None,))[0] != version:
+
+    def found() -> bool:
         n, m = mask.shape[-2:]
         seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
         past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
-        if only:
-            found = (seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))
-        else:
-            padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
-            found = (past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any()
-        kept[view] = version, bool(found.all())
-    return kept[view][1]  # type: ignore[no-any-return]
+        if only:  # what it shows is True, or adds 0
+            return bool(((seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))).all())
+        padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
+        return bool((past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any())
+
+    return until_changed(mask, ("hides_the_future", only), found)
 
 
 def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
