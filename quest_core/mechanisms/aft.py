@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..cache import Cache
 from ..errors import InputError, UnsupportedError
@@ -22,7 +22,7 @@ from .base import Dims, Family, local, result_type, widen
 from .part import MIXING, Option, Part
 
 
-def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def masked(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, M, D], float32 or wider, with the mask [B or 1, M] folded into the keys.
 
     Hidden keys are −inf; an additive mask is added.
@@ -35,16 +35,16 @@ def visible(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tens
 
 
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
-    """σ(q) ⊙ y, or y without `query`, in the type the caller computes in: q [B, H, N, D], y [B, H, N or 1, D]."""
+    """Return σ(q) ⊙ y, or y without `query`, in the caller's type: q [B, H, N, D], y [B, H, N or 1, D]."""
     out = torch.sigmoid(q.to(y.dtype)) * y if query else y.expand_as(q)
     return out.to(result_type(q))
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Zeros [B, H, N, D] without keys or without batch, else None; InputError where v does not fit q."""
+    """Return zeros [B, H, N, D] if keys or batch are empty, else None; InputError if v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
-    # Zeros that q has a gradient through, which is 0 too.
+    # These zeros give q a gradient of 0 and not None.
     return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if q.numel() * k.numel() == 0 else None
 
 
@@ -93,18 +93,18 @@ class AttentionFreeSimple(Family):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = visible(k, v, key_mask)
+        keys, values = masked(k, v, key_mask)
         if not is_causal:
             return gate(q, merged(keys, values)[1], self.query)
         y, missing = self._running(keys, values), q.shape[2] - k.shape[2]
         # The last query sees every key, and the first N − M queries of too few keys see none.
-        return gate(q, functional.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:], self.query)
+        return gate(q, F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:], self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. The state is one token that counts as much as all earlier ones."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = extended(cache, *visible(k, v, key_mask))
+        keys, values = extended(cache, *masked(k, v, key_mask))
         last = merged(keys, values)
         n = q.shape[2]
         y = last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
@@ -113,7 +113,7 @@ class AttentionFreeSimple(Family):
 
     @staticmethod
     def _running(keys: Tensor, values: Tensor) -> Tensor:
-        """The average up to each token, [B, H, T, D]."""
+        """Return the average up to each token, [B, H, T, D]."""
         return averages("aft-simple(is_causal=True)", keys, values, None, None, True, 1)
 
 
@@ -141,7 +141,7 @@ class AttentionFreeFull(Family):
             self.query_positions, self.key_positions = positions(rank), positions(rank)
 
     def bias(self, start: int, n: int, first: int, m: int) -> tuple[Tensor, Tensor | None]:
-        """w of n queries from position `start` on and m keys from `first` on: ([n, r], [m, r]) or ([n, m], None)."""
+        """Return w of n queries from `start` on and m keys from `first` on: ([n, r], [m, r]) or ([n, m], None)."""
         if self.table is not None:
             return local(self.table)[start : start + n, first : first + m], None
         return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
@@ -159,15 +159,15 @@ class AttentionFreeFull(Family):
             return empty
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
         w = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
-        y = averages(self.name, *visible(k, v, key_mask), *w, is_causal, self.window)
-        return gate(q, functional.pad(y, (0, 0, blind, 0)), self.query)
+        y = averages(self.name, *masked(k, v, key_mask), *w, is_causal, self.window)
+        return gate(q, F.pad(y, (0, 0, blind, 0)), self.query)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
         """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
         self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = visible(k, v, key_mask)  # wide, or each step would widen all of them again
+        keys, values = masked(k, v, key_mask)  # wide, or each step would widen all of them again
         keys, values = cache.append("k", keys), cache.append("v", values)  # [B, H, M, D]
         return self._continue(q, keys, values, cache.tokens)
 
@@ -179,7 +179,7 @@ class AttentionFreeFull(Family):
             )
 
     def _continue(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """The output [B, H, N, D] of the queries from position `start` on: keys and values of the last M tokens."""
+        """Return the output [B, H, N, D] of queries from position `start` on, with the last M keys and values."""
         n, m = q.shape[2], keys.shape[2]
         if n > 1:
             w = self.bias(start, n, start + n - m, m)
@@ -188,7 +188,7 @@ class AttentionFreeFull(Family):
         left, right = self.bias(start, 1, start + 1 - near, near)
         with no_autocast(keys.device.type):
             bias = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, near]
-        bias = functional.pad(bias.to(keys.dtype), (m - near, 0))  # [1, M]
+        bias = F.pad(bias.to(keys.dtype), (m - near, 0))  # [1, M]
         return gate(q, merged(keys + bias.T, values)[1], self.query)
 
 
@@ -221,7 +221,7 @@ class AttentionFreeLocal(AttentionFreeFull):
         self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = extended(cache, *visible(k, v, key_mask))
+        keys, values = extended(cache, *masked(k, v, key_mask))
         out = self._continue(q, keys, values, cache.tokens)
         far = keys.shape[2] - self.window + 1
         if far > 1:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..kernels.blocks import block_rows, recomputed
 from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
-from .aft import QUERY, gate, nothing, visible
+from .aft import QUERY, gate, masked, nothing
 from .aft_ops import finite, safe_range
 from .base import Dims, Family, local, widen
 from .part import Option, Part
@@ -25,7 +25,7 @@ CANCELLATION = 16  # how many times smaller than its parts a difference may be: 
 
 
 def _places(grid: list[int], prefix: int, size: int, device: torch.device) -> Tensor:
-    """Where each token stands on the grid, [T, dims]."""
+    """Return the place of each token on the grid, [T, dims]."""
     axes = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
     place = torch.stack([axis.flatten() for axis in axes], dim=1)  # [T − prefix, dims]
     # Prefix tokens lie so far outside the grid, and from each other, that no window reaches them.
@@ -34,7 +34,10 @@ def _places(grid: list[int], prefix: int, size: int, device: torch.device) -> Te
 
 
 def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
-    """The bias of tokens at `place` [T, dims] for queries `here` [N, dims]: indices [N, T], size^dims for none."""
+    """Return the index [N, T] of the bias of tokens at `place` [T, dims] for queries `here` [N, dims].
+
+    size^dims stands for a bias of 0.
+    """
     offset = place - here[:, None] + size // 2  # [N, T, dims]
     inside = ((offset >= 0) & (offset < size)).all(2)
     bins = offset[..., 0]
@@ -45,9 +48,9 @@ def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
 
 
 def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
-    """The average of v [B, h, T, D] with weights exp(k + w): k [B, h, T], bins [N, T] -> [B, h, N, D]; 0 without keys.
+    """Return the average [B, h, N, D] of v [B, h, T, D] with weights exp(k + w), k [B, h, T]; 0 without keys.
 
-    `bins` chooses of the `table` of biases and a zero [h, s^dims + 1].
+    `bins` [N, T] are indices into `table` [h, s^dims + 1], the biases and a zero.
     """
     w = table.index_select(1, bins.flatten()).unflatten(1, bins.shape)  # [h, N, T]
     logits = k.unsqueeze(2) + w  # [B, h, N, T]
@@ -58,7 +61,7 @@ def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
 
 
 def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> Tensor | None:
-    """As `_average` of all queries, with a convolution with exp(w) − 1 and a global sum, as equation 6 writes it.
+    """Return `_average` of all queries by a convolution with exp(w) − 1 and a global sum, as equation 6 writes it.
 
     k [B, h, T], v [B, h, T, D], w [h, s, ...] -> [B, h, T, D], or None where more than a few bits would cancel.
     """
@@ -70,10 +73,10 @@ def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) ->
     x = torch.cat([x * v, x], 3)  # [B, h, T, D + 1]: numerator and denominator of each key
     total = x.sum(2, keepdim=True)
     placed = x[:, :, prefix:].permute(0, 3, 1, 2).reshape(-1, w.shape[0], *grid)  # [B·(D + 1), h, *grid]
-    convolution = (functional.conv1d, functional.conv2d, functional.conv3d)[len(grid) - 1]
+    convolution = (F.conv1d, F.conv2d, F.conv3d)[len(grid) - 1]
     near = convolution(placed, w.expm1().unsqueeze(1), padding=w.shape[1] // 2, groups=w.shape[0])
     near = near.reshape(k.shape[0], -1, *near.shape[1:]).flatten(3).permute(0, 2, 3, 1)  # [B, h, T − prefix, D + 1]
-    sums = total + functional.pad(near, (0, 0, prefix, 0))
+    sums = total + F.pad(near, (0, 0, prefix, 0))
     weight = sums[..., -1:]
     if (weight * CANCELLATION < total[..., -1:]).any():
         return None
@@ -115,7 +118,7 @@ class AttentionFreeConv(Family):
         self.shift = nn.Parameter(torch.zeros(sizes.num_heads))  # β [h]
 
     def bias(self) -> Tensor:
-        """w = γ (w − mean) / std + β, [h, s, ...], by equation 8; each head over its own positions."""
+        """Return w = γ (w − mean) / std + β, [h, s, ...], equation 8; each head over its own positions."""
         weight, gain, shift = widen(local(self.weight)), widen(local(self.gain)), widen(local(self.shift))
         raw = weight.flatten(1)  # [h, positions]
         centred = raw - raw.mean(1, keepdim=True)
@@ -125,12 +128,12 @@ class AttentionFreeConv(Family):
         return torch.addcmul(shift[:, None], gain[:, None], scaled).view(weight.shape)
 
     def entropy(self) -> Tensor:
-        """Σ over heads of the entropy of softmax(w), in nats: the sparsity regulariser of equation 9, a scalar."""
-        log_p = functional.log_softmax(self.bias().flatten(1), 1)  # [h, positions]
+        """Return Σ over heads of the entropy of softmax(w), in nats: the sparsity regulariser of equation 9."""
+        log_p = F.log_softmax(self.bias().flatten(1), 1)  # [h, positions]
         return -(log_p.exp() * log_p).sum()
 
     def _positions(self) -> Tensor:
-        """The biases to use: all, or by equation 10 one position a head, sampled softly while training."""
+        """Return the biases to use: all, or by equation 10 one position a head, sampled softly while training."""
         w = self.bias()
         if not self.gumbel:
             return w
@@ -160,11 +163,11 @@ class AttentionFreeConv(Family):
         grid = self._extents(tokens - self.prefix)
         if (empty := nothing(q, k, v)) is not None:
             return empty
-        keys, values = visible(k, v, key_mask)
+        keys, values = masked(k, v, key_mask)
         keys = keys.squeeze(3)  # [B, H, T]
         w = self._positions().to(keys.dtype)
         place = _places(grid, self.prefix, w.shape[1], w.device)  # [T, dims]
-        table = functional.pad(w.flatten(1), (0, 1))  # [H, s^dims + 1]
+        table = F.pad(w.flatten(1), (0, 1))  # [H, s^dims + 1]
         step = block_rows(tokens, keys.numel())
 
         def rows(here: Tensor) -> Tensor:
@@ -180,7 +183,7 @@ class AttentionFreeConv(Family):
         return gate(q, y, self.query)
 
     def _extents(self, count: int) -> list[int]:
-        """The grid that `count` tokens fill."""
+        """Return the extents of the grid that `count` tokens fill."""
         if is_exporting():
             traces_onnx("aft-conv")
             dynamic = isinstance(count, torch.SymInt) or is_exporting_to_onnx()  # which may fix a dynamic length
@@ -214,7 +217,7 @@ class AttentionFreeConv(Family):
 
 
 def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
-    """'14x14' -> (14, 14) and '*x14' -> (None, 14)."""
+    """Return the extents of '14x14', (14, 14), or of '*x14', (None, 14)."""
     if text is None:
         return None
     pieces = text.split("x")
