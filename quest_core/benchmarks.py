@@ -103,7 +103,7 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
 
 
 def _identity(cell: Cell) -> list[Any]:
-    """Everything that determines the numbers of a cell."""
+    """Return everything that determines the numbers of a cell."""
     return [cell.suite, cell.task, cell.attention, cell.seed, cell.smoke, dict(cell.options), cell.data_fingerprint]
 
 

@@ -131,7 +131,7 @@ class Cache:
         return memory[:, :, :stop]
 
     def _fits(self, memory: Tensor, new: Tensor, stop: int) -> bool:
-        """Whether the tokens up to `stop` can be written into this memory; what is left of a reset may differ."""
+        """Return whether the tokens up to `stop` fit into this memory, which may be left from before a reset."""
         same = memory.shape[:2] == new.shape[:2] and memory.shape[3] == new.shape[3]
         same = same and (self.tokens > 0 or (memory.dtype == new.dtype and memory.device == new.device))
         return same and stop <= memory.shape[2] and (torch.is_inference_mode_enabled() or not memory.is_inference())
@@ -189,5 +189,5 @@ class Cache:
         return made
 
     def nbytes(self) -> int:
-        """Memory held, in bytes, with what is allocated for tokens to come."""
+        """Return the bytes of memory held, including what is allocated for later tokens."""
         return sum(x.numel() * x.element_size() for x in (*self._memory.values(), *self._states.values()))

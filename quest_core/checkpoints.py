@@ -103,7 +103,12 @@ class Spelled(nn.Module):
     start_is_due: bool  # the attention sets the norms that queries or keys start with, and nothing has set them yet
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
-        """`keeps`: whether it adds anything to a state dict."""
+        """Spell `config` in a buffer.
+
+        Args:
+            config: the attention.
+            keeps: whether it adds anything to a state dict.
+        """
         super().__init__()
         self.config = config
         self.is_standard = config.is_standard

@@ -88,11 +88,11 @@ class AttentionConfig:
         return dict(self.parts)[axis]
 
     def specs(self) -> Iterator[Part]:
-        """The declared parts, axis by axis."""
+        """Return the declared parts, axis by axis."""
         return (parts()[name] for _, name in self.parts)
 
     def option(self, key: str) -> Any:
-        """The value of an option: the one given or the part's default; None when no part has it."""
+        """Return the value of an option: the one given or the part's default; None if no part has the option."""
         given = dict(self.options)
         if key in given:
             return given[key]
@@ -100,7 +100,7 @@ class AttentionConfig:
 
     @property
     def is_standard(self) -> bool:
-        """Whether hosts compute it by themselves; adapters then keep their exact rounding and their checkpoints."""
+        """Whether it is the attention of every host; adapters then keep its exact rounding and its checkpoints."""
         return self.means(STANDARD)
 
     def means(self, spec: AttentionSpec) -> bool:
@@ -117,21 +117,21 @@ class AttentionConfig:
 
     @property
     def starts(self) -> dict[str, float]:
-        """The norm that a fresh model's queries ("q") and keys ("k") are asked to start with; see `Projected.start`."""
+        """Norms that queries ("q") and keys ("k") of a fresh model start with, if options set them."""
         named = {o.starts: self.option(o.name) for part in self.specs() for o in part.options if o.starts in ("q", "k")}
         return {role: norm for role, norm in named.items() if role is not None and norm is not None}
 
     def build_arguments(self, part: Part) -> dict[str, Any]:
-        """The options that the part is built with, with defaults filled in."""
+        """Return the options that `part` is built with, with defaults filled in."""
         given = dict(self.options)  # parts of different packages may have an option of one name, each its default
         return {o.name: given.get(o.name, o.default) for o in part.options if o.starts not in ("q", "k")}
 
     def to_dict(self) -> dict[str, Any]:
-        """A mapping that :meth:`parse` reads back to an equal configuration; plain JSON types only."""
+        """Return a mapping of plain JSON types that :meth:`parse` reads back to an equal configuration."""
         return {"name": self.name, **dict(self.options)}
 
     def __str__(self) -> str:
-        """The one-line text that :meth:`parse` reads back."""
+        """Return the one-line text that :meth:`parse` reads back."""
         inside = ", ".join(f"{key}={_write_value(x)}" for key, x in self.options)
         return f"{self.name}({inside})" if inside else self.name
 
@@ -140,14 +140,14 @@ AttentionSpec: TypeAlias = str | Mapping[str, Any] | AttentionConfig
 """What every `attention=` argument accepts."""
 
 STANDARD = AttentionConfig(tuple(DEFAULTS.items()))
-"""The attention of every host: what a name that says nothing else means."""
+"""The attention of every host; a part that a name leaves out is the part of this one."""
 
 
 _TERM = r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*"  # name or name(...)
 
 
 def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
-    """'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
+    """Return names and options: 'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
     if not re.fullmatch(rf"{_TERM}(\+{_TERM})*", text):
         raise ConfigError(
             f"attention {text!r} cannot be read; write a name, name(key=value, ...) or names joined by '+', such as "

@@ -48,7 +48,7 @@ CLASSES: dict[str, type] = {"score": Score, "normaliser": Normaliser, "grouping"
 
 
 class Observation(NamedTuple):
-    """One call of a Mechanism, as its observer is shown it."""
+    """One call of a Mechanism, which its observer is given."""
 
     q: Tensor  # queries before any normalisation [B, H, N, D]
     k: Tensor  # keys before any normalisation [B, G, M, D]; while decoding only those of the new tokens
@@ -88,14 +88,15 @@ class Mechanism(Spelled):
         dims: the heads and features that its parts were built for; None for a function.
         reads: names of `mechanisms.part.READS`, as its parts declare them.
         chained, fused, grid, unit_keys: as its parts declare them.
-        hides_by_infinity: additive masks hide by −inf only, says an adapter; no search for lowest finite values then.
+        hides_by_infinity: set by an adapter whose additive masks hide by −inf only; they are not searched for lowest
+            finite values then.
         takes_unit_keys: whether `forward` may be given unit keys.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normaliser` and `grouping`.
-        observer: None, or what is shown every call (see :class:`quest_core.Monitor`). Copies and pickles have none.
+        observer: None, or a function that gets every call (see :class:`quest_core.Monitor`); copies have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.tools.parallel.HeadParallel`).
-        keys_divided: whether that goes for the key/value heads too; a single one is on all ranks.
+        keys_divided: whether the key/value heads are divided too; a single one is on all ranks.
     """
 
     score: Score
@@ -116,19 +117,9 @@ class Mechanism(Spelled):
         if num_heads is not None and head_dim is not None:
             groups = kv_heads(config, num_heads) if num_kv_heads is None else num_kv_heads
             dims = Dims(num_heads, groups, head_dim, standard_scale)
+        else:
+            _refuse_state(config)
         specs = list(config.specs())
-        for part in specs if dims is None else ():
-            if part.learnable or part.stateful or part.chained:
-                keeps = "learnable parameters" if part.learnable else "a state"
-                raise ConfigError(
-                    f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
-                    f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
-                )
-        if dims is None and config.starts:
-            raise ConfigError(
-                f"attention '{config}' sets the start of query and key projections, which a function does not have; "
-                "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
-            )
         super().__init__(config, keeps=dims is not None)
         self._name = str(config)
         self.observer: Callable[[Observation], None] | None = None
@@ -161,10 +152,10 @@ class Mechanism(Spelled):
         *,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        dropout_p: float = 0,  # of 0.0 a dynamic graph makes an input, and is compiled twice
+        dropout_p: float = 0,  # and not 0.0, which a dynamic graph takes for an input, so that it is compiled twice
         unit_keys: bool = False,
     ) -> Tensor:
-        """The attention output.
+        """Return the attention output.
 
         Args:
             q: [B, H, N, D].
@@ -202,7 +193,7 @@ class Mechanism(Spelled):
         residual: Tensor | None = None,
         unit_keys: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k [B, G or H, M, D] and v [B, G or H, M, Dv] as the dot product takes them: quest's k̄."""
+        """Return q [B, H, N, D], k and v [B, G or H, M, D] for the dot product, cached tokens included."""
         parts: Any = self._modules  # a module looks its own attributes up slowly
         raw = q, k
         new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
@@ -222,7 +213,7 @@ class Mechanism(Spelled):
     def _normalise(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
-        """softmax(scale · q kᵀ) v: the output [B, H, N, Dv]."""
+        """Return the output softmax(scale · q kᵀ) v, [B, H, N, Dv], for prepared q and k."""
         parts: Any = self._modules
         grouping = parts["grouping"]
         if grouping.needs_weights:
@@ -245,7 +236,7 @@ class Mechanism(Spelled):
         dropout_p: float,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output as `_normalise` gives it, the weights after dropout and the logits, by the plain formula."""
+        """Return the output of `_normalise`, the weights after dropout and the logits, by the plain formula."""
         grouped = self.grouping.shares
         scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
@@ -265,7 +256,7 @@ class Mechanism(Spelled):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor]:
-        """The output and the weights [B, H, N, M] that made it (after dropout), by the plain formula.
+        """Return the output and the weights [B, H, N, M] (after dropout), by the plain formula.
 
         Arguments as in `forward`.
         """
@@ -282,7 +273,7 @@ class Mechanism(Spelled):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
+        """Return the output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
 
         The logits hold additive masks and the residual; a boolean mask acts only on the weights.
         Arguments as in `forward`, and:
@@ -305,13 +296,13 @@ class Mechanism(Spelled):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, *, attn_mask: Tensor | None = None, dropout_p: float = 0
     ) -> Tensor:
-        """The causal output of new tokens, given those that `cache` has seen; equal to `forward` on all of them.
+        """Return the causal output of new tokens after those in `cache`; equal to `forward` on all of them.
 
         Args:
             q: [B, H, N, D], k: [B, G, N, D], v: [B, G, N, Dv]: only the new tokens.
             cache: this layer's state; it is extended. A step that raises leaves its tokens as they were.
             attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
-                and reads what the mask says of the new ones.
+                and reads the mask only at the new ones.
 
         Returns:
             [B, H, N, Dv].
@@ -340,7 +331,7 @@ class Mechanism(Spelled):
         return out
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """The logits [B, H, N, M] before any mask, of scores that look only at queries and keys.
+        """Return the logits [B, H, N, M] before any mask, of scores that look only at queries and keys.
 
         Args:
             q: [B, H, N, D].
@@ -352,12 +343,12 @@ class Mechanism(Spelled):
         return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]), grouped)
 
     def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
-        """The attention mask for padding.
+        """Return the attention mask for padding.
 
         Args:
             real: [B, M], boolean (False = padding) or additive (−inf = padding).
-            same_tokens: the queries are the tokens that the keys are, as in self-attention. Where queries share the
-                columns' mass (sinkhorn) or noise (pgqa), padding must not take part as a query either.
+            same_tokens: whether queries and keys are the same tokens, as in self-attention. Where queries share the
+                mass of columns (sinkhorn) or noise (pgqa), query padding must be masked too.
 
         Returns:
             [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
@@ -371,7 +362,7 @@ class Mechanism(Spelled):
         return torch.where(real[:, None, :, None] > -torch.inf, keys, -torch.inf)
 
     def _key_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The [B or 1, M] mask that a family takes from a [B, 1, 1, M] one."""
+        """Return the mask of keys [B or 1, M] for a family, from one of [B, 1, 1, M]."""
         if mask is None:
             return None
         if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
@@ -384,7 +375,7 @@ class Mechanism(Spelled):
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, cached: int = 0
     ) -> Tensor | None:
-        """Raise unless the arguments fit this mechanism; returns the mask, in which only −inf and False hide."""
+        """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism."""
         if self.start_is_due:
             raise ConfigError(
                 f"attention '{self.config}' sets the norms that queries or keys start with (init, key_init or "
@@ -420,7 +411,7 @@ class Mechanism(Spelled):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start in place what it learns and keeps, as in a new Mechanism; the random state is left as it was."""
+        """Set parameters and buffers in place to those of a new Mechanism; the random state is left as it was."""
         if self.dims is None:
             return
         dims = self.dims
@@ -437,12 +428,28 @@ class Mechanism(Spelled):
         return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
 
 
+def _refuse_state(config: AttentionConfig) -> None:
+    """Raise ConfigError if an attention keeps something, or scales projections, which a function cannot do."""
+    for part in config.specs():
+        if part.learnable or part.stateful or part.chained:
+            keeps = "learnable parameters" if part.learnable else "a state"
+            raise ConfigError(
+                f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
+                f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
+            )
+    if config.starts:
+        raise ConfigError(
+            f"attention '{config}' sets the start of query and key projections, which a function does not have; "
+            "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
+        )
+
+
 def _kept(module: Mechanism) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
 def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
-    """The number of key/value heads G that `attention` uses for `num_heads` query heads."""
+    """Return the number of key/value heads G that `attention` uses for `num_heads` query heads."""
     config = AttentionConfig.parse(attention)
     if config.family:
         return num_heads
@@ -505,7 +512,7 @@ def attention(
     is_causal: bool = False,
     dropout_p: float = 0,
 ) -> Tensor:
-    """Attention with any mechanism that has no parameters of its own.
+    """Return the output of any attention that has no parameters of its own.
 
     >>> out = attention(q, k, v, "quest", is_causal=True)
 
@@ -524,12 +531,13 @@ def attention(
     Raises:
         ConfigError: unknown name or option, or a mechanism with learnable parameters.
         InputError: wrong shapes, types or mask.
+        UnsupportedError: as in `Mechanism.forward`.
     """
     return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def stateless(attention: AttentionSpec) -> Mechanism:
-    """The mechanism that `attention` names, made once for all callers; ConfigError where it would have a state."""
+    """Return the mechanism that `attention` names, made once for all callers; ConfigError if it would have a state."""
     # A mapping is taken apart here, where torch.compile reads it, so that other contents compile again.
     mapping = isinstance(attention, Mapping)
     given = tuple(attention.items()) if isinstance(attention, Mapping) else attention
@@ -538,8 +546,8 @@ def stateless(attention: AttentionSpec) -> Mechanism:
 
 
 _STATELESS = SimpleNamespace()
-"""Every mechanism that `stateless` has made, each an attribute named by its text in hexadecimal: torch.compile reads
-attributes where they are, while it would trace into a cache and a module cannot be one of its constants."""
+"""Every mechanism that `stateless` has made, each an attribute named by its text in hexadecimal, because torch.compile
+reads attributes where they are. It would trace into a cache, and a module cannot be one of its constants."""
 
 
 @constant_result  # parsing reads entry points, which nothing can trace

@@ -22,7 +22,7 @@ def say(message: str) -> None:
 
 
 def is_heard(level: int) -> bool:
-    """Whether a handler will receive records of this level; one that forwards does if the host has its logger ready."""
+    """Return whether a handler receives records of this level; a `Forward` does if the host has its logger ready."""
     handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
     ready = any(handler.logger().handlers if isinstance(handler, Forward) else True for handler in handlers)
     return ready and LOGGER.isEnabledFor(level)

@@ -59,7 +59,7 @@ class Entry:
 
 
 def facts(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
-    """Fields of an Entry that depend only on its distribution; with a problem, as its .dist-info folder names it."""
+    """Return the fields of an Entry that depend only on its distribution; after its .dist-info folder if unreadable."""
     try:
         about = distribution.metadata
         if not about["Name"]:

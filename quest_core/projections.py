@@ -217,7 +217,7 @@ class Projections:
                         state_dict[prefix + key] = pooled
 
     def _held(self, module: nn.Module, roles: str) -> list[tuple[str, str, nn.Module | Tensor]]:
-        """The entries with any of `roles` that `module` has, each with its Linear or parameter."""
+        """Return the entries with any of `roles` that `module` has, each with its Linear or parameter."""
         found = ((name, own, getattr(module, name, None)) for name, own in self.entries if set(own) & set(roles))
         held = [(name, own, value) for name, own, value in found if isinstance(value, nn.Module | Tensor)]
         for role in roles:
@@ -252,8 +252,8 @@ class Projected(nn.Module):
     config: AttentionConfig
     loaded: bool = False  # a checkpoint's projections have been loaded, so that `start` does not change them
     marks_shape: ClassVar[bool] = False
-    """Whether key projections in state dicts have an axis more, unless they are standard, so that a stock model refuses
-    them. For hosts with loaders that ignore unexpected keys."""
+    """Whether key projections in state dicts have one more axis, unless the attention is standard, so that a stock
+    model refuses them; for hosts whose loaders ignore unexpected keys."""
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -267,8 +267,8 @@ class Projected(nn.Module):
     def start(self) -> None:
         """Scale fresh projections to the norms that the attention's options ask for (`init`, `key_init`).
 
-        Does nothing without such an option, and nothing after a checkpoint was loaded. Setting it twice is setting it
-        once, so a host whose own initialisation comes later calls it again.
+        Does nothing without such an option, or after a checkpoint was loaded. A second call has the effect of one, so a
+        host whose own initialisation comes later calls it again.
 
         Raises:
             UnsupportedError: the weights are parametrised, have no values yet (meta device), or are zeros.
@@ -347,7 +347,7 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 
 def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:
-    """The parameters of one entry, by name; raises UnsupportedError where a weight is not a parameter by itself."""
+    """Return the parameters of one entry by name; UnsupportedError if its weight is not a parameter itself."""
     found: dict[str, nn.Parameter | None] = {}
     if isinstance(value, Tensor):
         found = {name: module._parameters.get(name)}
@@ -375,12 +375,12 @@ def _described(value: nn.Module | Tensor) -> str:
 
 
 def _by_rows(tensor: Tensor, rows: int) -> Tensor:
-    """[rows, ...], or a bias [H, D] or [1, 1, H·D] -> [rows, ...], a view."""
+    """Return [rows, ...], or a bias [H, D] or [1, 1, H·D], as [rows, ...], a view."""
     return tensor if tensor.shape[0] == rows else tensor.view(rows)
 
 
 def _reduced(full: Tensor, roles: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
-    """The rows that `sizes` needs, made from those of `sizes.full`."""
+    """Return the rows that `sizes` needs, made from those of `sizes.full`."""
     by_rows, parts = _by_rows(full, sizes.full.rows(roles)), []
     for role, rows in zip(roles, by_rows.split([sizes.full.rows(r) for r in roles]), strict=True):
         if role != "q":

@@ -74,7 +74,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, Entry]]:
-    """The parser, those of its commands, and the commands of plugins.
+    """Return the parser, those of its commands, and the commands of plugins.
 
     A plugin cannot take the name of a command of ours or of another.
     """

@@ -118,7 +118,7 @@ class Anatomy:
         return [p.name for p in self.parameters if p.name not in used]
 
     def code(self) -> str:
-        """The replacement, as Python."""
+        """Return the replacement as Python."""
         uses = [*self.projections, *(x for x in (self.dropout, self.output, self.output_dropout) if x is not None)]
         lines = ["", "", f"class {self.replacement}(Injected):", f'    """Replaces {self.module}.{self.name}."""', ""]
         lines += [f"    projections = {self._described()}"]
@@ -229,7 +229,7 @@ class Anatomy:
         return made
 
     def test(self, package: str, adapter: str) -> str:
-        """A class of conformance tests, as Python; empty if no module can be built."""
+        """Return a class of conformance tests as Python; empty if no module can be built."""
         if self.built is None:
             return ""
         arguments = ", ".join(f"{key}={value}" for key, value in self.built.items())

@@ -158,7 +158,7 @@ def _mechanisms(job: Job, doing: Callable[[str], None]) -> Answer:
 
 
 def _unbuildable(part: Part) -> str:
-    """Why a mechanism cannot be built, or an empty text. It may refuse the heads that are tried, by a QuestError."""
+    """Return why a mechanism cannot be built, or an empty text; it may refuse the heads tried by a QuestError."""
     grouped = any(option.name == "kv_heads" for option in part.options)
     try:
         Mechanism(f"{part.name}(kv_heads=2)" if grouped else part.name, num_heads=4, head_dim=16)

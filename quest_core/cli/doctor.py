@@ -72,7 +72,7 @@ def doctor(commands: Collection[str], *, as_json: bool, limit: float) -> int:
 
 
 def _examine(commands: Collection[str], limit: float) -> list[Record]:
-    """A record of everything that other packages add, imported in one child process as long as that lives."""
+    """Return a record of everything that other packages add, imported in one child process as long as that lives."""
     plugins, mechanisms, scripts = discover(), entries("quest.attention"), entries("quest.commands")
     asked = [record for record in plugins if record.status == "ok" and "module" in record.info]
     work = [Job("plugin", record.name, record.distribution) for record in asked]

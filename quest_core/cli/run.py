@@ -31,7 +31,7 @@ Not served: Python started with -I, -E or -S, which ignores the environment or s
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `quest run` command; returns the exit status only if the command could not be started."""
+    """Run the `quest run` command; return the exit status only if the command could not be started."""
     parser = argparse.ArgumentParser(
         prog="quest run",
         usage="quest run [--host NAME ...] [--] COMMAND ...",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the command: what stands behind '--' or begins with the first word that is not an option."""
+    """Return our own options, and the command: what follows '--' or begins with the first other word."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":

@@ -191,7 +191,7 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
 
 
 def _values(name: str, host: Host) -> dict[str, str]:
-    """What the template's placeholders stand for."""
+    """Return the values of the template's placeholders."""
     pins = {"torch": _release(torch.__version__)}
     version = _version(host.distribution)
     if version and host.distribution != "torch":
@@ -236,7 +236,7 @@ def _render(template: Path, target: Path, place: Path, values: dict[str, str]) -
 
 
 def _sort_lines(match: re.Match[str]) -> str:
-    """Where the plugin's own imports stand among those of quest_core depends on its name."""
+    """Sort imports: the place of the plugin's own among those of quest_core depends on its name."""
     return "".join(sorted(match[0].splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
@@ -261,5 +261,5 @@ def _version(distribution: str) -> str | None:
 
 
 def _release(version: str) -> str:
-    """Without the local tag, which no package index knows: "2.13.0+cpu" -> "2.13.0"."""
+    """Return a version without its local tag, which no package index knows: "2.13.0+cpu" -> "2.13.0"."""
     return version.partition("+")[0]

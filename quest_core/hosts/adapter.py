@@ -86,14 +86,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Every attention module of this host in `model`, in the order of the forward pass.
+        """Yield every attention module of this host in `model`, in the order of the forward pass.
 
-        A module that a former injection put in place is a site again.
+        The module that an earlier injection put in place is a site again.
         """
 
     @abstractmethod
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """A module that answers the host's own call for `site.module` with another mechanism.
+        """Return a module that takes the host's calls of `site.module` and has another mechanism.
 
         It keeps the host's parameter objects, names and shapes where the mechanism has no parameters of its own;
         it does not touch the model (the caller swaps it in). Random numbers may be drawn freely.
@@ -137,9 +137,9 @@ class Adapter(ABC):
         self.patches.once("notices", add, remove)
 
     def connect(self, model: nn.Module) -> None:  # noqa: B027
-        """Tell the replacements what they need of the model around them; called once all of them are in place.
+        """Give the replacements what they need from the model around them; called once all of them are in place.
 
-        For what one module cannot know, such as the grid of patches that its tokens came from. By default nothing.
+        For example the grid of patches that the tokens came from. By default nothing.
         """
 
     def projected(self, module: nn.Module) -> list[Projected]:
@@ -173,12 +173,12 @@ class Adapter(ABC):
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Why this host cannot honour `config` at `site`, or None. Override for what capabilities cannot say."""
+        """Return why this host cannot honour `config` at `site`, or None; override it for reasons of the host."""
         return refusal(config, site.capabilities)
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
-    """Why a mechanism cannot give what a site asks, or None when it can."""
+    """Return why a mechanism cannot give what a site asks for, or None if it can."""
     for part in config.specs():
         for needs, gives, why in (
             (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),

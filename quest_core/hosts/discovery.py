@@ -166,7 +166,7 @@ def load_info(value: str) -> Mapping[str, Any]:
 
 
 def _source(value: str) -> tuple[Path, str]:
-    """The file and the attribute of ``"package.module:ATTRIBUTE"``; imports nothing."""
+    """Return the file and the attribute of ``"package.module:ATTRIBUTE"``; imports nothing."""
     module, _, attribute = value.partition(":")
     package, _, leaf = module.partition(".")
     spec = importlib.util.find_spec(package)

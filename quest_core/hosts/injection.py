@@ -275,7 +275,7 @@ def inject(
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
-    """The expected norm of the queries of each head; () where the projections are not described or have no values."""
+    """Return the expected query norm of each head; () if the projections are not described or have no values."""
     try:
         norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts]
     except UnsupportedError:  # parametrised
@@ -389,7 +389,7 @@ def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str
 
 
 def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[Adapter, Site]]:
-    """Each attention once: where two adapters find the same module or one inside the other, the first adapter wins."""
+    """Return each attention once: if two adapters find one module, or one in the other, the first adapter wins."""
     chosen: list[tuple[Adapter, Site]] = []
     for owner in adapters:
         taken = [site.path for _, site in chosen]

@@ -44,7 +44,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
 
 def wanted(hosts: Sequence[str] | None) -> list[Record]:
-    """The plugins of these names, or all that work; raises PluginError."""
+    """Return the plugins of these names, or all that work; raises PluginError."""
     if hosts is not None:
         chosen = [find(name) for name in dict.fromkeys(hosts)]
         for record in chosen:
@@ -61,14 +61,14 @@ def wanted(hosts: Sequence[str] | None) -> list[Record]:
 
 
 def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The process environment in which the plugins of `records` are installed."""
+    """Return the process environment in which the plugins of `records` are installed."""
     others = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
     pairs = [f"{r.name}={r.info[key]}" for r in records for key in ("module", "checkout") if key in r.info]
     return {**base, "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]), PAIRS: ",".join(pairs)}
 
 
 def complete(command: Sequence[str]) -> list[str]:
-    """The command with the path of its program first; raises QuestError if it cannot be run, or not with plugins."""
+    """Return the command, beginning with the path of its program; QuestError if it cannot run with plugins."""
     words = list(command)
     if words[0].endswith(".py") or words[0] == "-m":
         words.insert(0, sys.executable)

@@ -29,7 +29,7 @@ class Patches:
         self._changed: list[tuple[Any, str, Any]] = []
 
     def __iter__(self) -> Iterator[tuple[Any, str, Any]]:
-        """(owner, name, original) of every change; `original` is None where the owner only inherited the name."""
+        """Yield (owner, name, original) of every change; `original` is None if the owner only inherited the name."""
         return iter(self._changed)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -96,7 +96,7 @@ class Patches:
             self._undoes[name] = undo
 
     def when_imported(self, module: str, action: Callable[[], None]) -> None:
-        """As the function `when_imported`; `undo` withdraws an action that is still waiting."""
+        """Call the function `when_imported`; `undo` withdraws an action that is still waiting."""
         self.once((module, action), lambda: when_imported(module, action), lambda: _finder.withdraw(module, action))
 
     def undo(self) -> None:

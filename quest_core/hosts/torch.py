@@ -69,7 +69,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
     def from_torch(
         cls, module: nn.MultiheadAttention, attention: AttentionSpec, *, fresh: bool = False
     ) -> MultiheadAttention:
-        """A module with the same settings and the same Parameter objects (smaller copies for gqa; see `inject`)."""
+        """Return a module with the same settings and the same Parameter objects (smaller copies for gqa)."""
         known = {name for name, _ in cls.projections.entries}
         if module._parameters.keys() - known or nn.utils.parametrize.is_parametrized(module):
             raise InputError(
@@ -81,7 +81,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         return made
 
     def _reset_parameters(self) -> None:
-        """As torch.nn.MultiheadAttention starts them; hosts call this when their layers are reset."""
+        """Start the parameters as torch.nn.MultiheadAttention does; hosts call this when they reset their layers."""
         says = self._qkv_same_embed_dim
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
@@ -102,7 +102,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention over embeddings; shapes, masks (True = may NOT attend) and outputs of torch.nn.MultiheadAttention.
+        """Attend with the shapes, masks (True = may NOT attend) and outputs of torch.nn.MultiheadAttention.
 
         Returns:
             The output in the layout of `query`, and the weights ([B, N, M] averaged over heads, [B, H, N, M] with
@@ -179,7 +179,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
     def _visible(
         self, attn_mask: Tensor | None, padding: Tensor | None, batch: int, n: int, m: int, *, same_tokens: bool
     ) -> Tensor | None:
-        """PyTorch's two masks (True = may not attend, or additive) -> one of ours, broadcastable to [B, H, N, M]."""
+        """Return PyTorch's two masks (True = may not attend, or additive) as one of ours, for [B, H, N, M]."""
         rows = batch * self.num_heads
         if attn_mask is not None:
             shapes = ((n, m), (1, n, m), (rows, n, m))
@@ -220,7 +220,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, need_weights: bool, average_attn_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """nn.TransformerEncoder hands over a nested tensor when it evaluates with padding; pad, attend, nest again."""
+        """Pad, attend and nest again: nn.TransformerEncoder gives a nested tensor when it evaluates with padding."""
         rows = list(query.unbind())
         padded = nn.utils.rnn.pad_sequence(rows, self.batch_first)  # [B, N, E], or tokens first
         lengths = torch.tensor([len(row) for row in rows], device=query.device)

@@ -194,7 +194,7 @@ def _heads(x: Tensor) -> int:
 
 
 def _batched(x: Tensor, axes: int) -> Tensor:
-    """[..., H, N, D] -> [B, H, N, D]; [B, N, D], of three `axes`, -> [B, 1, N, D]."""
+    """Return [..., H, N, D] as [B, H, N, D], and [B, N, D], of three `axes`, as [B, 1, N, D]."""
     return x.unsqueeze(1) if axes == 3 else x.flatten(0, -4) if axes > 4 else x
 
 

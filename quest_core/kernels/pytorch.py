@@ -39,7 +39,7 @@ is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambd
 
 
 def is_compiling_without_dynamo() -> bool:
-    """Whether torch.export runs this code itself, on tensors that have no values."""
+    """Return whether torch.export runs this code itself, on tensors that have no values."""
     if not is_compiling() or not hasattr(torch.compiler, "is_dynamo_compiling"):
         return False  # before PyTorch 2.3 Dynamo does it
     return not torch.compiler.is_dynamo_compiling()
@@ -74,12 +74,12 @@ def constant_result(function: Function) -> Function:
 
 @constant_result  # Dynamo itself always answers False
 def is_exporting_to_onnx() -> bool:
-    """Whether torch.onnx.export is reading this code."""
+    """Return whether torch.onnx.export is reading this code."""
     return bool(torch.onnx.is_in_onnx_export())
 
 
 def traces_onnx(counts: str | None = None) -> bool:
-    """Whether torch.onnx.export(dynamo=False) records this code; UnsupportedError for an attention that counts keys."""
+    """Return whether torch.onnx.export(dynamo=False) records this code; UnsupportedError if `counts` its keys."""
     traced = bool(is_tracing()) and is_exporting_to_onnx()
     if traced and counts:
         raise UnsupportedError(
@@ -89,7 +89,7 @@ def traces_onnx(counts: str | None = None) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
+    """Return whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
     if is_tracing():
         return True
     exporting = getattr(torch.compiler, "is_exporting", is_exporting_to_onnx)  # PyTorch 2.7
@@ -100,9 +100,9 @@ _is_torch_func_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_tr
 
 
 def transform() -> str | None:
-    """The function transform that is active here, by name, or None: torch.func's, or forward-mode differentiation.
+    """Return the name of the active function transform, or None: torch.func or forward differentiation.
 
-    Transforms inside torch.compile are the compiler's business: there the answer is None.
+    Always None inside torch.compile, which handles transforms itself.
     """
     if is_compiling():
         return None
@@ -112,7 +112,7 @@ def transform() -> str | None:
 
 
 def is_eager() -> bool:
-    """Whether nothing records, compiles or transforms this code, so that a derivative written by hand is used.
+    """Return whether nothing records, compiles or transforms this code, so that a derivative written by hand is used.
 
     Compilers and exporters get the plain formula, which they derive and fuse by themselves.
     """
@@ -124,7 +124,7 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 
 
 def may_read(x: Tensor, *, waits: bool = False) -> bool:
-    """Whether eager code may branch on the numbers in `x`: it has some, and reading them waits for no GPU, or may."""
+    """Return whether eager code may branch on the numbers in `x`: it has some, and waits for a GPU only if `waits`."""
     near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
     return not _modes() and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
 
@@ -151,16 +151,16 @@ def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Ma
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass is running in this thread: activation checkpointing then repeats a forward pass."""
+    """Return whether a backward pass is running in this thread; checkpointing repeats a forward pass then."""
     if is_compiling():
         return False
     return bool(getattr(torch._C, "_current_graph_task_id", lambda: -1)() != -1)
 
 
 def tokens_are_divided() -> bool:
-    """Whether this runs inside torch's context_parallel, which replaces scaled_dot_product_attention and nothing else.
+    """Return whether this runs inside torch's context_parallel, which replaces only scaled_dot_product_attention.
 
-    A mechanism that attends without that function would attend only to the tokens of one rank.
+    A mechanism that does not call that function would attend only to the tokens of one rank.
     """
     current = F.scaled_dot_product_attention
     if current is ATTENTION or is_compiling():
@@ -169,7 +169,7 @@ def tokens_are_divided() -> bool:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The lower type that autocast computes in on this device, or None if autocast is off there."""
+    """Return the lower type that autocast computes in on this device, or None if autocast is off there."""
     if VERSION < (2, 4):  # the functions name their device
         if device_type == "cpu":
             return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
@@ -182,12 +182,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Turns autocast off: it would run products in half precision. Does nothing if autocast is off already."""
+    """Turn autocast off, which would run products in half precision; do nothing if it is off already."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def same_random_state(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Leaves the random numbers to be drawn, on the CPU and on the GPUs of the model, as they were."""
+    """Restore the random state of the CPU and of the GPUs of the model at the end of the block."""
     return torch.random.fork_rng(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}))
 
 

@@ -40,12 +40,12 @@ def refuse_transforms(name: str) -> None:
 
 
 def safe_range(dtype: torch.dtype) -> float:
-    """How far exponents may spread in one product so that no term is lost, with room for values and gradients."""
+    """Return how far exponents may spread in one product with no term lost, with room for values and gradients."""
     return 60.0 if dtype == torch.float32 else 600.0
 
 
 def finite(top: Tensor) -> Tensor:
-    """A maximum that may be subtracted: −inf, the maximum of nothing, becomes 0."""
+    """Return a maximum that may be subtracted: −inf, the maximum of nothing, becomes 0."""
     return top.masked_fill(top == -math.inf, 0)
 
 
@@ -68,14 +68,14 @@ class _Block:
             self.dtype = torch.float64
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """exp(w − top) [rows, K] and exp(m − top) [K, 1, C]."""
+        """Return exp(w − top) [rows, K] and exp(m − top) [K, 1, C]."""
         e = (self.w.to(self.dtype) - self.top_w).exp_()
         if self.hidden is not None:
             e.masked_fill_(self.hidden, 0)
         return e, (self.m.to(self.dtype) - self.top).exp_().unsqueeze(1)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """(queries, logits [queries, K, C]), few enough to be held feature by feature."""
+        """Yield (queries, logits [queries, K, C]), few enough to be held feature by feature."""
         w = self.w if self.hidden is None else self.w.masked_fill(self.hidden, -math.inf)
         step = max(1, ELEMENTS // self.m.numel())
         for start in range(0, w.shape[0], step):
@@ -83,7 +83,7 @@ class _Block:
             yield rows, w[rows].unsqueeze(2) + self.m
 
     def average(self) -> tuple[Tensor, Tensor]:
-        """(average, log normaliser), [rows, C] each; 0 and −inf where nothing is visible."""
+        """Return (average, log normaliser), [rows, C] each; 0 and −inf where nothing is visible."""
         if self.dtype is not None:
             e, x = self.factors()
             sums = (e @ (x * self.s).flatten(1)).unflatten(1, (2, -1))  # [rows, 2, C]
@@ -97,7 +97,10 @@ class _Block:
         return torch.cat(y), torch.cat(lse)
 
     def gradients(self, grad: Tensor, along: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Of s [K, 2, C] and w [rows, K]; that of m is Σ s·ds. Arguments as in `aft_biased_backward`, [rows, C]."""
+        """Return the gradients of s [K, 2, C] and w [rows, K]; that of m is Σ s·ds.
+
+        Arguments as in `aft_biased_backward`, [rows, C].
+        """
         if self.dtype is not None:
             e, x = self.factors()
             both = torch.stack([grad, -along], 1) * (self.top_w + self.top - lse).to(self.dtype).exp_().unsqueeze(1)
@@ -146,7 +149,7 @@ class _Blocks:
                 self.after = [slice(*ends) for ends in zip(stops[::-1], [m, *stops[::-1]], strict=False)]
 
     def _sums(self, pieces: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
-        """The sums of pieces up to each, as pairs: m [1, C] and s [1, 2, C]."""
+        """Return the sums of pieces up to each, as pairs: m [1, C] and s [1, 2, C]."""
         top, total = self.k.new_full((1, self.k.shape[1]), -math.inf), torch.zeros_like(self.s[:1])
         tops, totals = [], []
         for piece in pieces:
@@ -161,7 +164,7 @@ class _Blocks:
         return tops, totals
 
     def __iter__(self) -> Iterator[tuple[slice, slice, _Block]]:
-        """(queries, keys met with a bias, the block)."""
+        """Yield (queries, keys met with a bias, the block)."""
         before = list(zip(*self._sums(self.before), strict=True))
         after = list(zip(*self._sums(self.after), strict=True))[::-1]
         for i, (rows, near) in enumerate(zip(self.rows, self.near, strict=True)):
@@ -178,7 +181,7 @@ class _Blocks:
             yield rows, near, _Block(m, s, w, hidden, rows.start + self.offset - near.start + 1 + bool(self.window))
 
     def ahead(self, rows: slice, keys: slice) -> Tensor:
-        """t' − t, [rows, keys]."""
+        """Return t' − t, [rows, keys]."""
         query = torch.arange(rows.start, rows.stop, device=self.k.device)[:, None] + self.offset
         return torch.arange(keys.start, keys.stop, device=self.k.device) - query
 
@@ -205,7 +208,7 @@ class _Blocks:
 def aft_biased(
     k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
-    """The average of v weighted by exp(k_t' + w_tt') for each query position and feature, and its log normaliser.
+    """Return the average of v weighted by exp(k_t' + w_tt') for each query and feature, and its log normaliser.
 
     Args:
         k: [M, C]; a key of −inf is invisible. M is at least 1.
@@ -245,7 +248,7 @@ def aft_biased_backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `aft_biased`; those of `left` and `right` are empty where there is none.
+    """Return the gradients of `aft_biased`; those of `left` and `right` are empty if they are None.
 
     With p_tt' = exp(k_t' + w_tt' − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p (g_t v_t' − a_t) and
     dw_tt' = Σ_features p (g_t v_t' − a_t).

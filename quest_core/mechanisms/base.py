@@ -50,18 +50,18 @@ class Score(Axis):
         self.given_scale = scale
 
     def scale(self, head_dim: int) -> float:
-        """The factor on q kᵀ: the `scale` option, or the score's own."""
+        """Return the factor on q kᵀ: the `scale` option, or the score's own."""
         return self.default_scale(head_dim) if self.given_scale is None else self.given_scale
 
     def default_scale(self, head_dim: int) -> float:
         return 1.0
 
     def query(self, q: Tensor) -> Tensor:
-        """[B, H, N, D] -> [B, H, N, D], ready for the dot product."""
+        """Return q [B, H, N, D] ready for the dot product, in the same shape."""
         return q
 
     def key(self, k: Tensor) -> Tensor:
-        """[B, G, M, D] -> [B, G, M, D], ready for the dot product; this is what a cache stores."""
+        """Return k [B, G, M, D] ready for the dot product, in the same shape; a cache stores this."""
         return k
 
     def prepare(
@@ -75,7 +75,7 @@ class Score(Axis):
         cache: Cache | None,
         head: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
+        """Return queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
 
         Args:
             cache: the layer's state while decoding; `v` and `k` are then only the new tokens.
@@ -113,7 +113,7 @@ class Normaliser(Axis):
         return apply_weights(drop(weights, dropout_p), v, grouped)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits [B, H, N, M] -> weights [B, H, N, M]; hidden weights are exactly 0, rows with no visible key too."""
+        """Return the weights [B, H, N, M] of logits [B, H, N, M]: 0 where hidden, also in a row that sees no key."""
         raise NotImplementedError
 
 
@@ -121,15 +121,15 @@ class Grouping(Axis):
     """Which key/value head a query head uses. By default query head h uses head h · G // H."""
 
     def kv_heads(self, num_heads: int) -> int:
-        """Key/value heads G for H query heads."""
+        """Return the number of key/value heads G for H query heads."""
         raise NotImplementedError
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        """Why tensors with these heads do not fit, or None."""
+        """Return why tensors with these heads do not fit, or None."""
         raise NotImplementedError
 
     def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor | None:
-        """The key/value head of each query head, [H] on the device of `k`, or None for equal consecutive groups.
+        """Return the key/value head of each query head, [H] on the device of `k`, or None for equal consecutive groups.
 
         Args:
             k: keys before any normalisation, [B, G, M, D].
@@ -138,7 +138,7 @@ class Grouping(Axis):
         return None
 
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
-        """Change the weights [B, H, N, M] before they meet the values; only for groupings that say `needs_weights`."""
+        """Return the weights [B, H, N, M] that are applied to the values; by default those given."""
         return weights
 
     needs_weights: bool = False
@@ -155,7 +155,7 @@ class Family(Axis):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """[B, H, N, D] from q [B, H, N, D], k [B, H, M, Dk], v [B, H, M, D].
+        """Return the output [B, H, N, D] of q [B, H, N, D], k [B, H, M, Dk] and v [B, H, M, D].
 
         Args:
             key_mask: None, boolean (True = visible) or additive (−inf hides), [B or 1, M].
@@ -164,12 +164,12 @@ class Family(Axis):
         raise NotImplementedError
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """The causal output [B, H, N, D] of N new tokens, given those the cache has seen; updates the cache.
+        """Return the causal output [B, H, N, D] of N new tokens after those in the cache; extends the cache.
+
+        `Mechanism.decode` changes ``cache.tokens``; this method must not.
 
         Args:
             key_mask: as in `forward`, [B or 1, N]: whether the new tokens are visible, to themselves and later ones.
-
-        `Mechanism.decode` counts ``cache.tokens``; this must not.
         """
         raise NotImplementedError
 
@@ -186,7 +186,7 @@ def result_type(x: Tensor) -> torch.dtype:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """A mechanism's parameter as this rank uses it: the part for its heads where tensor parallelism has divided it.
+    """Return the part of a mechanism's parameter for the heads of this rank; all of it without tensor parallelism.
 
     Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
     """
@@ -204,7 +204,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
-    """scale · q kᵀ (+ residual): q [B, H, N, D], k [B, G, M, D] -> [B, H, N, M].
+    """Return scale · q kᵀ (+ residual), [B, H, N, M], for q [B, H, N, D] and k [B, G, M, D].
 
     Args:
         grouped: H/G consecutive query heads share a key head; False means G = H.
@@ -220,7 +220,7 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
 
 
 def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
-    """weights [B, H, N, M] times v [B, G, M, Dv] -> [B, H, N, Dv]; `grouped` as in `logits`."""
+    """Return weights [B, H, N, M] times v [B, G, M, Dv], [B, H, N, Dv]; `grouped` as in `logits`."""
     weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
     if not grouped:
         return weights @ v
@@ -230,7 +230,7 @@ def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
 
 
 def drop(weights: Tensor, dropout_p: float) -> Tensor:
-    """Dropout on weights."""
+    """Return the weights after dropout."""
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights
 
 
@@ -266,7 +266,7 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
         n, m = mask.shape[-2:]
         seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
         past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
-        if only:  # what it shows is True, or adds 0
+        if only:  # visible entries are True, or add 0
             return bool(((seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))).all())
         padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
         return bool((past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any())

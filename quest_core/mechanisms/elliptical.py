@@ -49,17 +49,17 @@ class Elliptical(Standard):
         self._step: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, previous: Elliptical | None) -> None:
-        """Say which layer comes before this one; None makes it the first."""
+        """Set the layer before this one; None makes it the first."""
         self._previous = (previous,)
         if previous is not None:
             previous._next = (self,)
 
     @contextmanager
     def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
-        """For calls inside the block: the host puts its tokens into an order of this layer's own.
+        """Compare tokens in an order that all layers share, for calls inside the block.
 
-        Layers then hand values over token by token, so that each token is compared with itself. Needed where tokens
-        are sorted or cut into windows in every layer.
+        Needed where the host sorts tokens or cuts them into windows in every layer, so that each token is compared with
+        itself.
 
         Args:
             to_tokens: values as this layer is called with, [B, G, M, D], to an order that all layers share, of any
@@ -195,7 +195,7 @@ class EllipticalQuest(Elliptical):
 
 
 def stack_of(path: str) -> str:
-    """The stack that a layer belongs to: its path with the numbers taken out."""
+    """Return the stack that a layer belongs to: its path, with each number replaced by *."""
     return re.sub(r"\d+", "*", path)
 
 
@@ -211,17 +211,18 @@ def refuse_repeated(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def chain(model: nn.Module, stacks: Mapping[str, str] | None = None) -> None:
-    """Tell every layer of `model` that reads what the one before left behind (elliptical) which one that is.
+    """Connect every layer of `model` that reads values of the layer before it (elliptical) to that layer.
 
     Layers follow each other within a stack: paths that differ in numbers only, such as ``encoder.layers.0.attn`` and
     ``encoder.layers.1.attn``. `quest_core.inject` does this; call it for a model built of `quest_core.Attention`.
 
-    Raises:
-        UnsupportedError: a layer has several places in one stack.
-
     Args:
+        model: a model with quest_core attention in it.
         stacks: the path of each attention module, in the order of the forward pass, and the stack that it belongs to;
             by default those of ``model.named_modules()``.
+
+    Raises:
+        UnsupportedError: a layer has several places in one stack.
     """
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, Score))
     scores: dict[str, Any] = {name: score for name, score in found if hasattr(score, "follow")}

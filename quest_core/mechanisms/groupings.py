@@ -69,8 +69,9 @@ class MultiHead(Grouped):
 
 
 def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
-    """How many query heads each key/value head gets: ⌊n̂_g · H / Σ n̂⌋, and what is left over goes by largest
-    fractional part, ties to the lower index ([G], equation 3).
+    """Return how many query heads each key/value head gets ([G], equation 3): ⌊n̂_g · H / Σ n̂⌋.
+
+    The heads that are left over go to the largest fractional parts, ties to the lower index.
 
     Args:
         importance: n̂ or d, not negative, [G]. All zero counts as all equal.
@@ -96,13 +97,13 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
 
 
 def head_index(sizes: Tensor, num_heads: int) -> Tensor:
-    """The key/value head of each query head, filled left to right: sizes [G] -> [H]."""
+    """Return the key/value head of each query head [H], filled left to right by `sizes` [G]."""
     query = torch.arange(num_heads, device=sizes.device)
     return (query[:, None] >= sizes.cumsum(0)).sum(1)
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
-    """n_g: Frobenius norm of k_g over visible tokens and features: [B, G, M, D] -> [B, G], float64.
+    """Return n_g [B, G], the Frobenius norm of k_g [B, G, M, D] over visible tokens and features, in float64.
 
     [G], equation 1, takes the mean over the batch.
     """
@@ -187,7 +188,7 @@ class DynamicKeyDriven(KeyDriven):
         return head_index(self.sizes, num_heads)
 
     def _mean_over_ranks(self, norms: Tensor) -> Tensor:
-        """[B, G], with another B on every rank -> the mean over the samples of all of them, [G]."""
+        """Return the mean [G] of norms [B, G] over the samples of all ranks, which may differ in B."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return norms.mean(0)
         total = torch.cat([norms.sum(0), norms.new_full((1,), norms.shape[0])])  # [G + 1]
@@ -196,7 +197,7 @@ class DynamicKeyDriven(KeyDriven):
 
     @torch.no_grad()
     def _observe(self, current: Tensor, num_heads: int) -> None:
-        """One training step: the first remembers the norms, every `window`-th sets the sizes for the next.
+        """Count a training step: the first stores the norms, every `window`-th sets the sizes for the next.
 
         A step whose norms are not finite (an overflow, an empty batch) does not count.
         """
@@ -215,7 +216,7 @@ class DynamicKeyDriven(KeyDriven):
         self.steps.add_(counts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
-        """Moves between devices, but `.half()` and friends leave the statistics in float32."""
+        """Move to another device, but leave the statistics in float32 when `.half()` and the like convert."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, was in before.items():

@@ -86,7 +86,7 @@ class Cosine(Linear):
 
 
 def _feature(x: Tensor) -> Tensor:
-    """φ(x) = elu(x) + 1 in float32 or wider, as exp(x − max(x, 0)) + max(x, 0), which does not cancel far below 0."""
+    """Return φ(x) = elu(x) + 1, float32 or wider, as exp(x − max(x, 0)) + max(x, 0): no cancellation far below 0."""
     x = widen(x)
     # Without clamp, whose derivative at its bound is 0 in PyTorch 2.15 and 1 before; here φ'(0) = 1.
     # The derivative written by hand takes half the passes of the recorded one.
@@ -113,7 +113,7 @@ _by_hand: Callable[[Tensor], Tensor] = _Feature.apply
 
 
 def _seen(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """1 for each visible key, [B, M] in float32, which counts them exactly."""
+    """Return 1 for each visible key, else 0: [B, M] in float32, which counts them exactly."""
     if key_mask is None:
         return k.new_ones(k.shape[0], k.shape[2], dtype=torch.float32)
     seen = key_mask if key_mask.dtype == torch.bool else key_mask > -math.inf
@@ -121,7 +121,7 @@ def _seen(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _relative(key_mask: Tensor | None) -> Tensor | None:
-    """An additive mask less a constant for each sample: a ratio of weights ignores it, and exp cannot overflow."""
+    """Return an additive mask less a constant a sample, which cancels in a ratio of weights; exp cannot overflow."""
     if key_mask is None or key_mask.dtype == torch.bool:
         return key_mask
     key_mask = widen(key_mask)
@@ -130,7 +130,7 @@ def _relative(key_mask: Tensor | None) -> Tensor | None:
 
 
 def _hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Keys [B, H, M, D], 0 where hidden and times exp(b) where the mask b is additive."""
+    """Return keys [B, H, M, D], 0 where hidden, and times exp(b) if the mask b is additive."""
     if key_mask is None:
         return k
     mask = key_mask[:, None, :, None]
@@ -138,7 +138,7 @@ def _hide(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cache: Cache | None) -> Tensor:
-    """Σ_j (q_i · k_j) v_j over the keys that i sees: [B, H, N, D], [B, H, M, D], [B, H, M, E] -> [B, H, N, E].
+    """Return Σ_j (q_i · k_j) v_j over the keys that i sees: [B, H, N, D], [B, H, M, D], [B, H, M, E] -> [B, H, N, E].
 
     With a cache, k and v are only the new tokens, after those whose sum it holds; it is extended.
     """
@@ -153,7 +153,7 @@ def _sum_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cache: Cache | N
 
 
 def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
-    """q_i · (before + Σ_{j ≤ i + M − N} k_j v_jᵀ), in chunks of tokens that end at the last query and the last key.
+    """Return q_i · (before + Σ_{j ≤ i + M − N} k_j v_jᵀ), by chunks of tokens that end at the last query and last key.
 
     Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
@@ -174,7 +174,7 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _last_rows(x: Tensor, rows: int) -> Tensor:
-    """The last rows of x [B, H, T, D], zeros before the first, as one contiguous tensor [B, H, rows, D]."""
+    """Return the last rows of x [B, H, T, D], zeros before the first, as one contiguous tensor [B, H, rows, D]."""
     start = x.shape[2] - rows
     if is_exporting() and not is_tracing():  # torch.export cannot prove for all lengths that a slice or pad fits
         index = torch.arange(rows, device=x.device) + start

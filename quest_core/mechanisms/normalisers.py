@@ -173,7 +173,7 @@ class Sinkhorn(Normaliser):
         return _weights(z, columns).to(logits.dtype)
 
     def _masked(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits plus mask over ε in float32 or wider, `HIDDEN` where the mask hides."""
+        """Return (logits + mask) / ε in float32 or wider, `HIDDEN` where the mask hides."""
         z = widen(logits)
         if mask is not None and mask.dtype != torch.bool:
             z = z + mask
@@ -181,7 +181,12 @@ class Sinkhorn(Normaliser):
         return z if mask is None else z.masked_fill(~visible(mask), HIDDEN)
 
     def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
-        """Alternate between rows and columns; `sums` gives the log sums of columns, `target` is what they shall be."""
+        """Return the factors of columns, after alternating between rows and columns.
+
+        Args:
+            sums: returns the log sums of columns for their factors.
+            target: the log sums that columns shall have.
+        """
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
@@ -190,30 +195,30 @@ class Sinkhorn(Normaliser):
 
 
 def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
-    """The mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
+    """Return the mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
     if mask is None:
         return torch.ones(like.shape[-1], dtype=torch.bool, device=like.device)[None]
     return visible(mask).expand(-1, -1, -1, like.shape[-1])
 
 
 def _column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
-    """Log sums of the columns [B, H, 1, M] of exp(z + columns), z [B, H, N, M], once its rows are scaled to sum 1."""
+    """Return log sums of columns [B, H, 1, M] of exp(z + columns), z [B, H, N, M], its rows scaled to sum 1."""
     return (z + _factors((z + columns).logsumexp(-1, keepdim=True))).logsumexp(-2, keepdim=True)
 
 
 def _weights(z: Tensor, columns: Columns) -> Tensor:
-    """The weights of rows z [B, H, N, M] from the factors that `Sinkhorn._columns` returns."""
+    """Return the weights of rows z [B, H, N, M] from the factors that `Sinkhorn._columns` returns."""
     before, last = columns
     return (z + _factors((z + before).logsumexp(-1, keepdim=True)) + last).exp()
 
 
 def _factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
-    """Log factors that bring sums to exp(target); 0 for padding, which has no sum."""
+    """Return log factors that bring sums to exp(target); 0 for padding, which has no sum."""
     return (target - log_sums).masked_fill(log_sums < HIDDEN / 2, 0)
 
 
 def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
-    """log(N/M), where N counts the rows that see a key and M the columns that a row sees: [B or 1, H or 1, 1, 1].
+    """Return log(N/M) [B or 1, H or 1, 1, 1]; N counts the rows that see a key, M the columns that a row sees.
 
     The sizes of the logits `like` [B, H, N, M] are counted and not read, so that no graph fixes them.
     """

@@ -93,7 +93,7 @@ class Part:
 
     Attributes:
         name: what users write: letters, digits, dots, hyphens.
-        axis: a key of AXES.
+        axis: one of AXES.
         summary: the formula, in a line.
         source: paper and equation.
         build: ``build(dims, **options)`` returns a Score, Normaliser, Grouping or Family, as `axis` says; `dims` is
@@ -109,7 +109,7 @@ class Part:
         dropout: normaliser: its `forward` drops weights as `dropout_p` says.
         fused: normaliser: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
         unit_keys: score: it prepares keys as k/‖k‖, so that a host's cache may hold those.
-        reads: keys of READS that a result depends on, except its own query and the keys that this query sees. All of
+        reads: keys of READS, on which a result depends besides its own query and the keys that this query sees. All of
             them unless declared; () is a score that prepares each token of each head for itself.
         learnable: has parameters.
         stateful: has buffers that change while training.

@@ -60,7 +60,7 @@ class CalibrationReport:
         )
 
     def table(self) -> str:
-        """The factor of every head, one module a line."""
+        """Return the factor of every head, one module a line."""
         width = max(len(layer.path) for layer in self.layers)
         return "\n".join(
             f"{layer.path:<{width}}  " + " ".join(f"{factor:8.4g}" for factor in layer.factors) for layer in self.layers
@@ -149,7 +149,7 @@ def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
 
 
 def _source(model: nn.Module) -> AttentionConfig:
-    """The attention that the model has now: standard, with the options that an injection gave it."""
+    """Return the attention that the model has now: standard, with the options that an injection gave it."""
     found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
     if len(found) > 1 or not all(_leaves(config, "query") and _leaves(config, "key") for config in found):
         raise ConfigError(
@@ -160,14 +160,14 @@ def _source(model: nn.Module) -> AttentionConfig:
 
 
 def _leaves(config: AttentionConfig, role: str) -> bool:
-    """Whether the dot products take "query" or "key" as the projections made it."""
+    """Return whether the dot products take "query" or "key" as the projections made it."""
     part, x = next(config.specs()), torch.ones(1, 1, 1, 1)
     pointwise = part.axis == "score" and not part.reads
     return pointwise and getattr(part.build(Dims(1, 1, 1), **config.build_arguments(part)), role)(x) is x
 
 
 def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
-    """A parameter of two attention modules would be scaled twice, by factors of different layers."""
+    """Raise UnsupportedError for a parameter of two attention modules, which would be scaled by the factors of both."""
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
             raise UnsupportedError(f"'{one}' and '{other}' share parameters; inject and fine-tune without calibration")
@@ -176,7 +176,7 @@ def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
 def _measure(
     model: nn.Module, owners: list[tuple[str, Adapter]], batches: list[Any], run: Run, target: AttentionConfig
 ) -> tuple[list[LayerCalibration], list[list[Tensor]]]:
-    """The factors of every attention module of an injected standard model, and its outputs on every batch."""
+    """Return the factors of every attention module of an injected standard model, and its outputs on every batch."""
     ratios, monitors = [], []
     for path, owner in owners:
         site = next(site for site in owner.sites(model) if site.path == path)
@@ -207,7 +207,7 @@ def _measure(
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a nest of mappings and sequences, in order."""
+    """Return the floating-point tensors of a nest of mappings and sequences, in order."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):
@@ -216,7 +216,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _change(model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Run) -> float:
-    """RMS of the change of the outputs over the RMS of `before`."""
+    """Return the RMS of the change of the outputs over the RMS of `before`."""
     change = total = 0.0
     for batch, old in zip(batches, before, strict=True):
         for was, now in zip(old, _tensors(run(model, batch)), strict=True):

@@ -79,7 +79,7 @@ class Monitor:
         self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
-        """What was observed since the last call: maxima of all calls, and means over all their tokens.
+        """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
 
         Where torch.distributed is initialised the ranks share what they saw, so all of them must call this; each gets
         the same answer.
@@ -138,7 +138,7 @@ def _add(seen: _Seen, more: _Seen) -> None:
 
 
 def _values(seen: _Seen) -> dict[str, list[float]]:
-    """Maxima and means by name, NaN for heads without a visible pair."""
+    """Return maxima and means by name, NaN for heads without a visible pair."""
     out = {}
     for name, kind in sorted(seen):
         if kind == "max":
@@ -160,7 +160,7 @@ class _Layer:
         mechanism.observer = self.observe
 
     def take(self) -> _Seen:
-        """What was seen so far, of all heads in float64 on the CPU: the heads of other ranks have seen nothing."""
+        """Return what was seen, float64 on the CPU, and forget it; heads of other ranks have seen nothing."""
         taken = {}
         for (name, kind), own in self.seen.items():
             share, shares = self.mechanism.head_share
@@ -212,23 +212,23 @@ class _Layer:
                 self._add_mean("entropy", entropy, counted)
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
-        """`x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
+        """Add norms of `x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
         norm = torch.linalg.vector_norm(x, dim=-1, dtype=wider(x.dtype))
         self._add_max(f"{name}_max", torch.where(counted, norm, -math.inf).amax((0, 2)))
         self._add_mean(f"{name}_mean", torch.where(counted, norm, 0), counted)
 
     def _add_max(self, name: str, value: Tensor) -> None:
-        """`value` [heads]."""
+        """Add a maximum [heads]."""
         _add(self.seen, {(name, "max"): value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
-        """`values` [B, heads, tokens], 0 where not `counted`."""
+        """Add `values` [B, heads, tokens], which are 0 where not `counted`, to a mean."""
         total = values.sum((0, 2), dtype=torch.float64)
         _add(self.seen, {(name, "sum"): total, (name, "count"): counted.expand(values.shape).sum((0, 2))})
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M]."""
+    """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
     if mask is None:
         return (last >= 0)[None, None], torch.ones(1, 1, m, dtype=torch.bool, device=device)
@@ -244,7 +244,7 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 def _blocks(
     mechanism: Mechanism, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of samples and queries: their logits, and the logarithms of their weights up to a constant a row.
+    """Yield logits of blocks of samples and queries, and the logarithms of their weights up to a constant a row.
 
     Both are [b, H, n, M], −inf for hidden pairs; q [B, H, N, D] and k [B, G, M, D] are prepared, in float32 or wider.
     """
@@ -270,7 +270,7 @@ def _blocks(
 
 
 def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy of softmax(z) in nats, and whether a row has any weight: [b, H, n, m] -> [b, H, n] each; z is lost."""
+    """Return the entropy of softmax(z), in nats, and whether a row has any weight, [b, H, n] each; overwrites z."""
     top = z.amax(-1, keepdim=True)
     counted = top != -math.inf
     # The largest becomes 0, so that log Σ exp(z) − Σ p·z does not cancel. exp is 0 long before −1e4, and unlike −∞ that

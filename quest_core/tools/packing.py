@@ -46,7 +46,7 @@ class _Take(NamedTuple):
     zeros: Tensor | None  # the places that become zeros instead
 
     def of(self, x: Tensor) -> Tensor:
-        """x [S, ...] -> [len(rows), ...]."""
+        """Return the rows [len(rows), ...] of x [S, ...]."""
         taken = x.index_select(0, self.rows)
         return taken if self.zeros is None else taken.index_fill_(0, self.zeros, 0)
 
@@ -144,7 +144,7 @@ class PackingPlan:
         )
 
     def layout(self, waste: float, device: torch.device) -> _Layout:
-        """The buckets on `device`, whose padded area is at most `waste` times the real one: 1 pads nothing."""
+        """Return the buckets on `device`; their padded area is at most `waste` times the real one."""
         if (waste, device) in self._layouts:
             return self._layouts[waste, device]
         groups = _group(self.lengths, waste)
@@ -160,7 +160,7 @@ class PackingPlan:
 
 
 def _group(lengths: Sequence[tuple[int, int]], waste: float) -> list[list[int]]:
-    """The sequences of each bucket. One without queries gives nothing and one without keys zeros: both are left out."""
+    """Return the sequences of each bucket, without those that have no queries (no output) or no keys (zeros)."""
     groups: list[list[int]] = []
     closed = real = 0  # the padded area of all groups but the last, and the real area of all
     longest_n = longest_m = 0  # of the last group
@@ -182,7 +182,7 @@ def _group(lengths: Sequence[tuple[int, int]], waste: float) -> list[list[int]]:
 
 
 def _moves(starts: list[int], groups: list[list[int]], device: torch.device) -> tuple[_Moves | None, list[Tensor]]:
-    """How tokens become rows and back, and which rows of each bucket are real [size, N]."""
+    """Return how tokens become rows and back, and which rows of each bucket are real [size, N]."""
     offsets = torch.tensor(starts)
     tokens: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     reals: list[Tensor] = []
@@ -218,13 +218,13 @@ class _Pick(torch.autograd.Function):
 
 
 def _pick(there: _Take, back: _Take, x: Tensor) -> Tensor:
-    """Rows of `x`, by PyTorch's own gathers under function transforms, which derive them by themselves."""
+    """Return rows of `x`, by PyTorch's own gathers under function transforms, which derive them by themselves."""
     moved: Tensor = there.of(x) if transform() else _Pick.apply(there, back, x)  # type: ignore[no-untyped-call]
     return moved
 
 
 def _waste(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> float:
-    """How much padding sequences may share batches with: a little, none, or as much as one batch of all needs."""
+    """Return how much padding the batches may have: a little, none, or as much as one batch of all needs."""
     crossed = is_causal and not plan.is_self and any(n != m for n, m in plan.lengths)
     reads = mechanism.reads
     if "samples" in reads or mechanism.chained:  # the layer before hands over the values of one batch
@@ -242,7 +242,7 @@ def _waste(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> float:
 
 
 def _mask(bucket: _Bucket, mechanism: Mechanism) -> Tensor | None:
-    """What is real in a bucket: keys, [size, 1, 1, M]; where rows are not independent queries too, [size, 1, N, M]."""
+    """Return the mask of a bucket: [size, 1, 1, M] of keys; [size, 1, N, M] if queries depend on others."""
     keys = None if bucket.keys is None else bucket.keys[:, None, None, :]
     if bucket.queries is None or mechanism.family is not None or "queries" not in mechanism.reads:
         return keys
@@ -260,7 +260,7 @@ def attention_packed(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention within each of many sequences that lie one behind the other; equal to a loop over them.
+    """Return the attention within each of many sequences, one behind the other; equal to a loop over them.
 
     >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
@@ -301,7 +301,7 @@ def attention_packed(
 def _in_buckets(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> Tensor:
-    """[T, H, Dv] by padded batches."""
+    """Return the output [T, H, Dv] by padded batches."""
     for name, x, offsets in (("q", q, plan.offsets[0]), ("k", k, plan.offsets[1])):
         if x.shape[0] != offsets[-1]:
             raise InputError(f"{name} has {x.shape[0]} tokens, but its sequences end at {offsets[-1]}")
@@ -326,7 +326,7 @@ def _in_buckets(
 
 
 def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
-    """Packed tokens [T, H, D] -> for each bucket a batch [size, H, N, D], a view of all rows."""
+    """Return for each bucket a batch [size, H, N, D] of packed tokens [T, H, D], a view of all rows."""
     moves = layout.k if keys else layout.q
     rows = x if moves is None else _pick(*moves, x)  # [R, H, D]
     widths = [bucket.m if keys else bucket.n for bucket in layout.buckets]
@@ -337,7 +337,7 @@ def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
 
 @functools.cache
 def _varlen_attn() -> Callable[..., Any] | None:
-    """PyTorch's variable-length attention, where this PyTorch has it with a scale, windows and shared key heads."""
+    """Return PyTorch's variable-length attention if it has a scale, windows and shared key heads, else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -357,7 +357,7 @@ def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
 def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
-    """Whether the variable-length flash kernels compute this mechanism."""
+    """Return whether the variable-length flash kernels compute this mechanism."""
     return (
         flash_runs(q.device, autocast_dtype(q.device.type) or q.dtype)
         and _varlen_attn() is not None
@@ -375,7 +375,7 @@ def _varlen_applies(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:
-    """[T, H, Dv] by the variable-length kernels."""
+    """Return the output [T, H, Dv] by the variable-length kernels."""
     varlen_attn = _varlen_attn()
     assert varlen_attn is not None  # _varlen_applies says so
     heads_q, heads_k = q.shape[1], k.shape[1]
@@ -399,6 +399,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x [T, H, D] of 2-byte numbers, copied unless every row begins at a multiple of 16 bytes."""
+    """Return x [T, H, D] of 2-byte numbers, copied unless every row begins at a multiple of 16 bytes."""
     steps = (x.stride(0), x.stride(1), x.storage_offset())
     return x if x.stride(2) == 1 and all(step % 8 == 0 for step in steps) else x.contiguous()

@@ -123,7 +123,7 @@ class HeadParallel(ParallelStyle):
         return module
 
     def _place(self, x: Tensor | None, mesh: DeviceMesh) -> Tensor | None:
-        """A local [B, N, E] -> the whole of it on every rank, as a DTensor."""
+        """Return the whole of a local [B, N, E] on every rank, as a DTensor."""
         if x is None or isinstance(x, DTensor):
             return x
         placed = DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
@@ -134,14 +134,14 @@ class WholeLinear(nn.Linear):
     """A projection that every rank has whole; it returns the heads of this rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, E], the same on all ranks -> [B, N, D]; gradients are partial sums, one of each rank's heads."""
+        """Return [B, N, D] of x [B, N, E], the same on all ranks; gradients are partial sums over the rank's heads."""
         if isinstance(x, DTensor):
             x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) -> dict[str, int | None]:
-    """The axis of each of a mechanism's parameters that counts heads; None where all heads share the parameter.
+    """Return the axis of each of a mechanism's parameters that counts heads; None if all heads share the parameter.
 
     It is the axis that doubles when the heads do; with `shared_keys` only the query heads.
     """
