@@ -1,4 +1,4 @@
-"""Put a chosen attention into each module of a model: what its configs ask for, or what a call names."""
+"""Put a chosen attention into each module of a model: the one of its config, or of a call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Chosen(Adapter):
     ) -> None:
         self.adapter, self.chosen, self.scales = adapter, chosen, scales
         self.leaves_alone = frozenset(left_alone)  # type: ignore[misc]
-        self.new: list[nn.Module] = []  # what it has put in place of a host's own
+        self.new: list[nn.Module] = []  # replacements of a host's own modules
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         return (site for site in self.adapter.sites(model) if site.path in self.chosen)
