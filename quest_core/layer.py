@@ -31,6 +31,7 @@ class Attention(Projected):
         head_dim: features D a head; E / H by default.
         bias: whether the projections have a bias.
         dropout: dropout on the attention weights while training.
+        device, dtype: of the parameters; PyTorch's defaults by default.
 
     Raises:
         ConfigError: unknown mechanism or option, or sizes that do not divide.
@@ -94,6 +95,11 @@ class Attention(Projected):
 
         Returns:
             [B, N, E].
+
+        Raises:
+            InputError: shapes, types or a mask that do not fit together, or a cache with `context` or without
+                `is_causal`.
+            UnsupportedError: as in `Mechanism.forward` and `Mechanism.decode`.
         """
         for name, tokens in (("x", x), ("context", context)):
             if tokens is not None and tokens.dim() != 3:
