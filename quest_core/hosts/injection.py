@@ -202,6 +202,7 @@ def inject(
         named = [adapter] if isinstance(adapter, str | Adapter) else adapter
         adapters = [one if isinstance(one, Adapter) else find_adapter(one) for one in named]
 
+    # Find all sites, and refuse what cannot be done.
     found = _choose_sites(model, adapters)
     universal = UniversalAdapter(example, [site.path for _, site in found])
     if example is not None or adapter is None:
@@ -209,47 +210,26 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, universal, example is not None))
-    ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
-    left = dict(universal.missed)  # modules that look like attention, outside of the chosen ones and not around one
-    for path, module in model.named_modules():
-        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
-            left[path] = module
-    by_design = {name for owner in adapters for name in owner.leaves_alone}
-    missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
-    if missed and not allow_partial:
-        raise InjectionError(_partial(config, [site.path for _, site in chosen], missed))
+    left = _left_alone(model, chosen, universal)
+    if not allow_partial:
+        _refuse_partial(config, chosen, adapters, left)
     for owner, site in chosen:
         require(owner, site, config)
-    stacks = {site.path: site.stack or stack_of(site.path) for _, site in chosen}
-    chained = any(part.chained for part in config.specs())
-    if chained and len(set(stacks.values())) == len(stacks):
-        raise InjectionError(
-            f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
-            f"{', '.join(site.path or type(site.module).__name__ for _, site in chosen)}. Layers follow each other "
-            "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
-        )
-    if chained:
-        refuse_repeated(model, [site.module for _, site in chosen])
+    stacks = _stacks(config, model, [site for _, site in chosen])
+
+    # Make all replacements; the model is not changed yet.
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
     _keep_ties([site.module for _, site in chosen], made)
-    starting: list[Projected] = []
-    for (owner, _), module in zip(chosen, made, strict=True) if fresh else ():
-        projected = owner.projected(module)
-        if config.starts and not projected:
-            raise UnsupportedError(
-                f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
-                "(quest_core.projections.Projected); leave the option out"
-            )
-        starting += [part for part in projected if part.config.starts]
-    for part in starting:
-        part.start_factors()  # raises before the model is changed
-
+    starting = _starting(config, chosen, made) if fresh else []
     successors = {id(site.module): module for (_, site), module in zip(chosen, made, strict=True)}
-    for holder, key, value in _references(model, successors):  # raises before the model is changed
+    assignments = _references(model, successors)
+
+    # Swap all of them in.
+    for holder, key, value in assignments:
         holder[key] = value
     model = successors.get(id(model), model)
-    if chained:
+    if stacks:
         chain(model, stacks)
     for owner in {id(owner): owner for owner, _ in chosen}.values():
         owner.connect(model)
@@ -262,16 +242,88 @@ def inject(
     vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored  # a model's own __setattr__ may refuse
     for part in starting:
         part.start()
-    rows = []
-    for (owner, site), module in zip(chosen, made, strict=True):
-        norms = _query_norms(owner.projected(module)) if fresh else ()
-        before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, module))
-        rows.append(Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms))
-        if fresh:
-            started(module)
+    rows = [_row(owner, site, module, fresh=fresh) for (owner, site), module in zip(chosen, made, strict=True)]
+    for module in made if fresh else ():
+        started(module)
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     vars(model)[REPORT] = report
     return model, report
+
+
+def _left_alone(
+    model: nn.Module, chosen: Iterable[tuple[Adapter, Site]], universal: UniversalAdapter
+) -> dict[str, nn.Module]:
+    """Return the modules, by path, that look like attention and are neither in a chosen one nor around one."""
+    ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
+    left = dict(universal.missed)
+    for path, module in model.named_modules():
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
+            left[path] = module
+    return left
+
+
+def _refuse_partial(
+    config: AttentionConfig,
+    chosen: Sequence[tuple[Adapter, Site]],
+    adapters: Iterable[Adapter],
+    left: Mapping[str, nn.Module],
+) -> None:
+    """Raise InjectionError if modules would stay that are in no `Adapter.leaves_alone`."""
+    by_design = {name for owner in adapters for name in owner.leaves_alone}
+    missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
+    if missed:
+        shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
+        more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
+        raise InjectionError(
+            f"attention '{config}' would replace {len(chosen)} modules and leave {len(missed)} as they are, which "
+            f"look like attention and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
+            f"or write an adapter for them ({GUIDE})"
+        )
+
+
+def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) -> dict[str, str]:
+    """Return the stack of each path, for `chain`; empty unless the attention compares layers.
+
+    Raises:
+        InjectionError: it does, and no layer follows another.
+        UnsupportedError: it does, and one layer has several places.
+    """
+    if not any(part.chained for part in config.specs()):
+        return {}
+    stacks = {site.path: site.stack or stack_of(site.path) for site in sites}
+    if len(set(stacks.values())) == len(stacks):
+        raise InjectionError(
+            f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
+            f"{', '.join(site.path or type(site.module).__name__ for site in sites)}. Layers follow each other "
+            "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
+        )
+    refuse_repeated(model, [site.module for site in sites])
+    return stacks
+
+
+def _starting(
+    config: AttentionConfig, chosen: Iterable[tuple[Adapter, Site]], made: Iterable[nn.Module]
+) -> list[Projected]:
+    """Return the projections that options of the attention scale; raises UnsupportedError if some cannot be scaled."""
+    starting: list[Projected] = []
+    for (owner, _), module in zip(chosen, made, strict=True):
+        projected = owner.projected(module)
+        if config.starts and not projected:
+            raise UnsupportedError(
+                f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+                "(quest_core.projections.Projected); leave the option out"
+            )
+        starting += [part for part in projected if part.config.starts]
+    for part in starting:
+        part.start_factors()
+    return starting
+
+
+def _row(owner: Adapter, site: Site, module: nn.Module, *, fresh: bool) -> Replacement:
+    """Return the entry of a report for `module`, which has taken the place of `site.module`."""
+    norms = _query_norms(owner.projected(module)) if fresh else ()
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, module))
+    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms)
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
@@ -376,16 +428,6 @@ def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[t
     for value, where in others:  # after all containers, because those may be shared with other objects
         refuse(value, where)
     return found
-
-
-def _partial(config: AttentionConfig, replaced: list[str], missed: dict[str, str]) -> str:
-    shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
-    more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
-    return (
-        f"attention '{config}' would replace {len(replaced)} modules and leave {len(missed)} as they are, which "
-        f"look like attention and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
-        f"or write an adapter for them ({GUIDE})"
-    )
 
 
 def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[Adapter, Site]]:
