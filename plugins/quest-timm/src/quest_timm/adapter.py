@@ -55,16 +55,13 @@ class TimmAdapter(Adapter):
         turned = any(getattr(module, "rope", None) is not None for module in model.modules())  # what makes the angles
         for path, module in model.named_modules():
             made, call = _replacement(module), _call(path, module)
-            if made is not None and call is None:
-                heads = module.num_heads
-                dropout = module.attn_drop.p > 0
-                width = round(module.scale**-2)
-                asked = Capabilities(cross=made.cross, dropout=dropout, rotary=turned and made.rotary)
-                yield Site(path, module, heads, width, asked)
-            elif call is not None:
+            if call is not None:
                 rotary = turned and _shares_heads(module)
                 asked = Capabilities(cross=call.cross, dropout=call.dropout, rotary=rotary)
                 yield Site(path, module, call.heads, call.head_dim, asked)
+            elif made is not None:
+                asked = Capabilities(cross=made.cross, dropout=module.attn_drop.p > 0, rotary=turned and made.rotary)
+                yield Site(path, module, module.num_heads, round(module.scale**-2), asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
@@ -192,10 +189,10 @@ def _replacement(module: nn.Module) -> type[Replacement] | None:
 
 def _call(path: str, module: Any) -> Call | None:
     """Return what a module of `ROUTED` asks of a mechanism, or None for others."""
-    if isinstance(module, Routed):
-        return module.routed_call if _kind(module) in ROUTED or _shares_heads(module) else None
     if _kind(module) not in ROUTED and not _shares_heads(module):
         return None
+    if isinstance(module, Routed):
+        return module.routed_call
     asked = ROUTED.get(_kind(module), {})
     dropout = getattr(module, "attn_drop", None)
     return Call(

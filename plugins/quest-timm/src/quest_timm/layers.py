@@ -52,7 +52,13 @@ class Replacement(HostAttention):
             else:
                 packed = F.linear(x, self.qkv.weight, bias)
             q, k, v = packed.split(self.head_sizes.widths, -1)
-        return split(q, self.head_sizes.num_heads), split(k, self.kv_heads), split(v, self.kv_heads)
+        return self.by_heads(q, k, v)
+
+    def by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, N, H·D] as [B, H, N, D], and k and v [B, M, G·D] as [B, G, M, D]; views."""
+        heads = (self.head_sizes.num_heads, self.kv_heads, self.kv_heads)
+        q, k, v = [x.unflatten(-1, (n, -1)).transpose(1, 2) for x, n in zip((q, k, v), heads, strict=True)]
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the heads' outputs side by side, [B, N, H·D].
@@ -66,11 +72,6 @@ class Replacement(HostAttention):
         return out.transpose(1, 2).flatten(2)
 
 
-def split(x: Tensor, heads: int) -> Tensor:
-    """[B, N, heads·D] -> [B, heads, N, D], a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 class Attention(Replacement, timm_attention.Attention):
     """Replace the attention of ViT, DeiT, DeiT-3 and everything else that is built from timm.layers.Attention."""
 
@@ -79,7 +80,7 @@ class Attention(Replacement, timm_attention.Attention):
     stacked = True
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, E] -> [B, N, E]; attn_mask as in scaled_dot_product_attention."""
+        """Return the output [B, N, E] of x [B, N, E]; attn_mask as in scaled_dot_product_attention."""
         gate = None if self.gate is None else self.gate(x).sigmoid()
         q, k, v = self.project(x)
         out = self.norm(self.attend(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal))
@@ -96,7 +97,7 @@ class AttentionRope(Replacement, timm_attention.AttentionRope):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, E] -> [B, N, E]; rope is that of all tokens but the first `num_prefix_tokens`."""
+        """Return the output [B, N, E] of x [B, N, E]; rope is that of all tokens but the first `num_prefix_tokens`."""
         gate = None if self.gate is None else self.gate(x).sigmoid()
         q, k, v = self.project(x)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -128,7 +129,7 @@ class BeitAttention(Replacement, beit.Attention):
     biased = True
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        """[B, N, E] -> [B, N, E]; the biases, the shared one [H, N, N], are added to the logits."""
+        """Return the output [B, N, E] of x [B, N, E]; the biases, the shared one [H, N, N], are added to the logits."""
         added = shared_rel_pos_bias if shared_rel_pos_bias is None else shared_rel_pos_bias[None]
         if self.relative_position_bias_table is not None:
             own = self._get_rel_pos_bias()
@@ -168,10 +169,9 @@ class CrossAttention(Replacement, crossvit.CrossAttention):
     cross = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, M, E] -> [B, 1, E]."""
-        q, k, v = self.wq(x[:, :1]), self.wk(x), self.wv(x)
-        out = self.attend(split(q, self.head_sizes.num_heads), split(k, self.kv_heads), split(v, self.kv_heads))
-        return self.proj_drop(self.proj(out))
+        """Return the output [B, 1, E] of x [B, M, E]."""
+        q, k, v = self.by_heads(self.wq(x[:, :1]), self.wk(x), self.wv(x))
+        return self.proj_drop(self.proj(self.attend(q, k, v)))
 
 
 class ClassAttention(Replacement, cait.ClassAttn):
@@ -182,10 +182,9 @@ class ClassAttention(Replacement, cait.ClassAttn):
     cross = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, M, E] -> [B, 1, E]."""
-        q, k, v = self.q(x[:, :1]), self.k(x), self.v(x)
-        out = self.attend(split(q, self.head_sizes.num_heads), split(k, self.kv_heads), split(v, self.kv_heads))
-        return self.proj_drop(self.proj(out))
+        """Return the output [B, 1, E] of x [B, M, E]."""
+        q, k, v = self.by_heads(self.q(x[:, :1]), self.k(x), self.v(x))
+        return self.proj_drop(self.proj(self.attend(q, k, v)))
 
 
 REPLACEMENTS: dict[type[nn.Module], type[Replacement]] = {
