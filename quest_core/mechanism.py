@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -181,6 +181,13 @@ class Mechanism(Spelled):
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         q, k, v = self._group_and_score(q, k, v, mask, is_causal, unit_keys=unit_keys)
         return self._normalise(q, k, v, mask, is_causal, dropout_p)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
+        raise UnsupportedError(
+            f"attention '{self.config}' does not support torch.jit.script, which compiles a subset of Python; use "
+            "torch.export or torch.jit.trace"
+        )
 
     def _group_and_score(
         self,

@@ -408,3 +408,10 @@ def test_padding_by_the_lowest_number_is_padding() -> None:
     ]
     assert torch.equal(outs[1], outs[0])
     assert torch.equal(outs[2], outs[0])
+
+
+def test_jit_script_is_refused_by_name() -> None:
+    model, _ = quest_core.inject(nn.TransformerEncoderLayer(16, 4), "quest")
+    with pytest.raises(quest_core.UnsupportedError, match=r"'quest' does not support torch.jit.script.*torch.export"):
+        torch.jit.script(model)
+    assert isinstance(torch.jit.script(nn.MultiheadAttention(16, 4)), torch.jit.ScriptModule)
