@@ -151,7 +151,7 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(name: str, dtype: torch
         weight = reference.unit(q) @ reference.unit(k).mT
         count = torch.arange(1, 201, dtype=dtype)[:, None] if is_causal else torch.tensor(200, dtype=dtype)
         weight = weight.tril() if is_causal else weight
-        plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()
+        plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()[:, None, None]
     got = made(q, k, v, is_causal=is_causal)
     assert got.dtype == dtype
     error, allowed = ((x.double() - exact).pow(2).mean().sqrt() for x in (got, plain))

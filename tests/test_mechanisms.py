@@ -49,7 +49,7 @@ def build(score: str, heads: int, groups: int, dim: int, seed: int = 0) -> quest
 def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
     share = q.shape[1] // k.shape[1]
     parameters = {
-        name: (p.repeat_interleave(share, 0) if name == "key_scale" and p.shape[0] == k.shape[1] else p).detach()
+        name: (p.repeat_interleave(share, 0) if name == "key_scale" and p.dim() == 2 else p).detach()
         for name, p in made.score.named_parameters()
     }
     return reference.attention(q, k, v, made.config["score"], parameters=parameters, **options)  # type: ignore[arg-type]
@@ -175,11 +175,11 @@ def test_starting_values_are_those_of_the_specification() -> None:
     hs = quest_core.Mechanism("qknorm-hs", num_heads=3, head_dim=16).score
     ds = quest_core.Mechanism("qknorm-ds", num_heads=3, head_dim=16).score
     full = quest_core.Mechanism("qknorm+gqa(kv_heads=1)", num_heads=3, head_dim=16).score
-    torch.testing.assert_close(hs.log_scale.exp(), torch.full((3, 1, 1), 10.0))
-    assert ds.query_scale.shape == ds.key_scale.shape == (1, 1, 16)
-    assert full.query_scale.shape == (3, 1, 16)
-    assert full.key_scale.shape == (1, 1, 16)
-    torch.testing.assert_close(ds.query_scale, torch.full((1, 1, 16), 2.0))
+    torch.testing.assert_close(hs.log_scale.exp(), torch.full((3,), 10.0))
+    assert ds.query_scale.shape == ds.key_scale.shape == (16,)
+    assert full.query_scale.shape == (3, 16)
+    assert full.key_scale.shape == (1, 16)
+    torch.testing.assert_close(ds.query_scale, torch.full((16,), 2.0))
     q, k, _ = tensors(1, 3, 3, 4, 4, 16)
     cosine = (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
     got = quest_core.Mechanism("qknorm-ds", num_heads=3, head_dim=16).double().logits(q, k)

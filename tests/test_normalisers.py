@@ -143,7 +143,7 @@ def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, no
     q, k, v = tensors(2, 4, 2 if grouping else 4, 7, 8, 6)
     mask = make_mask("queries and keys", 2, 4, 7, 8)
     parameters = {
-        name: p.detach().repeat_interleave(4 // k.shape[1], 0) if name == "key_scale" and len(p) == k.shape[1] else p
+        name: p.detach().repeat_interleave(4 // k.shape[1], 0) if name == "key_scale" and p.dim() == 2 else p
         for name, p in made.score.named_parameters()
     }
     want = reference.attention(q, k, v, score, mask=mask, parameters=parameters, normaliser=normaliser)

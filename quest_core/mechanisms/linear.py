@@ -64,7 +64,7 @@ class Cosine(Linear):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.stabiliser = nn.Parameter(torch.full((dims.num_heads, 1, 1), 0.5))  # m: [H, 1, 1]
+        self.stabiliser = nn.Parameter(torch.full((dims.num_heads,), 0.5))  # m: [H]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
@@ -82,7 +82,8 @@ class Cosine(Linear):
             count = F.pad(seen.cumsum(-1), (1, 0)).index_select(1, end.clamp(min=0))  # [B, N]
         out = _sum_keys(unit(widen(q)), _hide(unit(widen(k)), key_mask), widen(v), is_causal, cache)
         log_count = count.clamp(min=1).to(out.dtype).log()[:, None, :, None]  # of no key the sum is 0
-        return out * torch.exp(-torch.sigmoid(local(self.stabiliser).to(out.dtype)) * log_count)
+        power = torch.sigmoid(local(self.stabiliser).to(out.dtype))[:, None, None]  # [H, 1, 1]
+        return out * torch.exp(-power * log_count)
 
 
 def _feature(x: Tensor) -> Tensor:

@@ -53,10 +53,10 @@ class QKNormHS(Score):
         if init > cap:
             raise ConfigError(f"attention 'qknorm-hs': init is {init:g}, above cap={cap:g}, where it has no gradient")
         self.cap = math.log(cap)
-        self.log_scale = nn.Parameter(torch.full((dims.num_heads, 1, 1), math.log(init)))  # [H, 1, 1]
+        self.log_scale = nn.Parameter(torch.full((dims.num_heads,), math.log(init)))  # [H]
 
     def query(self, q: Tensor) -> Tensor:
-        log_scale = local(self.log_scale)  # [H, 1, 1]
+        log_scale = local(self.log_scale)[:, None, None]  # [H, 1, 1]
         # Without clamp, whose derivative at its bound is 0 in PyTorch 2.15 and 1 before; here it is 1.
         return unit(q) * torch.where(log_scale > self.cap, self.cap, log_scale).exp().to(q.dtype)
 
@@ -74,15 +74,15 @@ class QKNorm(Score):
         super().__init__(dims, scale=scale)
         # √D·cos at the start: D^¼ on either side.
         start = dims.head_dim**0.25 if init is None else init
-        heads_q, heads_k = (1, 1) if shared else (dims.num_heads, dims.kv_heads)
-        self.query_scale = nn.Parameter(torch.full((heads_q, 1, dims.head_dim), start))  # [H or 1, 1, D]
-        self.key_scale = nn.Parameter(torch.full((heads_k, 1, dims.head_dim), start))  # [G or 1, 1, D]
+        heads_q, heads_k = ((), ()) if shared else ((dims.num_heads,), (dims.kv_heads,))
+        self.query_scale = nn.Parameter(torch.full((*heads_q, dims.head_dim), start))  # [H, D] or [D]
+        self.key_scale = nn.Parameter(torch.full((*heads_k, dims.head_dim), start))  # [G, D] or [D]
 
     def query(self, q: Tensor) -> Tensor:
-        return unit(q) * local(self.query_scale).to(q.dtype)
+        return unit(q) * local(self.query_scale).unsqueeze(-2).to(q.dtype)
 
     def key(self, k: Tensor) -> Tensor:
-        return unit(k) * local(self.key_scale).to(k.dtype)
+        return unit(k) * local(self.key_scale).unsqueeze(-2).to(k.dtype)
 
 
 QKNormDS = partial(QKNorm, shared=True)

@@ -97,14 +97,16 @@ def qnorm(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 
 def qknorm_hs(q: Tensor, k: Tensor, log_scale: Tensor, cap: float = 100.0, scale: float | None = None) -> Tensor:
-    """C_h · q̄ k̄ᵀ with C = exp(log_scale), at most `cap` ([Q], table 1; Swin v2)."""
+    """C_h · q̄ k̄ᵀ with C = exp(log_scale), log_scale [H], at most `cap` ([Q], table 1; Swin v2)."""
     log_scale = torch.where(log_scale > math.log(cap), math.log(cap), log_scale)  # derivative 1 at the cap itself
-    return log_scale.exp() * (unit(q) @ unit(k).mT) * (1 if scale is None else scale)
+    return log_scale.exp()[:, None, None] * (unit(q) @ unit(k).mT) * (1 if scale is None else scale)
 
 
 def qknorm(q: Tensor, k: Tensor, query_scale: Tensor, key_scale: Tensor, scale: float | None = None) -> Tensor:
-    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ ([Q], table 1; shared by heads: ViT-22B)."""
-    return (query_scale * unit(q)) @ (key_scale * unit(k)).mT * (1 if scale is None else scale)
+    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C [H, D], or [D] shared by heads ([Q], table 1; ViT-22B)."""
+    return (
+        (query_scale.unsqueeze(-2) * unit(q)) @ (key_scale.unsqueeze(-2) * unit(k)).mT * (1 if scale is None else scale)
+    )
 
 
 SCORES: Mapping[str, Callable[..., Tensor]] = {
@@ -255,12 +257,12 @@ def cosine(
 ) -> Tensor:
     """Σ_j cos(q_i, k_j) v_j / n_i^σ(m_h), n_i the keys that i sees ([C]; [R], eq. 11).
 
-    Arguments as in `linear`, and stabiliser: m [H, 1, 1].
+    Arguments as in `linear`, and stabiliser: m [H].
     """
     seen = _seen(q, k, key_mask, is_causal)
     weight = torch.where(seen, unit(q.double()) @ unit(k.double()).mT * _added(key_mask).exp(), 0)
     count = seen.sum(-1, keepdim=True).double()
-    power = 1 / (1 + (-stabiliser.double()).exp())
+    power = 1 / (1 + (-stabiliser.double()).exp())[:, None, None]
     return weight @ v.double() / torch.where(count > 0, count, 1) ** power
 
 

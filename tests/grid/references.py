@@ -80,8 +80,8 @@ def prepared(score: str, q: Tensor, k: Tensor, learned: Mapping[str, Tensor]) ->
         return unit(q), k, 1.0
     if score == "qknorm-hs":
         scale, cap = learned["log_scale"], math.log(100.0)
-        return unit(q) * torch.where(scale > cap, cap, scale).exp(), unit(k), 1.0
-    return unit(q) * learned["query_scale"], unit(k) * learned["key_scale"], 1.0
+        return unit(q) * torch.where(scale > cap, cap, scale).exp()[:, None, None], unit(k), 1.0
+    return unit(q) * learned["query_scale"].unsqueeze(-2), unit(k) * learned["key_scale"].unsqueeze(-2), 1.0
 
 
 def metric(v: Tensor, before: Tensor, seen: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def attend(
     seen = torch.ones(shape, dtype=torch.bool) if mask is None else ~wide(hidden(mask), shape)
     any_query = seen.any(2).any(1)  # [B, M]
     head = head_of_each(config, k, heads, any_query, state)
-    learned = {name: x[head] if name == "key_scale" and len(x) > 1 else x for name, x in learned.items()}
+    learned = {name: x[head] if name == "key_scale" and x.dim() > 1 else x for name, x in learned.items()}
     k, v = k[:, head], v[:, head]
     if is_causal:
         seen = seen & causal(n, m)
@@ -280,7 +280,7 @@ def cosine(
     """q̄ (k̄ᵀ v) / n^σ(m), n the visible keys of each query."""
     seen = _seen(q, k, mask, is_causal)
     count = seen.sum(-1, keepdim=True).clamp(min=1).to(q.dtype)
-    return (unit(q) @ unit(k).mT * seen) @ v / count ** torch.sigmoid(learned["stabiliser"])
+    return (unit(q) @ unit(k).mT * seen) @ v / count ** torch.sigmoid(learned["stabiliser"])[:, None, None]
 
 
 def attention_free(

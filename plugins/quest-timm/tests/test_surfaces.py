@@ -10,6 +10,7 @@ import warnings
 import pytest
 import timm
 import torch
+from timm import optim
 from timm.models import create_feature_extractor, get_graph_node_names
 from timm.utils import ParseKwargs
 
@@ -151,6 +152,17 @@ def test_uninstall_gives_timm_back():
     finally:
         adapter.install()
     assert vit(attention="quest").attention_report.attention == "quest"
+
+
+@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm-ds", "cosine"])
+def test_learned_scales_have_no_weight_decay(attention):
+    """As the scales of timm's own norms of queries and keys have none."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, attention=attention)
+    optimizer = optim.create_optimizer_v2(model, "adamw", weight_decay=0.05)
+    groups = {group["weight_decay"]: set(map(id, group["params"])) for group in optimizer.param_groups}
+    scales = {id(p) for name, p in model.named_parameters() if ".mechanism." in name}
+    assert scales
+    assert scales <= groups[0.0]
 
 
 def test_importing_the_plugin_loads_no_benchmark():

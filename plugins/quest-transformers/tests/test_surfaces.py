@@ -135,7 +135,7 @@ def test_stock_weights_warn_once_and_mechanisms_are_initialised(tmp_path):
         model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="qknorm")
     assert len(caught) == 1
     for mechanism in mechanisms(model):
-        torch.testing.assert_close(mechanism.score.query_scale, torch.full((4, 1, 8), 8**0.25))
+        torch.testing.assert_close(mechanism.score.query_scale, torch.full((4, 8), 8**0.25))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="qknorm", attention_from="standard")
