@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_compiling, is_recomputing, no_autocast, wider
+from ..kernels.pytorch import is_compiling, is_eager, is_recomputing, no_autocast, wider
 from ..kernels.unit import unit
 from .base import Dims, Score, visible
 from .part import MIXING, Part
@@ -45,7 +45,7 @@ class Elliptical(Standard):
         self._next: tuple[Elliptical, ...] = ()
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
         self._arrangement: tuple[Arrange, Arrange] | None = None
-        # thread -> own values and those before, of the latest training step: a backward pass may compute it again.
+        # thread -> own values and those before, of the latest step with gradients: a backward pass may repeat it.
         self._step: dict[int, tuple[Tensor, Tensor]] = {}
 
     def follow(self, previous: Elliptical | None) -> None:
@@ -128,7 +128,7 @@ class Elliptical(Standard):
                 "skipped, or only this one was copied. Run all layers in their order, and call "
                 "quest_core.chain(model) after copying layers"
             )
-        if self.training:
+        if self.training or (torch.is_grad_enabled() and is_eager()):
             self._step[thread] = (kept, before)
         return before
 
