@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import Attention, InputError, MultiheadAttention, UnsupportedError, attention
@@ -171,6 +172,15 @@ def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         attention(q, k, v, "quest+sinkhorn", attn_mask=mask)
     assert len(seen) == 1
+
+
+def test_reading_a_learned_mask_leaves_nothing_in_the_graph() -> None:
+    """Or a checkpoint, which repeats the call and reads nothing, would count other tensors."""
+    q, k, v = torch.randn(3, 2, 4, N, 8)
+    mask = torch.randn(N, N, requires_grad=True)
+    out = checkpoint(lambda mask: attention(q, k, v, "quest+sinkhorn", attn_mask=mask), mask, use_reentrant=False)
+    out.sum().backward()
+    assert mask.grad is not None
 
 
 def test_what_cannot_be_read_runs() -> None:

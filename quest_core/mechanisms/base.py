@@ -262,6 +262,7 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
     if not (is_eager() and may_read(mask, waits=True)):
         return False
 
+    @torch.no_grad()  # or a checkpoint would save tensors here, and find none when it repeats the call
     def found() -> bool:
         n, m = mask.shape[-2:]
         seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
