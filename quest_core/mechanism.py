@@ -412,9 +412,18 @@ class Mechanism(Spelled):
                 why = None if heads == groups else f"q has {heads} heads and k has {groups}"
             if why:
                 raise InputError(f"attention '{self.config}': {why}")
+        self.refuse_future(mask, is_causal)
+        return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
+
+    def refuse_future(self, mask: Tensor | None, is_causal: bool = False) -> None:
+        """Raise UnsupportedError if the future is to be hidden and this mechanism cannot be causal.
+
+        Args:
+            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+            is_causal: whether it is hidden anyway.
+        """
         if self._no_causal and (is_causal or (mask is not None and hides_the_future(mask))):
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
-        return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

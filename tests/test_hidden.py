@@ -115,8 +115,9 @@ def test_what_cannot_be_causal_refuses_masks_that_are(name: str) -> None:
         with pytest.raises(UnsupportedError, match=f"'{part}' cannot be causal"):
             leak(stack(name), attn_mask=mask)
     x = torch.randn(N, 2, 32)
-    with pytest.raises(UnsupportedError, match=f"'{part}' cannot be causal"):
-        MultiheadAttention(32, 4, attention=name)(x, x, x, attn_mask=~PAST)
+    for added in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        with pytest.raises(UnsupportedError, match=f"'{part}' cannot be causal"):
+            MultiheadAttention(32, 4, attention=name, **added)(x, x, x, attn_mask=~PAST)
     for kind, key in zip(LAYERS, ("src_mask", "tgt_mask"), strict=True):
         with pytest.raises(UnsupportedError, match=f"'{part}' cannot be causal"):
             leak(injected(kind, name), **{key: MASKS["additive"]})

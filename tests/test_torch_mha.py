@@ -239,13 +239,16 @@ def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message:
         ours(*inputs(stock), **options)
 
 
+@pytest.mark.parametrize("added", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=["", "bias", "zero"])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("attention", ["sinkhorn", "quest+pgqa(kv_heads=2)", "sigmoid+pgqa(kv_heads=2)"])
-def test_padding_takes_no_part_as_a_query(attention: str, need_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_takes_no_part_as_a_query(
+    attention: str, need_weights: bool, added: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither of the columns' mass nor of what the noise is made of; in place of random numbers it follows the weights,
     so that more padding does not draw others."""
     monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
-    layer = MultiheadAttention(12, 4, batch_first=True, attention=attention, dtype=torch.double)
+    layer = MultiheadAttention(12, 4, batch_first=True, attention=attention, dtype=torch.double, **added)
     x = torch.randn(1, 5, 12, dtype=torch.double)
     want = layer(x, x, x, need_weights=need_weights)[0]
     for length in (6, 9):
@@ -277,6 +280,15 @@ def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: boo
     later = x.clone()
     later[:, 4:] += 1
     torch.testing.assert_close(run(later)[:, :4], run(x)[:, :4])
+
+
+def test_added_keys_need_no_others() -> None:
+    for settings in ({"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}):
+        stock, ours = pair(batch_first=True, **settings)
+        for n in (0, 3):
+            x = inputs(stock, n, 0)
+            for y, want in zip(ours(*x), stock(*x), strict=True):
+                torch.testing.assert_close(y, want)
 
 
 def test_nested_tensors_with_more_than_themselves_are_refused() -> None:

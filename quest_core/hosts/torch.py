@@ -137,7 +137,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             x.unflatten(2, (heads, -1)).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))
         )  # [B, H, N, D], [B, G, M, Dk], [B, G, M, D]
-        k, v, mask = self._extend(k, v, mask, causal)
+        k, v = self._extend(k, v, causal)
 
         how: Any = {"attn_mask": mask, "is_causal": causal, "dropout_p": self.dropout if self.training else 0.0}
         weights = None
@@ -179,7 +179,10 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
     def _visible(
         self, attn_mask: Tensor | None, padding: Tensor | None, batch: int, n: int, m: int, *, same_tokens: bool
     ) -> Tensor | None:
-        """Return PyTorch's two masks (True = may not attend, or additive) as one of ours, for [B, H, N, M]."""
+        """Return PyTorch's two masks (True = may not attend, or additive) as one of ours, for [B, H, N, M].
+
+        M counts the keys of add_bias_kv and add_zero_attn too, which every query sees that is not padding.
+        """
         rows = batch * self.num_heads
         if attn_mask is not None:
             shapes = ((n, m), (1, n, m), (rows, n, m))
@@ -187,15 +190,21 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
             if attn_mask.dim() == 3:
                 shared = attn_mask.shape[0] == 1
                 attn_mask = attn_mask[None] if shared else attn_mask.view(batch, self.num_heads, n, m)
-        real = None
         if padding is not None:
             _check_mask("key_padding_mask", padding, ((batch, m),), f"[B, M] = [{batch}, {m}]")
+        if added := (self.bias_k is not None) + self.add_zero_attn:
+            if attn_mask is not None:  # with keys behind the last that all queries see, no mask hides the future
+                self.mechanism.refuse_future(one_mask(attn_mask, None))
+            attn_mask, padding = (None if x is None else F.pad(x, (0, added)) for x in (attn_mask, padding))
+        real = None
+        if padding is not None:
             keys = ~padding if padding.dtype == torch.bool else padding
             real = self.mechanism.padding_mask(keys, same_tokens=same_tokens)
+            real = real[:, :, :n] if added else real  # added keys are no queries
         return one_mask(attn_mask, real)
 
-    def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn), always visible.
+    def _extend(self, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn).
 
         k: [B, G, M, Dk] -> [B, G, M + added, Dk], and v [B, G, M, D] alike.
         """
@@ -204,18 +213,18 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         if self.bias_k is not None and self.bias_v is not None:
             extra.append((self.bias_k.view(shape), self.bias_v.view(shape)))
         if self.add_zero_attn:
-            extra.append((torch.zeros_like(k[:1, :, :1]), torch.zeros_like(v[:1, :, :1])))
+            extra.append((k.new_zeros(1, k.shape[1], 1, k.shape[3]), v.new_zeros(1, v.shape[1], 1, v.shape[3])))
         if not extra:
-            return k, v, mask
+            return k, v
         if causal:
-            raise InputError("is_causal says nothing of the keys of add_bias_kv and add_zero_attn; pass an attn_mask")
+            raise InputError(
+                "is_causal says nothing of the keys of add_bias_kv and add_zero_attn; pass an attn_mask without it"
+            )
         k, v = (
             torch.cat([x, *(pair[i].expand(x.shape[0], -1, -1, -1) for pair in extra)], dim=2)
             for i, x in enumerate((k, v))
         )
-        if mask is not None:
-            mask = F.pad(mask, (0, len(extra)), value=True if mask.dtype == torch.bool else 0.0)
-        return k, v, mask
+        return k, v
 
     def _forward_nested(
         self, query: Tensor, need_weights: bool, average_attn_weights: bool
