@@ -313,6 +313,21 @@ def test_parametrised_weights_are_refused_and_hooks_kept() -> None:
         quest_core.inject(nn.ModuleList([normed]), "quest")
 
 
+@pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask", "a mask a head"])
+def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
+    layer, graphs = MultiheadAttention(12, 4, attention="quest", batch_first=True), []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True, dynamic=True
+    )
+    for batch, n in ((2, 5), (3, 7), (4, 6)):
+        x, shape = torch.randn(batch, n, 12), {"key_padding_mask": (batch, n), "attn_mask": (n, n)}
+        name = mask if mask in shape else "attn_mask"
+        given = {name: torch.rand(shape.get(mask, (4 * batch, n, n))) > 0.7}
+        torch.testing.assert_close(compiled(x, x, x, **given), layer(x, x, x, **given))
+    assert len(graphs) == 1
+
+
 def test_integer_masks_are_refused() -> None:
     _, ours = pair("sinkhorn", batch_first=True)
     x = inputs(ours)[0]

@@ -185,13 +185,12 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         """
         rows = batch * self.num_heads
         if attn_mask is not None:
-            shapes = ((n, m), (1, n, m), (rows, n, m))
-            _check_mask("attn_mask", attn_mask, shapes, f"[N, M] = [{n}, {m}] or [B·H, N, M] = [{rows}, {n}, {m}]")
+            _check_mask("attn_mask", attn_mask, {"[N, M]": (n, m), "[B·H, N, M]": (rows, n, m)}, (1, n, m))
             if attn_mask.dim() == 3:
                 shared = attn_mask.shape[0] == 1
                 attn_mask = attn_mask[None] if shared else attn_mask.view(batch, self.num_heads, n, m)
         if padding is not None:
-            _check_mask("key_padding_mask", padding, ((batch, m),), f"[B, M] = [{batch}, {m}]")
+            _check_mask("key_padding_mask", padding, {"[B, M]": (batch, m)})
         if added := (self.bias_k is not None) + self.add_zero_attn:
             if attn_mask is not None:  # with keys behind the last that all queries see, no mask hides the future
                 self.mechanism.refuse_future(one_mask(attn_mask, None))
@@ -241,10 +240,13 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(kept, **layout), weights  # nested_tensor would cut them from the graph
 
 
-def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...], wanted: str) -> None:
+def _check_mask(name: str, mask: Tensor, shapes: dict[str, tuple[int, ...]], *others: tuple[int, ...]) -> None:
+    """Raise InputError unless a mask has one of the `shapes`, which the message names, or one of the others."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"{name} is {mask.dtype}; it is boolean (True = hidden) or additive floating point")
-    if tuple(mask.shape) not in shapes:
+    # Sizes are written down only here, and compared by !=, because both an f-string and `in` fix them in a graph.
+    if all([mask.shape != shape for shape in (*shapes.values(), *others)]):
+        wanted = " or ".join(f"{axes} = {list(shape)}" for axes, shape in shapes.items())
         raise InputError(f"{name} has shape {list(mask.shape)}; it needs {wanted}")
 
 
