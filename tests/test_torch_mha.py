@@ -328,6 +328,24 @@ def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
     assert len(graphs) == 1
 
 
+def test_torch_fx_keeps_it_whole() -> None:
+    """As every module of torch.nn, so that models with it can be traced: torchvision's feature extractors do."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = MultiheadAttention(12, 4, attention="quest", batch_first=True)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Any:
+            return self.attend(x, x, value=x, key_padding_mask=padding, average_attn_weights=False)
+
+    model, x, padding = Model(), torch.randn(2, 5, 12), torch.arange(5).expand(2, 5) > 3
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["attend"]
+    for y, want in zip(traced(x, padding), model(x, padding), strict=True):
+        torch.testing.assert_close(y, want)
+
+
 def test_integer_masks_are_refused() -> None:
     _, ours = pair("sinkhorn", batch_first=True)
     x = inputs(ours)[0]
