@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 import quest_core
+from quest_bench import worker
 from quest_bench.cli import app_main, portable
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
@@ -140,6 +141,52 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
     assert "quest-cubed" not in standard.result["versions"]
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
     assert "cubed" in Path("speed/report.md").read_text()
+
+
+@pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
+def test_a_changed_mechanism_of_a_checkout_is_another_commit(
+    fake: Path, tmp_path: Path, file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the change is in a file that git does not know yet."""
+    site = tmp_path / "site"
+    begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
+    begun.parent.mkdir(exist_ok=True)
+    begun.write_text("PARTS = ()\n")
+    for words in (["init"], ["add", str(begun)], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "a"]):
+        subprocess.run(["git", "-C", str(site), *words], check=True, capture_output=True)
+    (first,) = worker.commits(["quest_power"]).values()
+    assert len(first) == 40
+    (begun.parent / "__pycache__").mkdir(exist_ok=True)
+    (begun.parent / "__pycache__" / "later.pyc").write_text("1")
+    assert worker.commits(["quest_power"]) == {"quest-power": first}
+    seen = {first}
+    for text in (SCORE, SCORE.replace("k**3", "k**5")):
+        (site / file).write_text(text)
+        (now,) = worker.commits(["quest_power"]).values()
+        seen.add(now)
+    assert len(seen) == 3
+
+    about = site / "quest_power-3.4.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-power\nVersion: 3.4\n")
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    (about / "entry_points.txt").write_text(f"[quest.attention]\ncubed = {module}:PARTS\n")
+    quest_core.catalogue.parts.cache_clear()
+    try:
+        command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
+        assert app_main([*command, "0"]) == 0
+        (one,) = load_all(Path("out"))
+        assert one.result is not None
+        assert one.result["commits"]["quest-power"] == now
+        (site / file).write_text(SCORE)
+        assert app_main([*command, "0-1"]) == 0
+        assert "finished cells have another commit of quest-power and are kept" in capfd.readouterr().out
+    finally:
+        quest_core.catalogue.parts.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("quest_power")]:
+            del sys.modules[name]
+    assert app_main(["report", "out"]) == 0
+    assert "> Mixed commit of quest-power: " in Path("out/report.md").read_text()
 
 
 def test_a_terminal_sees_bars(fake: Path) -> None:

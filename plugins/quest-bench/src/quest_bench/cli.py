@@ -342,14 +342,17 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         "versions": store.versions(plan),
         "machine": machine(),
         "git": store.commit(),
+        "commits": store.commits(plan),
     }
     record |= {"suite_info": plan.suite.info, "seconds": None, "interrupted": True}
     idle = states["done"] == len(cells)
     earlier = store.read_run(folder)
-    for key, name in (("git", "commit"), ("versions", "versions")):
-        if states["done"] and earlier and earlier[-1].get(key) != record[key]:
-            mixed = f"finished cells have another {name} than this command; the report shows both"
-            console.print(Text(f"note: {mixed}", style="yellow"))
+    for key, name in (("commits", "commit"), ("versions", "version")):
+        then, now = (earlier[-1].get(key, {}) if states["done"] and earlier else {}), record[key]
+        for package in sorted(then.keys() & now.keys()):
+            if then[package] != now[package]:
+                kept = f"finished cells have another {name} of {package} and are kept; another --out measures again"
+                console.print(Text(f"note: {kept}", style="yellow"), soft_wrap=True)
     if not idle:  # before the cells: a run that is killed has its record too
         store.write_run(folder, record)
     started = time.monotonic()

@@ -39,7 +39,7 @@ from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 
 from .plan import Plan, cell_id, describe_cell, write_value
-from .worker import decode, encode, git_commit, machine, whole, write_json, write_text
+from .worker import decode, encode, git_commit, machine, mechanisms, whole, write_json, write_text
 
 CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
@@ -344,6 +344,8 @@ def _equal(a: Stored, b: Stored) -> bool:
 def versions(plan: Plan) -> dict[str, str]:
     """Versions in the orchestrator's environment, and of the plugin and host in the one the cells run in."""
     found = {"python": platform.python_version()}
+    for attention in plan.attentions:
+        found |= mechanisms(attention)[0]
     for distribution in ("torch", "quest-core", "quest-bench"):
         with contextlib.suppress(PackageNotFoundError):
             found[distribution] = version(distribution)
@@ -354,9 +356,17 @@ def versions(plan: Plan) -> dict[str, str]:
     return found
 
 
+def commits(plan: Plan) -> dict[str, str | None]:
+    """Commits of quest-core and of the packages that the attentions come from, in the orchestrator's environment."""
+    found: dict[str, str | None] = {"quest-core": commit()}
+    for attention in plan.attentions:
+        found |= mechanisms(attention)[1]
+    return found
+
+
 def commit() -> str | None:
     """The commit of the checkout that quest_core is imported from; see :func:`quest_bench.worker.git_commit`."""
-    return git_commit(Path(quest_core.__file__).parent)
+    return git_commit(Path(quest_core.__file__))
 
 
 def measurement(

@@ -43,7 +43,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,8 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 
     given = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"
-    versions = _versions(given["suite"]) | _owners(given["attention"])
-    origin = {"versions": versions, "commits": _commits(given["suite"])}
+    versions, commits = mechanisms(given["attention"])
+    origin = {"versions": _versions(given["suite"]) | versions, "commits": _commits(given["suite"]) | commits}
     begun = path.with_name("origin.json")
     with contextlib.suppress(FileNotFoundError):
         text = begun.read_text(encoding="utf-8", errors="replace")
@@ -287,36 +287,45 @@ def _versions(suite: str) -> dict[str, str]:
     return found
 
 
-def _owners(attention: str) -> dict[str, str]:
-    """Versions of the distributions, other than quest-core, that an attention comes from."""
+def mechanisms(attention: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Versions and commits of the distributions, other than quest-core, that an attention comes from."""
     from quest_core.catalogue import parts
     from quest_core.config import AttentionConfig
 
-    owners = {parts().owner(name) for _, name in AttentionConfig.parse(attention).parts} - {"quest-core"}
-    return dict(owner.split(" ", 1) for owner in sorted(owners))
+    names = {name for _, name in AttentionConfig.parse(attention).parts} - parts().own.keys()
+    if not names:  # the other packages are not imported
+        return {}, {}
+    found = [one.entry for one in parts().packages if names & {part.name for part in one.parts}]
+    versions = {entry.distribution: entry.version for entry in found}
+    return versions, commits(entry.value.partition(":")[0] for entry in found)
 
 
 @functools.cache
 def _commits(suite: str) -> dict[str, str]:
-    """The commits of the checkouts that quest_core and the suite's package are imported from; empty for wheels."""
+    return commits(("quest_core", entry_point(suite).module))
+
+
+def commits(modules: Iterable[str]) -> dict[str, str]:
+    """The commits of the checkouts that the packages of `modules` are imported from; those of wheels are absent."""
     found = {}
-    for package in ("quest_core", entry_point(suite).module.partition(".")[0]):
+    for package in sorted({module.partition(".")[0] for module in modules}):
         spec = importlib.util.find_spec(package)
-        commit = git_commit(Path(spec.origin).parent) if spec and spec.origin else None
+        commit = git_commit(Path(spec.origin)) if spec and spec.origin else None
         if commit:
             found[package.replace("_", "-")] = commit
     return found
 
 
-def git_commit(package: Path) -> str | None:
-    """The commit of a package's checkout. With changes in the package it ends in "+" and a hash of them."""
+def git_commit(module: Path) -> str | None:
+    """The commit of the checkout of a module's file. With changes in its package it ends in "+" and a hash of them."""
 
     def git(*words: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", "-C", str(package), *words],
+                ["git", "-C", str(module.parent), *words],
                 capture_output=True,
                 text=True,
+                errors="surrogateescape",
                 timeout=20,
                 stdin=subprocess.DEVNULL,
             )
@@ -325,13 +334,19 @@ def git_commit(package: Path) -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     # an installed package may lie inside some other repository's folder: only a tracked file is that repository's
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if git("ls-files", "--error-unmatch", module.name) is None:
         return None
-    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
+    scope = "." if module.name == "__init__.py" else module.name
+    code = (scope, ":(exclude,glob)**/__pycache__/**")
+    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", *code)
     if not commit or not status:
         return commit
-    changes = hashlib.sha256(f"{status}{git('diff', 'HEAD', '--', '.')}".encode()).hexdigest()
-    return f"{commit}+{changes[:8]}"
+    changes = hashlib.sha256(f"{status}{git('diff', 'HEAD', '--', scope)}".encode(errors="surrogateescape"))
+    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", *code) or ""
+    for name in filter(None, new.split("\0")):  # files that are not added yet, which `git diff` leaves out
+        with contextlib.suppress(OSError):
+            changes.update((module.parent / name).read_bytes())
+    return f"{commit}+{changes.hexdigest()[:8]}"
 
 
 @functools.cache
