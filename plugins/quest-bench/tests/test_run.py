@@ -700,6 +700,12 @@ def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(fake: Path, monke
     text = Path("c/report.md").read_text()
     assert "> Mixed commit of quest-core: " in text
     assert "bbbbbbbbbbbb (quest)" in text
+    for path in Path("c").glob("cells/*-quest-*/result.json"):
+        write_json(path, {**decode(path.read_text()), "commits": {}, "device": "a GPU"})
+    assert app_main(["report", "c"]) == 0
+    text = Path("c/report.md").read_text()
+    assert "unknown (quest)" in text  # a wheel
+    assert "> Mixed device: a GPU (quest); cpu (standard). " in text
 
 
 def test_a_group_can_resume_what_one_of_it_began(fake: Path) -> None:

@@ -86,7 +86,8 @@ def test_a_table_of_mixed_cells_compares_with_their_folder(fake: Path) -> None:
     again, table = store.load_all(Path("out")), read_groups(Path("out"), "standard")
     keys = [{_key(group, row) for group in found for row in group.rows} for found in (groups, table)]
     assert keys[0] == keys[1]
-    assert mixed(again) == mixed(cells) == {"threads": {"1": ["quest", "standard"]}}
+    everyone = ["quest", "standard"]
+    assert mixed(again) == mixed(cells) == {"threads": {"1": everyone}, "device": {"cpu": everyone}}
     assert [one.result and one.result["metrics"] for one in again] == [
         one.result and one.result["metrics"] for one in cells
     ]

@@ -111,22 +111,23 @@ def write_report(out: Path, baseline: str) -> Path:
 
 
 def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
-    """Package, "machine" or "threads" -> the values that finished cells ran with -> the attentions of these cells.
+    """Package, "machine", "threads" or "device" -> the values of finished cells -> the attentions of these cells.
 
     Mixed values deserve a remark: a difference between attentions may be one between commits or machines.
     """
     found: dict[str, dict[str, set[str]]] = {}
+    checkouts = {name for cell in cells if cell.result for name in cell.result.get("commits") or {}}
     for cell in cells:
         if cell.result is None:
             continue
         facts = dict(cell.result.get("versions") or {})
-        facts |= {
-            f"commit of {name}": commit[:12] + commit[40:]
-            for name, commit in (cell.result.get("commits") or {}).items()
-        }
+        commits = dict(cell.result.get("commits") or {})
+        commits |= dict.fromkeys(sorted((checkouts & facts.keys()) - commits.keys()), "unknown")
+        facts |= {f"commit of {name}": commit[:12] + commit[40:] for name, commit in commits.items()}
         here = cell.result.get("machine") or {}
         facts |= {"machine": f"{here['cpu']} ({here['id']})"} if here else {}
         facts |= {"threads": str(cell.result["threads"])} if cell.result.get("threads") else {}
+        facts |= {"device": cell.result["device"]}
         for name, value in facts.items():
             found.setdefault(name, {}).setdefault(value, set()).add(cell.cell["attention"])
     return {name: {value: sorted(who) for value, who in values.items()} for name, values in found.items()}
