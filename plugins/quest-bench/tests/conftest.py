@@ -75,7 +75,7 @@ def run(cell, progress):
         tried = cell.workdir / "tried"
         if cell.seed == 1 and not tried.exists():
             tried.touch()
-            raise ValueError("the first try fails")
+            raise ValueError("\\nthe first try fails")
     if mode == "fail":
         raise ValueError(f"seed {cell.seed} is refused")
     if mode == "die":

@@ -26,7 +26,7 @@ from quest_bench import worker
 from quest_bench.cli import app_main, portable
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
-from quest_bench.store import load_all
+from quest_bench.store import NEEDED, load_all
 from quest_bench.worker import Server, _numbers, decode, encode, whole, write_json
 
 
@@ -341,11 +341,12 @@ def test_a_worker_leaves_the_files_that_another_orchestrator_writes(tmp_path: Pa
     left.write_text('{"torn')
     server = Server.__new__(Server)  # without the pipes of a process
     server._fork = lambda *_: None  # type: ignore[method-assign]
+    given = dict.fromkeys(NEEDED["cell.json"], 0)
     with whole(path) as neighbour:
-        neighbour.write_text('{"seed": 0}')
+        neighbour.write_text(json.dumps(given))
         assert server._cell(path, None) == {"end": "done"}
     (cell,) = load_all(tmp_path)
-    assert (cell.cell, left.exists()) == ({"seed": 0}, True)
+    assert (cell.cell, left.exists()) == (given, True)
 
 
 def _tree(root: int) -> list[int]:
@@ -501,6 +502,29 @@ def test_gpus_that_are_not_there_are_refused(fake: Path, capfd: pytest.CaptureFi
         assert f"--gpus names {'2-3' if count == '2' else '0-3'}, which {python} lacks" in error
         assert words in error
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("result.json", "[]", "it has no metrics, series, seconds, device"),
+        ("result.json", '{"metrics": {"score": "7"}, "series": {}, "seconds": 1, "device": "cpu"}', "metric 'score'"),
+        ("cell.json", '{"suite": "fake/suite"}', "it has no task, attention, seed, smoke, data, options"),
+    ],
+)
+def test_an_edited_file_is_named_and_made_again(
+    fake: Path, capfd: pytest.CaptureFixture[str], name: str, text: str, words: str
+) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
+    assert app_main(command) == 0
+    edited = next(Path("out").glob(f"cells/*/{name}"))
+    edited.write_text(text)
+    assert app_main(["report", "out"]) == (2 if name == "cell.json" else 0)
+    report = Path("out/report.md").read_text() if name == "result.json" else capfd.readouterr().err
+    assert f"{edited} is torn ({words}" in report
+    assert app_main(command) == 0
+    assert f"{edited} is torn; it is now {name}.torn and is made again" in capfd.readouterr().out
+    assert all(cell.state == "done" for cell in load_all(Path("out")))
 
 
 def test_a_torn_result_is_named_and_runs_again(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:

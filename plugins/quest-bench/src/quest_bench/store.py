@@ -44,6 +44,12 @@ from .worker import decode, encode, git_commit, machine, mechanisms, whole, writ
 CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
 RESULT_JSON = ("details", "versions", "commits", "machine")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "cell.json": (*CELL_FACTS, "options"),
+    "result.json": ("metrics", "series", "seconds", "device"),
+    "run.json": ("runs",),
+}
+"""Keys without which a file counts as torn; a file edited by hand may lack them."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,22 @@ class Stored:
 def read_json(path: Path, fix: str) -> Any:
     """Read a file that :func:`write_json` wrote; raises ConfigError with its name if it is torn or cannot be read."""
     try:
-        return decode(path.read_text(encoding="utf-8"))
+        return _read(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is torn ({error}); {fix}") from None
+
+
+def _read(path: Path) -> Any:
+    found = decode(path.read_text(encoding="utf-8"))
+    missing = [key for key in NEEDED[path.name] if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    for name, value in found.get("metrics", {}).items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"metric '{name}' is {value!r:.80}, which is not a number")
+    return found
 
 
 def prepare(cell: Cell, metric: str) -> Path:
@@ -183,7 +200,7 @@ def set_torn_aside(cells: Sequence[Cell]) -> list[Path]:
         for path in (cell.workdir.parent / "cell.json", cell.workdir.parent / "result.json"):
             with contextlib.suppress(FileNotFoundError):
                 try:
-                    decode(path.read_text(encoding="utf-8"))
+                    _read(path)
                 except ValueError:
                     path.replace(path.with_name(f"{path.name}.torn"))
                     found.append(path)

@@ -514,7 +514,7 @@ def describe_error(error: BaseException) -> str:
     """The error in a line, with a way on if there is a usual one."""
     if isinstance(error, OSError):
         return describe_os_error(error)
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    text = f"{type(error).__name__}: {str(error).strip()}".rstrip(": ")  # only its first line is shown in tables
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         return f"{text.splitlines()[0]}; the cell ran out of memory: try fewer --jobs, or a smaller batch"
     if "inline_container" in text:  # torch.save drops the system's own error
