@@ -207,7 +207,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         if padding is not None:
             keys = ~padding if padding.dtype == torch.bool else padding
             real = self.mechanism.padding_mask(keys, same_tokens=same_tokens)
-            real = real[:, :, :n] if added else real  # added keys are no queries
+            real = real[:, :, :n] if added else real  # no query belongs to an added key
         return one_mask(attn_mask, real)
 
     def _extend(self, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_products_of_float16_are_those_of_pytorch(dtype: torch.dtype) -> None:
-    """Forward and backward, beyond the largest number too; other types are left alone."""
+    """Forward and backward, beyond the largest number too; other types are not changed."""
 
     def products() -> list[torch.Tensor]:
         torch.manual_seed(0)
