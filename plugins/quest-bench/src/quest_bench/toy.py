@@ -222,14 +222,20 @@ class Models:
         for name, parameter in list(self.mechanism.named_parameters()):
             own = side_by_side[f"mechanism.{name}"].squeeze(1)
             # Sharing a parameter among the heads of a one-head model is having it for each head.
-            if own.shape[1:] != parameter.shape[1:] or len(parameter) not in (1, len(own)):
-                raise ConfigError(
-                    f"attention '{config}': its parameter '{name}' is not one for each head, so models cannot be "
-                    "trained side by side as heads"
-                )
+            if parameter.shape not in (own.shape, own.shape[1:]):
+                raise ConfigError(_not_for_each_head(config))
             owner, _, leaf = name.rpartition(".")
             self.mechanism.get_submodule(owner).register_parameter(leaf, nn.Parameter(own))
         self.eye = torch.eye(DIM).expand(len(weight_seeds), DIM, DIM)
+        self._compare(config, states[weight_seeds[-1]])
+
+    def _compare(self, config: AttentionConfig, state: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError unless the last head has the logits of its model's own mechanism."""
+        single = quest_core.Mechanism(config, num_heads=1, head_dim=DIM)
+        single.load_state_dict({name: state[f"mechanism.{name}"] for name in single.state_dict()})
+        q, k = torch.randn(2, 1, len(self.eye), 4, DIM, generator=torch.Generator().manual_seed(0))  # [1, M, 4, DIM]
+        if not torch.allclose(self.mechanism.logits(q, k)[:, -1:], single.logits(q[:, -1:], k[:, -1:]), atol=1e-5):
+            raise ConfigError(_not_for_each_head(config))
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter, [M, ...]."""
@@ -285,6 +291,13 @@ class Models:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         scale, shift = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]  # [M, 20]
         return torch.addcmul(shift[:, None], F.layer_norm(x, (DIM,)), scale[:, None])
+
+
+def _not_for_each_head(config: AttentionConfig) -> str:
+    return (
+        f"attention '{config}': a parameter of it is not one for each head, so models cannot be trained side by side "
+        "as heads"
+    )
 
 
 def _average(weights: Tensor, design: Tensor) -> Tensor:
