@@ -139,7 +139,8 @@ def refused():
     yield "GlmMoeDsaConfig", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
     yield "DeepseekV32Config", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
     small = {"head_dim": 8, "n_routed_experts": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 1}
-    yield "Inkling2TextConfig", {**LLAMA, **small, "num_key_value_heads": 4}, r"attention sinks.*\(sink_proj\)"
+    sinks = r"attention sinks.*\(sink_proj\)|Inkling2BlockAttentionResidual says neither"  # since transformers 5.24
+    yield "Inkling2TextConfig", {**LLAMA, **small, "num_key_value_heads": 4}, sinks
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])

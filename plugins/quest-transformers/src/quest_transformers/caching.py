@@ -32,6 +32,9 @@ from quest_core.kernels.unit import unit
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 """Classes whose `update` returns the keys as they were given, with those before them; a subclass may not."""
 
+CACHES = ("cache", "past_key_values")
+"""What a module's forward calls the cache: since transformers 5.24, and before."""
+
 MARK = "quest_unit_keys"
 """The attribute of a layer that holds unit keys: the `Step` that is under way, or None."""
 
@@ -53,7 +56,7 @@ class Step:
 
 def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Tell the layer of the cache that its next keys come from `module`; a forward pre-hook of every replacement."""
-    cache = options.get("past_key_values")
+    cache = next((options[name] for name in CACHES if name in options), None)
     rules = module.rules
     if cache is None or not rules.unit_keys:
         return None

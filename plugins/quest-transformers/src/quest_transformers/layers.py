@@ -25,7 +25,7 @@ from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import hide_lowest
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
-from .caching import OPTION, announce
+from .caching import CACHES, OPTION, announce
 
 INTERFACE = "quest_transformers"
 """The name under which `attend` and `mask` are registered with transformers."""
@@ -158,7 +158,8 @@ def examine(module: Any) -> Anatomy:
 def _takes_cache(module: nn.Module) -> bool:
     parameters = inspect.signature(type(module).forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return hands_on and "past_key_values" in parameters and isinstance(getattr(module, "layer_idx", None), int)
+    takes = not parameters.keys().isdisjoint(CACHES)
+    return hands_on and takes and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _first(holder: Any, names: tuple[str, ...]) -> Any:
