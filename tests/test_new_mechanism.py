@@ -132,6 +132,8 @@ def test_the_tutorial_shows_what_is_written(tmp_path: Path) -> None:
         ("quest", "score", "which is a mechanism already"),
         ("sinkhorn", "score", "which is a mechanism already"),
         ("core", "score", "which quest-core uses itself"),
+        ("lambda", "score", "a keyword of Python; choose another, such as 'my-lambda'"),
+        ("none", "family", "a keyword of Python"),  # class None
         ("mini", "scroe", "did you mean 'score'"),
     ],
 )

@@ -8,6 +8,7 @@ inside the package. The template of mechanisms lies in ``mechanism_template``, o
 from __future__ import annotations
 
 import importlib.metadata
+import keyword
 import re
 import tempfile
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ def new_mechanism(name: str, *, axis: str = "score", out: Path = Path()) -> Path
         "function": name.replace("-", "_"),
         "spec": f"{name}(kv_heads=2)" if axis == "grouping" else name,
     }
+    if keyword.iskeyword(values["class"]) or keyword.iskeyword(values["function"]):
+        raise ConfigError(f"name is '{name}', which is a keyword of Python; choose another, such as 'my-{name}'")
     common, package = _MECHANISM / "common", Path("src", PACKAGE)
     licence = _template() / f"LICENSE{SUFFIX}"
     return _write(name, out, values, [(common, Path()), (_MECHANISM / axis, package), (licence, Path())])
