@@ -160,6 +160,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _new_plugin(arguments: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))  # as for `python -m pytest`, which tests what is written
     folder = new_plugin(
         arguments.name,
         host_distribution=arguments.host_distribution,

@@ -263,7 +263,8 @@ def examine(text: str, distribution: str) -> Anatomy:
             kind = getattr(importlib.import_module(module), name)
     except PluginError as error:
         raise ConfigError(
-            f"attention-class is '{text}', and {error}; fix: pip install {distribution}, correct the name, {without}"
+            f"attention-class is '{text}', and {error}; fix: pip install {distribution}, run this in the folder "
+            f"of a module of your own, correct the name, {without}"
         ) from error
     try:
         owners = [owner for owner in kind.__mro__ if owner.__module__.partition(".")[0] not in ("torch", "builtins")]

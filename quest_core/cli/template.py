@@ -41,7 +41,8 @@ class Host:
 
     Attributes:
         distribution: its name for pip, "timm".
-        requirement: the same with the versions that the plugin supports, "timm>=1.0,<2".
+        requirement: the same with the versions that the plugin supports, "timm>=1.0,<2"; "" for a module that no
+            installed distribution has.
         module: the module whose import says that the host is in use.
         attention: its attention class, or None.
     """
@@ -185,11 +186,13 @@ def _host(name: str, distribution: str | None, module: str | None, attention: st
             f"host-distribution is {text!r}; write a distribution, with or without versions: 'timm>=1.0,<2'"
         )
     version = None if requirement.specifier else _version(requirement.name)
+    seen = None if attention is None else examine(attention, requirement.name)
+    own = seen is not None and distribution is None and version is None  # a package of that name is another one
     return Host(
         requirement.name,
-        f"{requirement.name}>={version}" if version else text,
+        "" if own else f"{requirement.name}>={version}" if version else text,
         module or re.sub(r"\W", "_", requirement.name).lower(),
-        None if attention is None else examine(attention, requirement.name),
+        seen,
     )
 
 
@@ -212,7 +215,7 @@ def _values(name: str, host: Host) -> dict[str, str]:
         "package": package,
         "adapter": adapter,
         "host": host.distribution,
-        "host_requirement": host.requirement,
+        "host_requirement": f'"{host.requirement}"' if host.requirement else "",
         "host_module": host.module,
         "attention_entry": "" if seen is None else f'\n    ("{seen.module}", "{seen.name}"): {seen.replacement},',
         "host_layer": "" if seen is None else seen.code(),
