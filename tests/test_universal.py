@@ -507,6 +507,14 @@ class Explicit(nn.Module):
         return ((y @ y.mT).softmax(-1) @ y).transpose(1, 2).flatten(2)
 
 
+class Folded(nn.Module):
+    """The same with the heads in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(-1, (4, -1)).transpose(1, 2).flatten(0, 1)
+        return ((y @ y.mT).softmax(-1) @ y).unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
+
+
 class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -527,7 +535,8 @@ class Switch(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("other", "named"), [(Explicit, "'1' (Explicit)"), (Mixer, "'1' (Mixer)"), (Switch, "'1.off'")]
+    ("other", "named"),
+    [(Explicit, "'1' (Explicit)"), (Folded, "'1' (Folded)"), (Mixer, "'1' (Mixer)"), (Switch, "'1.off'")],
 )
 def test_what_looks_like_attention_and_stays_is_an_error(other: type[nn.Module], named: str) -> None:
     x = torch.randn(2, 5, 32)

@@ -386,11 +386,16 @@ class _Search(TorchFunctionMode):
                 call = _read(path, _Arguments(*args, **kwargs), repeated=count[0] > 1)
                 self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
             elif func is F.multi_head_attention_forward or (
-                func in SOFTMAXES and (args[0] if args else kwargs["input"]).dim() > 3  # weights [B, H, N, M]
+                func in SOFTMAXES and _are_weights(args[0] if args else kwargs["input"])
             ):
                 outer = [m for m, _ in self.running if not isinstance(m, nn.Softmax)]
                 self.softmaxes.update(self.paths[m] for m in outer[-1:])
         return func(*args, **kwargs)
+
+
+def _are_weights(logits: Tensor) -> bool:
+    """Return whether logits are shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
+    return logits.dim() > 3 or (logits.dim() == 3 and logits.shape[1] == logits.shape[2])
 
 
 def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
