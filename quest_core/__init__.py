@@ -8,7 +8,7 @@
 
 from . import _torch as _torch
 from .cache import Cache as Cache
-from .catalogue import available as available
+from .catalogue import list_mechanisms as list_mechanisms
 from .checkpoints import AttentionMismatchWarning as AttentionMismatchWarning
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
@@ -22,8 +22,8 @@ from .errors import UnsupportedError as UnsupportedError
 from .hosts.adapter import Adapter as Adapter
 from .hosts.adapter import Capabilities as Capabilities
 from .hosts.adapter import Site as Site
-from .hosts.injection import Report as Report
-from .hosts.injection import inject as inject
+from .hosts.inject import Report as Report
+from .hosts.inject import inject as inject
 from .hosts.torch import MultiheadAttention as MultiheadAttention
 from .layer import Attention as Attention
 from .mechanism import Mechanism as Mechanism

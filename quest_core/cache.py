@@ -25,7 +25,7 @@ class Cache:
     >>> y = layer(prompt, is_causal=True, cache=cache)  # [B, N, E]
     >>> y = layer(token, is_causal=True, cache=cache)   # [B, 1, E]
     >>> cache.reorder(beams)                            # beam search: keep these rows of the batch, in this order
-    >>> cache.truncate(len(cache) - 3)                  # speculative decoding: forget the last 3 tokens
+    >>> cache.crop(len(cache) - 3)                  # speculative decoding: forget the last 3 tokens
 
     Args:
         max_length: the most tokens. The first step allocates memory for all of them, later steps write into it. If
@@ -69,7 +69,7 @@ class Cache:
 
         Args:
             mechanism: the Mechanism whose step this is.
-            k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalisation.
+            k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalization.
             in_place: `append` may write into memory that earlier steps have returned views of.
 
         Raises:
@@ -155,7 +155,7 @@ class Cache:
                 self._memory[name] = old.index_select(0, rows)
         self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
 
-    def truncate(self, tokens: int) -> None:
+    def crop(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens; the memory stays.
 
         Raises:
@@ -164,12 +164,12 @@ class Cache:
                 length.
         """
         if not 0 <= tokens <= self.tokens:
-            raise InputError(f"truncate({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")
+            raise InputError(f"crop({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")
         if self._states and 0 < tokens < self.tokens:
             raise UnsupportedError(
-                f"truncate({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens "
+                f"crop({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens "
                 f"({', '.join(self._states)}), from which single tokens cannot be removed; keep a copy() of the cache "
-                f"at {tokens} tokens, or truncate(0) and decode again"
+                f"at {tokens} tokens, or crop(0) and decode again"
             )
         if tokens == 0:
             self._states = {}
@@ -179,7 +179,7 @@ class Cache:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays for the next sequences."""
-        self.truncate(0)
+        self.crop(0)
 
     def copy(self) -> Cache:
         """Return an independent copy: steps of one do not change the other."""

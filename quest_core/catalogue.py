@@ -90,8 +90,8 @@ def parts() -> Catalogue:
     return Catalogue()
 
 
-def available() -> list[str]:
-    """Return the names that `attention=` accepts: scores, families, and normalisers and groupings after a '+'."""
+def list_mechanisms() -> list[str]:
+    """Return the names that `attention=` accepts: scores, families, and normalizers and groupings after a '+'."""
     return sorted(parts())
 
 

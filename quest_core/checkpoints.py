@@ -133,7 +133,7 @@ class Spelled(nn.Module):
         self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
         silent = spelled is None and _holds_no_weights(prefix[: prefix[:-1].rfind(".") + 1], state_dict, missing_keys)
         if not (silent or compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys)):
-            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialised.
+            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialized.
             mine = self.state_dict(prefix=prefix)
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
             shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .compat import autocast_dtype
 from .errors import InputError
-from .kernels.pytorch import autocast_dtype
 
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NAMES = "float32, bfloat16, float16 or float64"

@@ -7,7 +7,7 @@ All of these mean the same::
     {"name": "quest", "kv_heads": 4}              # kv_heads without a grouping means gqa
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line hands it over
 
-A name is one or more parts joined by ``+``, at most one for each axis (score, normaliser, grouping); what is
+A name is one or more parts joined by ``+``, at most one for each axis (score, normalizer, grouping); what is
 left out is standard, softmax, mha. Families (linear, aft-simple, ...) are not combined.
 """
 
@@ -25,7 +25,7 @@ from .catalogue import parts
 from .errors import ConfigError, one_of
 from .mechanisms.part import Part
 
-DEFAULTS = {"score": "standard", "normaliser": "softmax", "grouping": "mha"}
+DEFAULTS = {"score": "standard", "normalizer": "softmax", "grouping": "mha"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class AttentionConfig:
 
     @property
     def family(self) -> str | None:
-        """The family's name, or None for a combination of score, normaliser and grouping."""
+        """The family's name, or None for a combination of score, normalizer and grouping."""
         return dict(self.parts).get("family")
 
     @property

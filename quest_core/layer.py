@@ -11,7 +11,9 @@ from .cache import Cache
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, check_sizes
 from .mechanism import Mechanism, head_sizes
-from .mechanisms.base import merge_masks
+from .ops import (
+    merge_masks,
+)
 from .projections import Projected, Separate
 
 

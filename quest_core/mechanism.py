@@ -15,9 +15,7 @@ from .cache import Cache
 from .catalogue import parts
 from .checkpoints import Spelled
 from .checks import check_inputs
-from .config import AttentionConfig, AttentionSpec
-from .errors import ConfigError, InputError, PluginError, UnsupportedError
-from .kernels.pytorch import (
+from .compat import (
     constant_result,
     is_tracing,
     name_second_derivative,
@@ -26,12 +24,17 @@ from .kernels.pytorch import (
     tokens_are_divided,
     transform,
 )
+from .config import AttentionConfig, AttentionSpec
+from .errors import ConfigError, InputError, PluginError, UnsupportedError
 from .mechanisms.base import (
     Dims,
     Family,
     Grouping,
-    Normaliser,
+    Normalizer,
     Score,
+)
+from .mechanisms.part import Part
+from .ops import (
     apply_weights,
     drop,
     hide_lowest,
@@ -39,19 +42,18 @@ from .mechanisms.base import (
     logits,
     merge_causal,
 )
-from .mechanisms.part import Part
 from .packages import cause
 from .projections import HeadSizes
 
 # The class of the parts of each axis.
-CLASSES: dict[str, type] = {"score": Score, "normaliser": Normaliser, "grouping": Grouping, "family": Family}
+CLASSES: dict[str, type] = {"score": Score, "normalizer": Normalizer, "grouping": Grouping, "family": Family}
 
 
 class Observation(NamedTuple):
     """One call of a Mechanism, which its observer is given."""
 
-    q: Tensor  # queries before any normalisation [B, H, N, D]
-    k: Tensor  # keys before any normalisation [B, G, M, D]; while decoding only those of the new tokens
+    q: Tensor  # queries before any normalization [B, H, N, D]
+    k: Tensor  # keys before any normalization [B, G, M, D]; while decoding only those of the new tokens
     # q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too; None for a
     # family
     prepared: tuple[Tensor, Tensor] | None
@@ -92,7 +94,7 @@ class Mechanism(Spelled):
             finite values then.
         takes_unit_keys: whether `forward` may be given unit keys.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
-            are `score`, `normaliser` and `grouping`.
+            are `score`, `normalizer` and `grouping`.
         observer: None, or a function that gets every call (see :class:`quest_core.Monitor`); copies have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.tools.parallel.HeadParallel`).
@@ -100,7 +102,7 @@ class Mechanism(Spelled):
     """
 
     score: Score
-    normaliser: Normaliser
+    normalizer: Normalizer
     grouping: Grouping
 
     def __init__(
@@ -137,7 +139,7 @@ class Mechanism(Spelled):
         self.fused = any(part.fused for part in specs)
         self.grid = any(part.grid for part in specs)
         self.unit_keys = any(part.unit_keys for part in specs)
-        self.takes_unit_keys = self.unit_keys and not any(part.reads for part in specs if part.axis != "normaliser")
+        self.takes_unit_keys = self.unit_keys and not any(part.reads for part in specs if part.axis != "normalizer")
         self._learns = any(part.learnable for part in specs)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
         self._no_cache = [part.name for part in specs if not part.cached]
@@ -173,14 +175,14 @@ class Mechanism(Spelled):
             UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
         if unit_keys and not self.takes_unit_keys:
-            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalisation")
+            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
             if self.observer is not None:
                 self.observer(Observation(q, k, None, mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         q, k, v = self._group_and_score(q, k, v, mask, is_causal, unit_keys=unit_keys)
-        return self._normalise(q, k, v, mask, is_causal, dropout_p)
+        return self._normalize(q, k, v, mask, is_causal, dropout_p)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
@@ -217,7 +219,7 @@ class Mechanism(Spelled):
             self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
         return q, k, v
 
-    def _normalise(
+    def _normalize(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> Tensor:
         """Return the output softmax(scale · q kᵀ) v, [B, H, N, Dv], for prepared q and k."""
@@ -226,7 +228,7 @@ class Mechanism(Spelled):
         if grouping.needs_weights:
             return self._by_weights(q, k, v, mask, is_causal, dropout_p)[0]
         scale = parts["score"].scale(size(q, -1))
-        out: Tensor = parts["normaliser"].forward(
+        out: Tensor = parts["normalizer"].forward(
             q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouping.shares
         )
         if out.requires_grad:
@@ -243,11 +245,11 @@ class Mechanism(Spelled):
         dropout_p: float,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output of `_normalise`, the weights after dropout and the logits, by the plain formula."""
+        """Return the output of `_normalize`, the weights after dropout and the logits, by the plain formula."""
         grouped = self.grouping.shares
         scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = self.normaliser.weights(scores, mask)
+        weights = self.normalizer.weights(scores, mask)
         weights = drop(self.grouping.perturb(weights, k.shape[1], mask), dropout_p)
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask
@@ -333,7 +335,7 @@ class Mechanism(Spelled):
             out = self.family.decode(q, k, v, cache, key_mask)
         else:
             q, k, v = self._group_and_score(q, k, v, mask, True, cache)
-            out = self._normalise(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
+            out = self._normalize(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
         cache.tokens += q.shape[2]
         return out
 

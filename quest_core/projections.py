@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import started
+from .compat import wider
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
-from .kernels.pytorch import wider
 
 MODULE_KEEPS = frozenset(vars(nn.Module()))
 """The attributes of a plain nn.Module."""
@@ -43,7 +43,7 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool
         projection: weight [H·D, E] or bias [H·D].
         num_heads: H, a multiple of `kv_heads`.
         kv_heads: G.
-        fresh: the weights have only been initialised, not trained.
+        fresh: the weights have only been initialized, not trained.
 
     Returns:
         [G·D, E] or [G·D].
@@ -170,7 +170,7 @@ class Projections:
         Args:
             module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
             sizes: the heads that it shall have.
-            fresh: whether the weights have only been initialised, not trained; see `pool_heads`.
+            fresh: whether the weights have only been initialized, not trained; see `pool_heads`.
 
         Raises:
             InputError: the projections were reduced to other sizes before.
@@ -268,10 +268,10 @@ class Projected(nn.Module):
         """Scale fresh projections to the norms that the attention's options ask for (`init`, `key_init`).
 
         Does nothing without such an option, or after a checkpoint was loaded. A second call has the effect of one, so a
-        host whose own initialisation comes later calls it again.
+        host whose own initialization comes later calls it again.
 
         Raises:
-            UnsupportedError: the weights are parametrised, have no values yet (meta device), or are zeros.
+            UnsupportedError: the weights are parametrized, have no values yet (meta device), or are zeros.
         """
         for role, factors in self.start_factors().items():
             self.projections.scale(self, self.head_sizes, role, factors)
@@ -286,7 +286,7 @@ class Projected(nn.Module):
                 why = "are on the meta device" if now.is_meta else "of some heads are zeros"
                 raise UnsupportedError(
                     f"attention '{self.config}' sets the norm of '{role}' at the start, but its projections in "
-                    f"{type(self).__name__} {why}; initialise them first, or leave the option out"
+                    f"{type(self).__name__} {why}; initialize them first, or leave the option out"
                 )
             factors[role] = norm / now
         return factors
@@ -357,7 +357,7 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
     weight = parameters.get(name, parameters.get(f"{name}.weight"))
     if weight is None or not weight.is_floating_point():
         raise UnsupportedError(
-            f"the weights of '{name}' ({type(value).__name__}) are parametrised (weight_norm, LoRA, quantisation, "
+            f"the weights of '{name}' ({type(value).__name__}) are parametrized (weight_norm, LoRA, quantization, "
             "...), so their rows cannot be changed; choose the attention and calibrate first, or remove that"
         )
     return parameters
@@ -366,7 +366,7 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
 def _has_rows(value: nn.Module | Tensor, rows: int) -> bool:
     if isinstance(value, Tensor):
         return rows in (value.shape[0], value.numel())
-    width = getattr(value, "out_features", None)  # a quantised weight has another shape
+    width = getattr(value, "out_features", None)  # a quantized weight has another shape
     return rows == (len(getattr(value, "weight", ())) if width is None else width)
 
 

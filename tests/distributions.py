@@ -19,7 +19,7 @@ class HostAdapter(Adapter):
 """
 
 COSINE = """
-from quest_core.kernels import unit
+from quest_core.ops import unit
 from quest_core.mechanisms import scores
 from quest_core.mechanisms.part import Part
 from quest_core.mechanisms.scores import Standard

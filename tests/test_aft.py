@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
+from quest_core import ops as blocks
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.kernels import blocks
 from quest_core.mechanisms import aft_conv, aft_ops
 from quest_core.testing import references as reference
 from quest_core.testing import versions
@@ -554,7 +554,7 @@ def test_a_window_of_one_position_has_no_deviation() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
 
 
-def test_entropy_regulariser() -> None:
+def test_entropy_regularizer() -> None:
     made = build("aft-conv(window=3)", spread=2.0)
     family: Any = made.family
     want = reference.entropy(reference.reparameterised(family.weight, family.gain, family.shift))
@@ -729,7 +729,7 @@ def test_a_layer_with_projections_learns(spec: str) -> None:
 def test_near_and_far_cover_every_pair_once(
     n: int, m: int, causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With keys and biases of 0 and values of 1 the normaliser counts the keys that were summed."""
+    """With keys and biases of 0 and values of 1 the normalizer counts the keys that were summed."""
     small_tiles(monkeypatch)
     ones = torch.ones(m, 1, dtype=torch.float64)
     _, lse = aft_ops.aft_biased(ones * 0, ones, ones[:n] * 0, ones * 0, causal, window)

@@ -135,7 +135,7 @@ def test_truncation_forgets_the_last_tokens(attention: str, cache: dict, gradien
         steps(model, x[:, :7], caches, [4, 1, 2])
         model(draft[:, :4], caches)
         for cache_ in caches:
-            cache_.truncate(7)
+            cache_.crop(7)
         assert len(caches[0]) == 7
         close(steps(model, x[:, 7:], caches, [1, 4, 1]), model(x)[:, 7:])
 
@@ -148,12 +148,12 @@ def test_sums_over_all_tokens_cannot_be_truncated(attention: str) -> None:
     with torch.no_grad():
         steps(model, x[:, :7], caches, [4, 3])
         last = caches[1]
-        with pytest.raises(quest_core.UnsupportedError, match=r"truncate\(3\): attention '.* keeps sums over all 7"):
-            last.truncate(3)
-        last.truncate(7)  # nothing to forget
+        with pytest.raises(quest_core.UnsupportedError, match=r"crop\(3\): attention '.* keeps sums over all 7"):
+            last.crop(3)
+        last.crop(7)  # nothing to forget
         close(steps(model, x[:, 7:], caches, [1, 1]), model(x)[:, 7:])
         for cache in caches:
-            cache.truncate(0)
+            cache.crop(0)
         close(steps(model, x, caches, [4, 1, 4]), model(x))
 
 
@@ -275,7 +275,7 @@ def test_steps_without_gradients_leave_the_graph_of_earlier_ones_alone() -> None
     out = model(x[:, :6], caches)
     want = torch.autograd.grad(model(x[:, :6]).sum(), x)[0]
     for cache in caches:
-        cache.truncate(3)
+        cache.crop(3)
     with torch.no_grad():
         close(model(x[:, 3:], caches), model(x)[:, 3:])
     close(torch.autograd.grad(out.sum(), x)[0], want)
@@ -321,7 +321,7 @@ def test_wrong_rows_lengths_and_missing_steps_are_refused() -> None:
         cache.reorder(torch.tensor([True, False]))
     for tokens in (-1, 5):
         with pytest.raises(quest_core.InputError, match="the cache holds 4 tokens; choose 0 to 4"):
-            cache.truncate(tokens)
+            cache.crop(tokens)
     with pytest.raises(quest_core.InputError, match="holds 4 tokens that have no 'other'"):
         cache.append("other", torch.randn(2, 4, 1, 4))
 
@@ -374,7 +374,7 @@ def test_a_cache_belongs_to_one_layer() -> None:
         one(x, is_causal=True, cache=cache)
         for twin in (cache, cache.copy(), copy.deepcopy(cache)):
             one(x[:, :1], is_causal=True, cache=twin)
-        cache.truncate(5)
+        cache.crop(5)
         with pytest.raises(quest_core.InputError, match=r"5 tokens of another layer \(attention 'quest'\); give each"):
             two(x, is_causal=True, cache=cache)
         cache.reset()

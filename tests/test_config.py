@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quest_core import AttentionConfig, ConfigError, available
+from quest_core import AttentionConfig, ConfigError, list_mechanisms
 from quest_core.mechanisms import PARTS, Option, Part, Score
 from quest_core.testing.mechanisms import known
 
@@ -31,7 +31,7 @@ def test_all_spellings_mean_the_same(spec: object) -> None:
 
 def test_defaults_are_standard_softmax_mha() -> None:
     config = AttentionConfig.parse("standard")
-    assert (config["score"], config["normaliser"], config["grouping"]) == ("standard", "softmax", "mha")
+    assert (config["score"], config["normalizer"], config["grouping"]) == ("standard", "softmax", "mha")
     assert config.name == str(config) == "standard"
     assert AttentionConfig.parse("gqa(kv_heads=2)").name == "gqa"
     assert AttentionConfig.parse("quest+softmax+mha") == AttentionConfig.parse("quest")
@@ -40,7 +40,7 @@ def test_defaults_are_standard_softmax_mha() -> None:
 @st.composite
 def configs(draw: st.DrawFn) -> AttentionConfig:
     chosen = []
-    for axis in ("score", "normaliser", "grouping"):
+    for axis in ("score", "normalizer", "grouping"):
         chosen.append(draw(st.sampled_from([p for p in PARTS if p.axis == axis])))
     options: dict[str, object] = {}
     for option in (o for part in chosen for o in part.options):
@@ -108,15 +108,15 @@ def test_mistakes_are_named(spec: object, message: str) -> None:
 
 def test_an_option_that_two_packages_have_keeps_both_defaults_and_cannot_be_given() -> None:
     score = Part("one", "score", "", "", Score, (Option("p", float, 2.0, ""),))
-    normaliser = Part("other", "normaliser", "", "", Score, (Option("p", float, 1.5, ""),))
-    with known(score), known(normaliser):
+    normalizer = Part("other", "normalizer", "", "", Score, (Option("p", float, 1.5, ""),))
+    with known(score), known(normalizer):
         config = AttentionConfig.parse("one+other")
-        assert [config.build_arguments(part) for part in (score, normaliser)] == [{"p": 2.0}, {"p": 1.5}]
+        assert [config.build_arguments(part) for part in (score, normalizer)] == [{"p": 2.0}, {"p": 1.5}]
         assert AttentionConfig.parse("one(p=3)").option("p") == 3
         with pytest.raises(ConfigError, match="option 'p' belongs to 'one' and 'other'"):
             AttentionConfig.parse("one+other(p=3)")
 
 
 def test_available_lists_every_part() -> None:
-    assert set(available()) == {part.name for part in PARTS}
-    assert "quest" in available()
+    assert set(list_mechanisms()) == {part.name for part in PARTS}
+    assert "quest" in list_mechanisms()

@@ -99,7 +99,7 @@ def test_parameters_mode_and_random_state_are_kept() -> None:
     assert all(layer.self_attn.mechanism.observer is None for layer in ours.layers)
 
 
-def test_an_injected_model_starts_from_its_own_scale_and_normaliser() -> None:
+def test_an_injected_model_starts_from_its_own_scale_and_normalizer() -> None:
     stock, x = even_keys()
     ours, _ = quest_core.inject(stock, "standard+sigmoid(scale=0.3)")
     wanted = ours(x, x, x)[0]

@@ -180,7 +180,7 @@ def test_installed_packages_add_mechanisms(install: Install) -> None:
         entry_points={"quest.attention": {"mech": "plugin_quest_mech.adapter:PARTS"}},
     )
     catalogue.parts.cache_clear()
-    assert "cosine10" in quest_core.available()
+    assert "cosine10" in quest_core.list_mechanisms()
     assert isinstance(catalogue.parts()["cosine10"], Part)
     import torch
 
@@ -248,7 +248,7 @@ def test_doctor_tells_a_broken_host_from_a_broken_plugin(
 def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in quest_core.available())
+    assert all(name in listed for name in quest_core.list_mechanisms())
     assert cli.main(["check", "quest+gqa(kv_heads=4)"]) == 0
     assert "kv_heads = 4" in capsys.readouterr().out
     assert cli.main(["check", "qest"]) == 2

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
-from quest_core.kernels import blocks
+from quest_core import ops as blocks
 from quest_core.testing import versions
 
 SPECS = ["linear", "cosine", "aft-simple", "aft-full(max_length=96)", "aft-local(max_length=96)", "aft-conv(dims=1)"]

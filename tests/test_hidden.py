@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import Attention, InputError, MultiheadAttention, UnsupportedError, attention
-from quest_core.mechanisms.base import hides_the_future
+from quest_core.ops import (
+    hides_the_future,
+)
 
 N = 6
 PAST = torch.ones(N, N, dtype=torch.bool).tril()
@@ -126,7 +128,7 @@ def test_what_cannot_be_causal_refuses_masks_that_are(name: str) -> None:
             leak(universal(name), mask=PAST)
 
 
-def test_masks_that_hide_the_future_are_recognised() -> None:
+def test_masks_that_hide_the_future_are_recognized() -> None:
     for mask in MASKS.values():
         assert hides_the_future(mask)
     assert hides_the_future(torch.ones(N, 9, dtype=torch.bool).tril(3))
@@ -151,7 +153,7 @@ def test_masks_that_hide_the_future_are_recognised() -> None:
         assert not hides_the_future(other)
 
 
-def test_a_mask_that_is_causal_and_nothing_else_is_recognised() -> None:
+def test_a_mask_that_is_causal_and_nothing_else_is_recognized() -> None:
     future = torch.full((6, 6), -math.inf).triu(1)
     assert hides_the_future(future, only=True)
     assert hides_the_future(future[:4, :4], only=True)
@@ -169,7 +171,7 @@ def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 8)
     mask = torch.zeros(4, 4)
     seen = []
-    monkeypatch.setattr("quest_core.mechanisms.base.hide_lowest", lambda x: seen.append(x) or x)
+    monkeypatch.setattr("quest_core.ops.hide_lowest", lambda x: seen.append(x) or x)
     for _ in range(3):
         attention(q, k, v, "quest+sinkhorn", attn_mask=mask)
     assert len(seen) == 1

@@ -18,7 +18,7 @@ from torch import nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
-from quest_core.hosts.injection import Request
+from quest_core.hosts.inject import Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 

@@ -234,7 +234,9 @@ CASES = [
         "duplicate", "PARTS = [part('new-cosine'), part('cosine10')]", "'cosine10' is a mechanism of quest-healthy 1.2"
     ),
     mechanism("missing", "del PARTS", "AttributeError"),
-    mechanism("asks", "import quest_core; quest_core.available(); quest_core.AttentionConfig.parse('quest')", None),
+    mechanism(
+        "asks", "import quest_core; quest_core.list_mechanisms(); quest_core.AttentionConfig.parse('quest')", None
+    ),
     mechanism("subclass", "class P(Part): pass\nPARTS = [object.__new__(P)]", "item 0 of .* is a P, not a Part"),
     mechanism("forged", "class F: __class__ = Part\nPARTS = [F()]", "item 0 of .* is a F, not a Part"),
     mechanism("reads", "Part('r', 'score', '', '', Cosine10, reads='tokens')", "reads is 'tokens'; it is a tuple of"),
@@ -543,7 +545,7 @@ def test_a_package_cannot_keep_standard_output(site: Path) -> None:
     mechanism("steals", "import sys, io; sys.stdout = io.StringIO()", None).write(site)
     before = sys.stdout
     with redirect_stderr(io.StringIO()):
-        assert "mechanism_steals-cosine" in quest_core.available()
+        assert "mechanism_steals-cosine" in quest_core.list_mechanisms()
     assert sys.stdout is before
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from quest_core import cli
-from quest_core.hosts import discovery
-from quest_core.hosts import launching as launch
+from quest_core.hosts import discovery, launch
 from quest_core.hosts.discovery import Record
 from quest_core.hosts.patching import when_imported
 

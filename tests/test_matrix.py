@@ -19,11 +19,11 @@ SPECIFIED = {
     "score": [
         "standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest",
     ],
-    "normaliser": ["softmax", "sigmoid", "sinkhorn"],
+    "normalizer": ["softmax", "sigmoid", "sinkhorn"],
     "grouping": ["mha", "gqa", "mqa", "kdgqa", "dgqa", "pgqa"],
     "family": ["linear", "cosine", "aft-full", "aft-local", "aft-simple", "aft-conv"],
 }  # fmt: skip
-COMBINATIONS = list(itertools.product(*(SPECIFIED[axis] for axis in ("score", "normaliser", "grouping"))))
+COMBINATIONS = list(itertools.product(*(SPECIFIED[axis] for axis in ("score", "normalizer", "grouping"))))
 
 
 def test_all_that_is_specified_exists_and_nothing_else() -> None:

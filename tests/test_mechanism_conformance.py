@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normaliser, Option, Part, Score, local, visible
+from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normalizer, Option, Part, Score, local, visible
 from quest_core.testing import MechanismError, check_mechanism
 from quest_core.testing.mechanisms import known
 from quest_core.testing.versions import PREFIX, has_half
@@ -215,7 +215,7 @@ class OnTheCpu(Score):
         return k * torch.linspace(1, 2, 8, dtype=k.dtype)
 
 
-class Soft(Normaliser):
+class Soft(Normalizer):
     """A softmax that is right."""
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -246,7 +246,7 @@ class FirstRows(Soft):
         return super().forward(q, k, v, mask=mask, is_causal=False, **options)
 
 
-class Squares(Normaliser):
+class Squares(Normalizer):
     """Forgets to hide, and to give zeros to a query that sees no key."""
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -353,13 +353,13 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
     "buffers": (toy(Counting, **POINTWISE), {"state"}),
     "parameters": (toy(Untrained, **POINTWISE), {"declarations", "gradients"}),
     "keys of another norm": (toy(Score, unit_keys=True, **POINTWISE), {"declarations"}),
-    "another axis": (toy(Score, "normaliser"), {"declarations"}),
+    "another axis": (toy(Score, "normalizer"), {"declarations"}),
     "reference": (toy(Score, reference=lambda q, k: 2 * q @ k.mT, **POINTWISE), {"reference"}),
     "masks": (
-        toy(lambda dims: Squares(), "normaliser", **NORMALISER),
+        toy(lambda dims: Squares(), "normalizer", **NORMALISER),
         {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
     ),
-    "softmax": (toy(lambda dims: Squares(), "normaliser", fused=True, **NORMALISER), {"fused_is_softmax"}),
+    "softmax": (toy(lambda dims: Squares(), "normalizer", fused=True, **NORMALISER), {"fused_is_softmax"}),
     "in place": (toy(InPlace, **POINTWISE), {"inputs_are_left_alone"}),
     "batch statistics in training": (toy(BatchStatistics, **POINTWISE), {"calls_repeat"}),
     "growth": (toy(Hoarder, **POINTWISE), {"state"}),
@@ -377,10 +377,10 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
         {"reference"},
     ),
     "another device": (toy(OnTheCpu, **POINTWISE), {"devices"}),
-    "finite biases": (toy(lambda dims: WithoutBias(), "normaliser", **WEIGHTED), {"masks"}),
-    "blind rows of a bias": (toy(lambda dims: BlindToBias(), "normaliser", **WEIGHTED), {"blind_rows"}),
+    "finite biases": (toy(lambda dims: WithoutBias(), "normalizer", **WEIGHTED), {"masks"}),
+    "blind rows of a bias": (toy(lambda dims: BlindToBias(), "normalizer", **WEIGHTED), {"blind_rows"}),
     "the first diagonal": (
-        toy(lambda dims: FirstRows(), "normaliser", **WEIGHTED),
+        toy(lambda dims: FirstRows(), "normalizer", **WEIGHTED),
         {"queries_are_independent", "chunked_prefill"},
     ),
     "sums on the module": (toy(lambda dims: OnTheModule(), "family", **LINEAR), {"caches_are_independent"}),
@@ -409,8 +409,8 @@ def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     assert all(len(outcome.message) > 20 for outcome in outcomes)
 
 
-def test_a_normaliser_that_is_right_passes() -> None:
-    check_mechanism(toy(lambda dims: Soft(), "normaliser", **WEIGHTED))
+def test_a_normalizer_that_is_right_passes() -> None:
+    check_mechanism(toy(lambda dims: Soft(), "normalizer", **WEIGHTED))
 
 
 def test_failures_say_what_where_and_how_to_declare_it() -> None:
@@ -481,7 +481,7 @@ def test_the_random_state_is_left_as_it_was() -> None:
         ({"reads": ["tokens"]}, "reads is .*; it is a tuple of tokens, queries"),
         ({"reads": ("token",)}, "reads is .*; it is a tuple of tokens, queries"),
         ({"cached": True}, "cached is True; it is for causal mechanisms only"),
-        ({"dropout": True}, "dropout is True; it is for the axis normaliser only; this is a score"),
+        ({"dropout": True}, "dropout is True; it is for the axis normalizer only; this is a score"),
         ({"key_features": 1}, "key_features is 1; it is for the axis family only"),
         ({"reference": 3}, "reference is 3; it is a function"),
     ],

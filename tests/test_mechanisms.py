@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quest_core
+from quest_core.compat import VERSION
 from quest_core.errors import UnsupportedError
-from quest_core.kernels import unit
-from quest_core.kernels.pytorch import VERSION
 from quest_core.mechanisms.scores import PARTS
+from quest_core.ops import unit
 from quest_core.testing import references as reference
 from quest_core.testing import versions
 

@@ -282,13 +282,13 @@ def test_numbers_that_are_none_stay_visible() -> None:
         assert [math.isnan(x) for x in seen[name]] == [False, False, True, False], name
 
 
-def test_a_normaliser_from_elsewhere_is_asked_for_its_weights() -> None:
-    class Squares(quest_core.mechanisms.base.Normaliser):
+def test_a_normalizer_from_elsewhere_is_asked_for_its_weights() -> None:
+    class Squares(quest_core.mechanisms.base.Normalizer):
         def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
             return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
 
     m, (q, k, v) = mechanism("quest"), inputs()
-    m.normaliser, m.fused = Squares(), False  # as its Part would say
+    m.normalizer, m.fused = Squares(), False  # as its Part would say
     wanted = expected(m, q, k, v, is_causal=True)
     with Monitor(m) as monitor:
         m(q, k, v, is_causal=True)

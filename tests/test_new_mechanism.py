@@ -14,7 +14,7 @@ from test_new_plugin import ROOT, call, installed, project
 from quest_core import ConfigError, cli
 from quest_core.cli import template
 
-WRITTEN = {"score": "power", "normaliser": "nothing", "grouping": "turns", "family": "soft-linear"}
+WRITTEN = {"score": "power", "normalizer": "nothing", "grouping": "turns", "family": "soft-linear"}
 EXAMPLE = ROOT / "examples" / "third_party_mechanism"
 
 
@@ -147,7 +147,7 @@ def test_the_command_says_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["new-mechanism", "mini", "--axis", "normaliser"]) == 0
+    assert cli.main(["new-mechanism", "mini", "--axis", "normalizer"]) == 0
     first, *commands = capsys.readouterr().out.splitlines()
     assert first == "wrote quest-mini; next:"
     assert [command.split("  #")[0].strip() for command in commands] == [

@@ -327,7 +327,7 @@ def test_gpus_before_ampere_take_padded_batches(
     assert packing._varlen_applies(q, q, q, mechanism, plan, is_causal=False, dropout_p=0.0) is applies
 
 
-def test_pytorchs_own_varlen_attn_is_recognised() -> None:
+def test_pytorchs_own_varlen_attn_is_recognized() -> None:
     """Where this PyTorch has one; its parameters decide whether it is used."""
     found = packing._varlen_attn()
     assert found is None or {"cu_seq_q", "max_q"} <= inspect.signature(found).parameters.keys()

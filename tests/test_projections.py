@@ -346,7 +346,7 @@ def _pruned() -> nn.Module:
     return made
 
 
-def _quantised() -> nn.Module:
+def _quantized() -> nn.Module:
     made = nn.Linear(E, 24)
     made.weight = nn.Parameter(torch.zeros(60, 1, dtype=torch.uint8), requires_grad=False)
     return made
@@ -354,8 +354,8 @@ def _quantised() -> nn.Module:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantised],
-    ids=["weight_norm", "pruned", "adapted", "quantised"],
+    [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantized],
+    ids=["weight_norm", "pruned", "adapted", "quantized"],
 )
 def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(make: Any) -> None:
     sizes = HeadSizes(4, 2, 2, 2, 2)
@@ -363,14 +363,14 @@ def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(ma
     host.qkv = layer = make()
     host.projections.shrink(host, sizes.full, fresh=False)  # nothing to do
     assert host.qkv is layer
-    with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrised"):
+    with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrized"):
         host.projections.shrink(host, sizes, fresh=False)
-    with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrised"):
+    with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrized"):
         host.projections.scale(host, sizes.full, "q", torch.ones(4))
     assert host.qkv is layer
 
 
-def test_a_parametrised_parameter_is_refused_by_name() -> None:
+def test_a_parametrized_parameter_is_refused_by_name() -> None:
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["parameters"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
     nn.utils.parametrize.register_parametrization(host, "in_proj_weight", nn.Identity())
@@ -378,7 +378,7 @@ def test_a_parametrised_parameter_is_refused_by_name() -> None:
         lambda: host.projections.shrink(host, sizes, fresh=False),
         lambda: host.projections.scale(host, sizes.full, "q", torch.ones(4)),
     ):
-        with pytest.raises(UnsupportedError, match="the weights of 'in_proj_weight' .* are parametrised"):
+        with pytest.raises(UnsupportedError, match="the weights of 'in_proj_weight' .* are parametrized"):
             change()
 
 

@@ -154,9 +154,9 @@ def test_no_native_fast_path_bypasses_it(mask: str, norm_first: bool, monkeypatc
     stock = copy.deepcopy(encoder).eval()
     model, _ = quest_core.inject(encoder, "quest")
     calls = []
-    attend = quest_core.Mechanism._normalise
+    attend = quest_core.Mechanism._normalize
     monkeypatch.setattr(
-        quest_core.Mechanism, "_normalise", lambda self, *a, **k: (calls.append(1), attend(self, *a, **k))[1]
+        quest_core.Mechanism, "_normalize", lambda self, *a, **k: (calls.append(1), attend(self, *a, **k))[1]
     )
     x = torch.randn(2, 6, 8)
     padding = None
@@ -300,7 +300,7 @@ def test_nested_tensors_with_more_than_themselves_are_refused() -> None:
             ours(*inputs_, **options)
 
 
-def test_parametrised_weights_are_refused_and_hooks_kept() -> None:
+def test_parametrized_weights_are_refused_and_hooks_kept() -> None:
     stock = nn.MultiheadAttention(12, 4)
     calls = []
     stock.register_forward_hook(lambda *_: calls.append(1))
@@ -309,7 +309,7 @@ def test_parametrised_weights_are_refused_and_hooks_kept() -> None:
     model(x, x, x)
     assert calls == [1]
     normed = nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(12, 4), "in_proj_weight")
-    with pytest.raises(quest_core.InputError, match="are parametrised"):
+    with pytest.raises(quest_core.InputError, match="are parametrized"):
         quest_core.inject(nn.ModuleList([normed]), "quest")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import quest_core
 from quest_core import AttentionConfig, cli
-from quest_core.hosts import launching
+from quest_core.hosts import launch
 from quest_core.hosts.torch import TorchAdapter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
@@ -53,8 +53,8 @@ def warned() -> None:
 
 def no_plugin() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launching, "discover", lambda: [])
-        launching.wanted(None)
+        patch.setattr(launch, "discover", lambda: [])
+        launch.wanted(None)
 
 
 class Marked(TorchAdapter):

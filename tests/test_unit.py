@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from quest_core.kernels import unit
+from quest_core.ops import unit
 from quest_core.testing import references as reference
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -4,7 +4,7 @@
     python examples/start/norms.py rows.jsonl --table          # one Markdown table of all of them
     python examples/start/norms.py rows.jsonl --figure start.png
 
-The models are those of the frameworks with their own sizes and initialisation, freshly built.
+The models are those of the frameworks with their own sizes and initialization, freshly built.
 
 Norms need no data. For inputs of independent features with mean 0 and variance 1, as a LayerNorm makes them, E‖q‖² is
 the squared Frobenius norm of a head's rows plus that of its bias.

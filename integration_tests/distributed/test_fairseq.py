@@ -71,7 +71,7 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
         torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"] for name in ("one", "two")
     ]
     for name, value in states[0].items():
-        if name.endswith("_float_tensor"):  # 0.12.2 keeps an uninitialised number to know the device by
+        if name.endswith("_float_tensor"):  # 0.12.2 keeps an uninitialized number to know the device by
             continue
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
 

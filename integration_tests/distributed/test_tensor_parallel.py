@@ -227,7 +227,7 @@ def test_the_monitor_adds_up_what_ranks_saw(ranks: Ranks) -> None:
 
 
 class OtherLinear(nn.Linear):
-    """A projection that does something of its own, as those of LoRA and of quantisation do."""
+    """A projection that does something of its own, as those of LoRA and of quantization do."""
 
 
 def refusals(rank: int) -> list[str]:

@@ -66,7 +66,7 @@ def test_long_sequences_are_as_exact_as_standard_attention(
 
 @HALF
 def test_keys_of_any_size_give_the_same_output(dtype: torch.dtype, device: str) -> None:
-    """Norms are taken in float32: keys whose squares overflow or vanish in float16 are normalised alike."""
+    """Norms are taken in float32: keys whose squares overflow or vanish in float16 are normalized alike."""
     q, k, v = tensors(128, dtype, device)
     wanted = quest_core.attention(q, k, v, "quest").float()
     for size in (2.0**-8, 2.0**11):

@@ -17,7 +17,7 @@ from .rendering import refusals, rows
 
 AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",
-    "normaliser": "Normalisers: logits to weights",
+    "normalizer": "Normalizers: logits to weights",
     "grouping": "Groupings: which key/value head a query head uses",
     "family": "Families that never form the weights",
 }

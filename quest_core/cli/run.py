@@ -1,11 +1,11 @@
-"""The `quest run` command; :mod:`quest_core.hosts.launching` does the work."""
+"""The `quest run` command; :mod:`quest_core.hosts.launch` does the work."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from ..hosts.launching import run
+from ..hosts.launch import run
 from .options import refuse_misspelt
 
 DESCRIPTION = """\

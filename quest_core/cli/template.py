@@ -99,7 +99,7 @@ def new_mechanism(name: str, *, axis: str = "score", out: Path = Path()) -> Path
 
     Args:
         name: lower-case letters, digits and single hyphens; what users will write.
-        axis: score, normaliser, grouping or family.
+        axis: score, normalizer, grouping or family.
         out: an existing folder.
 
     Returns:

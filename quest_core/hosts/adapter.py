@@ -1,7 +1,7 @@
 """The contract that a plugin implements: where a host's attention is, and how to replace it.
 
 A plugin ships one :class:`Adapter`. Everything that is the same for all hosts (refusals, random state, atomic
-replacement, the report, checkpoints) lives in :mod:`quest_core.hosts.injection`, so an adapter stays small.
+replacement, the report, checkpoints) lives in :mod:`quest_core.hosts.inject`, so an adapter stays small.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Site:
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
-        fresh: the weights have only been initialised, not trained; set by `inject`. Where a mechanism needs fewer key
+        fresh: the weights have only been initialized, not trained; set by `inject`. Where a mechanism needs fewer key
             heads, `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
         stack: the stack of layers it belongs to, where paths that differ only in numbers do not say it: what
             compares a layer with the one before (elliptical) does so within a stack.

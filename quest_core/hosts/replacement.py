@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism, head_sizes
-from ..mechanisms.base import merge_masks
+from ..ops import (
+    merge_masks,
+)
 from ..projections import HeadSizes, Projected, mark_shape, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
@@ -42,7 +44,7 @@ class HostAttention(Projected):
             num_heads, head_dim, value_dim: as in `quest_core.mechanism.head_sizes`.
             num_kv_heads: key/value heads of the host's own model; `num_heads` by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
-            fresh: the weights have only been initialised; see `quest_core.projections`.
+            fresh: the weights have only been initialized; see `quest_core.projections`.
 
         Raises:
             InputError: `host` is a replacement whose keys and values were reduced already.

@@ -74,7 +74,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         known = {name for name, _ in cls.projections.entries}
         if module._parameters.keys() - known or nn.utils.parametrize.is_parametrized(module):
             raise InputError(
-                "weights of this nn.MultiheadAttention are parametrised (weight_norm, ...); inject first, or undo that"
+                "weights of this nn.MultiheadAttention are parametrized (weight_norm, ...); inject first, or undo that"
             )
         config = AttentionConfig.parse(attention)
         made = cls.adopt(module, config, num_heads=module.num_heads, head_dim=module.head_dim, fresh=fresh)

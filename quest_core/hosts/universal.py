@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..compat import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
 from ..config import AttentionConfig
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
-from ..kernels.pytorch import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
 from ..mechanism import Mechanism, head_sizes
-from ..mechanisms.base import hides_the_future
+from ..ops import (
+    hides_the_future,
+)
 from ..projections import HeadSizes, shallow_copy
 from .adapter import Adapter, Capabilities, Site, refusal
 from .replacement import mechanism_for

@@ -3,21 +3,35 @@
 from torch import Tensor as Tensor
 
 from ..cache import Cache as Cache
-from ..kernels.pytorch import wider as wider
-from ..kernels.unit import unit as unit
-from . import aft, aft_conv, elliptical, groupings, linear, normalisers, scores
-from .base import Dims as Dims
-from .base import Family as Family
-from .base import Grouping as Grouping
-from .base import Normaliser as Normaliser
-from .base import Score as Score
-from .base import local as local
-from .base import visible as visible
+from ..compat import wider as wider
+from ..ops import (
+    local as local,
+)
+from ..ops import unit as unit
+from ..ops import (
+    visible as visible,
+)
+from . import aft, aft_conv, elliptical, groupings, linear, normalizers, scores
+from .base import (
+    Dims as Dims,
+)
+from .base import (
+    Family as Family,
+)
+from .base import (
+    Grouping as Grouping,
+)
+from .base import (
+    Normalizer as Normalizer,
+)
+from .base import (
+    Score as Score,
+)
 from .part import CAUSAL as CAUSAL
 from .part import POINTWISE as POINTWISE
 from .part import READS as READS
 from .part import Option as Option
 from .part import Part as Part
 
-_FILES = (scores, elliptical, normalisers, groupings, linear, aft, aft_conv)
+_FILES = (scores, elliptical, normalizers, groupings, linear, aft, aft_conv)
 PARTS = tuple(part for file in _FILES for part in file.PARTS)

@@ -15,10 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
+from ..compat import no_autocast
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import no_autocast
+from ..ops import (
+    local,
+    result_type,
+    widen,
+)
 from .aft_ops import aft_biased, finite, refuse_transforms
-from .base import Dims, Family, local, result_type, widen
+from .base import (
+    Dims,
+    Family,
+)
 from .part import MIXING, Option, Part
 
 

@@ -12,12 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..kernels.blocks import block_rows, recomputed
-from ..kernels.pytorch import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
+from ..ops import (
+    block_rows,
+    local,
+    recomputed,
+    widen,
+)
 from .aft import QUERY, gate, masked, nothing
 from .aft_ops import finite, safe_range
-from .base import Dims, Family, local, widen
+from .base import (
+    Dims,
+    Family,
+)
 from .part import Option, Part
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
@@ -128,7 +136,7 @@ class AttentionFreeConv(Family):
         return torch.addcmul(shift[:, None], gain[:, None], scaled).view(weight.shape)
 
     def entropy(self) -> Tensor:
-        """Return Σ over heads of the entropy of softmax(w), in nats: the sparsity regulariser of equation 9."""
+        """Return Σ over heads of the entropy of softmax(w), in nats: the sparsity regularizer of equation 9."""
         log_p = F.log_softmax(self.bias().flatten(1), 1)  # [h, positions]
         return -(log_p.exp() * log_p).sum()
 

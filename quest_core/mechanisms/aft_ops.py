@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat import OPERATORS, is_exporting_to_onnx, is_tracing, no_autocast, operator, require, transform
 from ..errors import UnsupportedError
-from ..kernels.pytorch import OPERATORS, is_exporting_to_onnx, is_tracing, no_autocast, operator, require, transform
 
 ROWS = 256  # queries of a block, which bound memory: [ROWS, M] biases at a time
 NARROW = 64  # the least where the window is narrower
@@ -83,7 +83,7 @@ class _Block:
             yield rows, w[rows].unsqueeze(2) + self.m
 
     def average(self) -> tuple[Tensor, Tensor]:
-        """Return (average, log normaliser), [rows, C] each; 0 and −inf where nothing is visible."""
+        """Return (average, log normalizer), [rows, C] each; 0 and −inf where nothing is visible."""
         if self.dtype is not None:
             e, x = self.factors()
             sums = (e @ (x * self.s).flatten(1)).unflatten(1, (2, -1))  # [rows, 2, C]
@@ -203,12 +203,12 @@ class _Blocks:
 @operator(
     "quest::aft_biased",
     schema="(Tensor k, Tensor v, Tensor? left, Tensor? right, bool causal, int window) "
-    "-> (Tensor average, Tensor log_normaliser)",
+    "-> (Tensor average, Tensor log_normalizer)",
 )
 def aft_biased(
     k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the average of v weighted by exp(k_t' + w_tt') for each query and feature, and its log normaliser.
+    """Return the average of v weighted by exp(k_t' + w_tt') for each query and feature, and its log normalizer.
 
     Args:
         k: [M, C]; a key of −inf is invisible. M is at least 1.
@@ -255,7 +255,7 @@ def aft_biased_backward(
 
     Args:
         grad: g, of the average [N, C].
-        along: a = g·y less the gradient of the log normaliser [N, C].
+        along: a = g·y less the gradient of the log normalizer [N, C].
     """
     with no_autocast(k.device.type):
         blocks = _Blocks(k, v, left, right, causal, window)

@@ -17,10 +17,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..compat import is_compiling, is_eager, is_recomputing, no_autocast, wider
 from ..errors import UnsupportedError
-from ..kernels.pytorch import is_compiling, is_eager, is_recomputing, no_autocast, wider
-from ..kernels.unit import unit
-from .base import Dims, Score, visible
+from ..ops import (
+    unit,
+    visible,
+)
+from .base import (
+    Dims,
+    Score,
+)
 from .part import MIXING, Part
 from .scores import SCALE, STARTS, Standard
 

@@ -9,9 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..compat import is_exporting_to_onnx, is_recomputing, transform, wider
 from ..errors import ConfigError, UnsupportedError
-from ..kernels.pytorch import is_exporting_to_onnx, is_recomputing, transform, wider
-from .base import Dims, Grouping, visible
+from ..ops import (
+    visible,
+)
+from .base import (
+    Dims,
+    Grouping,
+)
 from .part import CAUSAL, POINTWISE, Option, Part
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
@@ -145,7 +151,7 @@ class DynamicKeyDriven(KeyDriven):
     Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the keys and
     values of all H query heads, as assigned when they came.
 
-    Where torch.distributed is initialised, a training step takes the mean over the batches of all ranks, so that all
+    Where torch.distributed is initialized, a training step takes the mean over the batches of all ranks, so that all
     hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to
     run the layer equally often.
 

@@ -21,9 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..kernels.pytorch import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
-from ..kernels.unit import unit
-from .base import Dims, Family, local, result_type, widen
+from ..compat import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
+from ..ops import (
+    local,
+    result_type,
+    unit,
+    widen,
+)
+from .base import (
+    Dims,
+    Family,
+)
 from .part import MIXING, Part
 
 CHUNK = 64  # tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them

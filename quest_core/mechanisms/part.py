@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, one_of
 
 NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
-AXES = ("score", "normaliser", "grouping", "family")
+AXES = ("score", "normalizer", "grouping", "family")
 
 READS = {
     "tokens": "several tokens, outside of scaled_dot_product_attention",
@@ -25,7 +25,7 @@ READS = {
 }
 """What the result of a query may depend on except itself and the keys that it sees."""
 
-_ONLY = {"normaliser": "dropout fused", "score": "unit_keys chained", "family": "key_features compares grid"}
+_ONLY = {"normalizer": "dropout fused", "score": "unit_keys chained", "family": "key_features compares grid"}
 
 CAUSAL: dict[str, Any] = {"causal": True, "cross": True, "cached": True}
 """The declaration of what attends causally, to other sequences, and with a cache."""
@@ -96,7 +96,7 @@ class Part:
         axis: one of AXES.
         summary: the formula, in a line.
         source: paper and equation.
-        build: ``build(dims, **options)`` returns a Score, Normaliser, Grouping or Family, as `axis` says; `dims` is
+        build: ``build(dims, **options)`` returns a Score, Normalizer, Grouping or Family, as `axis` says; `dims` is
             None where heads and features are unknown.
         options: its options.
         reference: the formula in plain float64, as slow as it likes; its arguments: https://quest-attention.github.io/quest/writing-a-mechanism/
@@ -106,8 +106,8 @@ class Part:
         causal_reason: why it cannot be causal; part of the error message.
         cross: keys may be another sequence than the queries, of another length.
         cached: decoding with a Cache, in pieces of any size, equals the causal forward pass on all tokens.
-        dropout: normaliser: its `forward` drops weights as `dropout_p` says.
-        fused: normaliser: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
+        dropout: normalizer: its `forward` drops weights as `dropout_p` says.
+        fused: normalizer: it is the softmax of `scaled_dot_product_attention`, so a fused kernel may take its place.
         unit_keys: score: it prepares keys as k/‖k‖, so that a host's cache may hold those.
         reads: keys of READS, on which a result depends besides its own query and the keys that this query sees. All of
             them unless declared; () is a score that prepares each token of each head for itself.
@@ -189,7 +189,7 @@ class Part:
 
     @property
     def drops(self) -> bool:
-        """Whether dropout on the weights is possible with it; scores and groupings leave that to the normaliser."""
+        """Whether dropout on the weights is possible with it; scores and groupings leave that to the normalizer."""
         return self.dropout or self.axis in ("score", "grouping")
 
     @property

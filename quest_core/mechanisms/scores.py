@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..kernels.unit import unit
-from .base import Dims, Score, local
+from ..ops import (
+    local,
+    unit,
+)
+from .base import (
+    Dims,
+    Score,
+)
 from .part import POINTWISE, Option, Part
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
-_START = "expected norm of a head's {} in a fresh model; null keeps the host's initialisation"
+_START = "expected norm of a head's {} in a fresh model; null keeps the host's initialization"
 QUERY_START = Option("init", float, None, _START.format("queries"), 1e-6, nullable=True, starts="q")
 KEY_START = Option("key_init", float, None, _START.format("keys"), 1e-6, nullable=True, starts="k")
 

@@ -28,7 +28,7 @@ from quest_core import Adapter, Mechanism
 from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY, accept, read
 from quest_core.hosts.adapter import refusal
-from quest_core.hosts.injection import REPORT
+from quest_core.hosts.inject import REPORT
 from quest_core.mechanisms import PARTS, POINTWISE, Part, Score
 from quest_core.notices import LOGGER
 from quest_core.projections import Projected
@@ -596,7 +596,7 @@ def _gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor | None]:
 
 
 def _loss(out: Tensor) -> Tensor:
-    """A loss that no normalisation at the end of a host makes constant."""
+    """A loss that no normalization at the end of a host makes constant."""
     flat = out.flatten() if out.dtype == torch.float64 else out.float().flatten()
     return (flat - torch.linspace(-1, 1, len(flat), dtype=flat.dtype)).square().mean()
 

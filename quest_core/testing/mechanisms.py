@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 from ..cache import Cache
 from ..catalogue import parts
 from ..checkpoints import ENTRY
+from ..compat import is_compiling
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import CheckpointError, ConfigError, InputError, QuestError, UnsupportedError, one_of
-from ..kernels.pytorch import is_compiling
 from ..mechanism import Mechanism, kv_heads
-from ..mechanisms.base import Dims
+from ..mechanisms.base import (
+    Dims,
+)
 from ..mechanisms.part import READS, Part
 from ..packages import cause
 from .truth import missing, truth
@@ -434,11 +436,11 @@ class MechanismConformance:
                 raise _Found(f"inputs of {dtype} fail; cast what you add to the dtype of q: {error}") from error
             if out.dtype != dtype:
                 raise _Found(f"inputs of {dtype} give an output of {out.dtype}; cast what you add to the dtype of q")
-            if not self.randomises():
+            if not self.randomizes():
                 self.equal(out, exact, f"{dtype} differs from float64; compute sums and norms in float32", close)
         with torch.autocast("cpu", torch.bfloat16):
             out = self.build().float()(q.float(), k.float(), v.float())
-        if not self.randomises():
+        if not self.randomizes():
             self.equal(out, exact, "autocast to bfloat16 differs from float64", 1000 * self.tolerance)
         q, k = q.sign(), k.sign()  # exact in float16, whose largest number is 65504
         q[:, :, 1], k[:, :, 2] = 0, 0
@@ -450,7 +452,7 @@ class MechanismConformance:
                 if "not implemented for 'Half'" in str(error):  # on a CPU, by PyTorch 2.1
                     return
                 raise
-            if not self.randomises():
+            if not self.randomizes():
                 said = f"in float16 {name} of norm 272, whose square overflows, or of norm 0 give another output"
                 self.equal(got, want, f"{said}; compute sums and norms in float32", 0.02)
 
@@ -475,7 +477,7 @@ class MechanismConformance:
         """Two query heads that share a key/value head compute what they do with a copy of it each."""
         if self.groups != HEADS or self.config.family is not None:
             return
-        if {"heads", "group"} & self.reads or self.randomises():
+        if {"heads", "group"} & self.reads or self.randomizes():
             return
         shared, made = self.build(groups=2), self.build()
         state, shapes = shared.state_dict(), made.state_dict()
@@ -502,9 +504,9 @@ class MechanismConformance:
             return
         if self.groups == HEADS:
             options: dict[str, Any] = {"mask": None, "is_causal": False, "dropout_p": 0.0, "grouped": False}
-            want = made.last.normaliser.weights(0.7 * q @ k.mT, None) @ v
-            got = made.last.normaliser(q, k, v, scale=0.7, **options)
-            self.equal(got, want, "Normaliser.forward with scale=0.7 is not the output of weights()")
+            want = made.last.normalizer.weights(0.7 * q @ k.mT, None) @ v
+            got = made.last.normalizer(q, k, v, scale=0.7, **options)
+            self.equal(got, want, "Normalizer.forward with scale=0.7 is not the output of weights()")
         for name, mask in self.masks(TOKENS, TOKENS):
             out = made(q, k, v, attn_mask=mask)
             again, weights = made.with_weights(q, k, v, attn_mask=mask)
@@ -533,8 +535,8 @@ class MechanismConformance:
             raise _Found("a finite additive mask changes nothing; it is added to the logits")
         if self.config.family is None:
             logits = torch.randn(2, HEADS, TOKENS, TOKENS, dtype=torch.float64)
-            want = made.last.normaliser.weights(logits + bias, None)
-            got = made.last.normaliser.weights(logits, bias)
+            want = made.last.normalizer.weights(logits + bias, None)
+            got = made.last.normalizer.weights(logits, bias)
             self.equal(got, want, "weights() with an additive mask are not those of the sum of logits and mask")
 
     def test_blind_rows(self) -> None:
@@ -600,10 +602,10 @@ class MechanismConformance:
         if torch.equal(runs[0], runs[1]):
             raise _Found(f"dropout_p=0.2 drops nothing. {self.declare('drop dropout')}")
         error = (runs.mean(0) - made(q, k, v)).abs()
-        if not self.randomises() and (error > 6 * runs.std(0) / 20 + CLOSE).any():
+        if not self.randomizes() and (error > 6 * runs.std(0) / 20 + CLOSE).any():
             raise _Found("the mean under dropout is not the output without; scale what is kept by 1 / (1 − p)")
 
-    def randomises(self) -> bool:
+    def randomizes(self) -> bool:
         """Whether the mechanism draws random numbers of its own in evaluation, as it declares."""
         if "random" not in self.reads:
             return False
@@ -696,7 +698,7 @@ class MechanismConformance:
 
     def test_caches_are_independent(self) -> None:
         """Two batches decode in turns, each with its cache, and a cache follows its batch when that is reordered."""
-        if not self.can("cached") or self.chained or "samples" in self.reads or self.randomises():
+        if not self.can("cached") or self.chained or "samples" in self.reads or self.randomizes():
             return
         made, rows = self.build().last, torch.tensor([1, 0, 1])
         batches, caches = [self.inputs(seed=1), self.inputs(seed=2)], [Cache(), Cache()]
@@ -725,7 +727,7 @@ class MechanismConformance:
         made, (q, k, v) = self.build(), self.inputs(batch=3)
         whole = made(q, k, v, seed=None)
         alone = torch.cat([made(q[i : i + 1], k[i : i + 1], v[i : i + 1], seed=None) for i in range(3)])
-        if not self.randomises():
+        if not self.randomizes():
             self.equal(
                 alone, whole, f"a sample gives another output in a batch than by itself. {self.reading('samples')}"
             )
@@ -733,7 +735,7 @@ class MechanismConformance:
     def test_padding_does_not_matter(self) -> None:
         """Hidden tokens at the end change nothing, and neither do numbers in them."""
         made, (q, k, v) = self.build(), self.inputs()
-        if "length" in self.reads or self.randomises():
+        if "length" in self.reads or self.randomizes():
             return
         real = torch.zeros(2, TOKENS, dtype=torch.bool)
         real[:, :4] = True
@@ -754,7 +756,7 @@ class MechanismConformance:
         out = made(q, k, v)
         other = made(self.changed(q, (slice(None), slice(None), 3)), k, v)
         self.equal(other[:, :, rest], out[:, :, rest], f"a query changes other outputs. {fix}")
-        if not self.can("cross") or self.randomises():
+        if not self.can("cross") or self.randomizes():
             return
         if "order" not in self.reads:
             some = made(q[:, :, :4], k, v)
@@ -782,7 +784,7 @@ class MechanismConformance:
             self.equal(other[:, 1:], out[:, 1:], f"query head 0 changes the outputs of other heads. {fix}")
 
     def test_order_does_not_matter(self) -> None:
-        if "order" in self.reads or self.randomises():
+        if "order" in self.reads or self.randomizes():
             return
         made, (q, k, v) = self.build(), self.inputs()
         torch.manual_seed(5)
@@ -792,7 +794,7 @@ class MechanismConformance:
         self.equal(moved, out, f"tokens in another order give other outputs. {self.reading('order')}")
 
     def test_tokens_are_prepared_one_by_one(self) -> None:
-        """Scores see one token at a time; normalisers leave the rest to scaled_dot_product_attention."""
+        """Scores see one token at a time; normalizers leave the rest to scaled_dot_product_attention."""
         if "tokens" in self.reads:
             return
         made, (q, k, v) = self.build(), self.inputs(LONG)
@@ -813,10 +815,10 @@ class MechanismConformance:
         if not any(part.fused for part in self.parts):
             return
         made, q = self.build(), self.inputs()[0]
-        weights = made.last.normaliser.weights(q @ q.mT, None)
+        weights = made.last.normalizer.weights(q @ q.mT, None)
         self.equal(weights, (q @ q.mT).softmax(-1), f"the weights are not a softmax. {self.declare('drop fused')}")
         options: dict[str, Any] = {"mask": None, "is_causal": False, "dropout_p": 0.0, "grouped": False}
-        out = made.last.normaliser(q, q, q, scale=0.7, **options)
+        out = made.last.normalizer(q, q, q, scale=0.7, **options)
         want = (0.7 * q @ q.mT).softmax(-1) @ q
         self.equal(out, want, f"the output is not that of a softmax. {self.declare('drop fused')}")
 
@@ -832,7 +834,7 @@ class MechanismConformance:
                 with self.refused("attention_packed", "that samples or lengths do not matter"):
                     attention_packed(q, k, v, made.last, cu_seqlens=cu)
             return
-        if self.randomises():
+        if self.randomizes():
             return
         for is_causal in (False, True) if self.can("causal") else (False,):
             got = attention_packed(q, k, v, made.last, cu_seqlens=cu, is_causal=is_causal)
@@ -844,7 +846,7 @@ class MechanismConformance:
 
     def test_heads_can_be_divided(self) -> None:
         """Two ranks with half the heads and parameters each compute what one does (tensor parallelism)."""
-        if "heads" in self.reads or self.groups % 2 or self.chained or self.randomises():
+        if "heads" in self.reads or self.groups % 2 or self.chained or self.randomizes():
             return
         try:
             from ..tools.parallel import head_axes
@@ -881,7 +883,7 @@ class MechanismConformance:
     def test_compiles(self) -> None:
         """In one graph, with dynamo; a refusal must name the mechanism."""
         made, tensors = self.build(), self.inputs()
-        if self.randomises() or self.chained:
+        if self.randomizes() or self.chained:
             return
         causal = {"is_causal": True} if self.can("causal") else {}
         with self.by_name("torch.compile"):
@@ -892,7 +894,7 @@ class MechanismConformance:
     def test_exports(self) -> None:
         """torch.export, run again; a refusal must name the mechanism."""
         made, tensors = self.build(), self.inputs()
-        if self.randomises() or self.chained:
+        if self.randomizes() or self.chained:
             return
         with self.by_name("torch.export"):
             exported = torch.export.export(made.last, tensors).module()

@@ -212,8 +212,8 @@ def attention(
     is_causal: bool = False,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
-    normaliser: str = "softmax",
-    normaliser_options: Mapping[str, float | None] | None = None,
+    normalizer: str = "softmax",
+    normalizer_options: Mapping[str, float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: q [B, H, N, D], k and v [B, G, M, D] -> output [B, H, N, Dv], weights [B, H, N, M].
 
@@ -221,8 +221,8 @@ def attention(
         score: a name of SCORES.
         parameters: the score's learnable tensors by name, per key/value head already repeated to H heads.
         scale: replaces 1/√D of standard and multiplies the logits of the others.
-        normaliser: a name of NORMALISERS.
-        normaliser_options: the normaliser's options by name.
+        normalizer: a name of NORMALISERS.
+        normalizer_options: the normalizer's options by name.
     """
     q, k, v = q.double(), k.double(), v.double()
     share = q.shape[1] // k.shape[1]
@@ -231,7 +231,7 @@ def attention(
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + mask.double()
     seen = visible(q.shape[-2], k.shape[-2], mask, is_causal)
-    weights = NORMALISERS[normaliser](logits, seen, **(normaliser_options or {}))
+    weights = NORMALISERS[normalizer](logits, seen, **(normalizer_options or {}))
     return weights @ v, weights
 
 

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..mechanism import Mechanism
-from ..mechanisms.base import Dims, Normaliser
+from ..mechanisms.base import (
+    Dims,
+    Normalizer,
+)
 from ..mechanisms.part import Part
 from .references import reference_of, visible
 
@@ -73,7 +76,7 @@ def truth(
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         logits = logits + attn_mask.double()
     seen = seen.expand(logits.shape)
-    weights: Tensor = _call(by_axis["normaliser"], mechanism.normaliser, mechanism, logits, seen)
+    weights: Tensor = _call(by_axis["normalizer"], mechanism.normalizer, mechanism, logits, seen)
     if grouping.needs_weights:
         weights = _call(shared, grouping, mechanism, weights, seen)
     return weights @ v[:, head], weights, logits
@@ -87,20 +90,20 @@ def computed_by_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
         for mechanism in mechanisms:
             own = copy.copy(mechanism)
             own._modules = dict(mechanism._modules)  # a shallow copy shares them
-            changed.append((mechanism, own._modules.get("normaliser")))
+            changed.append((mechanism, own._modules.get("normalizer")))
             methods = _Methods(own)
             mechanism.forward = methods.forward  # type: ignore[method-assign]
             mechanism.forward_with_logits = methods.forward_with_logits  # type: ignore[method-assign]
             if mechanism.family is None:
                 mechanism.logits = methods.logits  # type: ignore[method-assign]
-                mechanism.normaliser = methods.normaliser
+                mechanism.normalizer = methods.normalizer
         yield
     finally:
-        for mechanism, normaliser in changed:
+        for mechanism, normalizer in changed:
             for name in ("forward", "forward_with_logits", "logits"):
                 vars(mechanism).pop(name, None)
-            if normaliser is not None:
-                mechanism.normaliser = normaliser
+            if normalizer is not None:
+                mechanism.normalizer = normalizer
 
 
 class _Methods:
@@ -108,10 +111,10 @@ class _Methods:
 
     def __init__(self, mechanism: Mechanism) -> None:
         self.mechanism = mechanism
-        self.normaliser = _Weights(mechanism)
+        self.normalizer = _Weights(mechanism)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, unit_keys: bool = False, **options: Any) -> Tensor:
-        if unit_keys:  # normalised again, which changes nothing
+        if unit_keys:  # normalized again, which changes nothing
             assert torch.allclose(k.norm(dim=-1), k.new_ones(()))
         return self.forward_with_logits(q, k, v, **options)[0]
 
@@ -128,8 +131,8 @@ class _Methods:
         return out
 
 
-class _Weights(Normaliser):
-    """The normaliser of a mechanism by reference."""
+class _Weights(Normalizer):
+    """The normalizer of a mechanism by reference."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         super().__init__()
@@ -137,11 +140,11 @@ class _Weights(Normaliser):
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         (mechanism,) = self.mechanism
-        part = next(part for part in mechanism.config.specs() if part.axis == "normaliser")
+        part = next(part for part in mechanism.config.specs() if part.axis == "normalizer")
         if mask is not None and mask.dtype != torch.bool:
             logits = logits + mask
         seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
-        weights: Tensor = _call(part, mechanism.normaliser, mechanism, logits, seen)
+        weights: Tensor = _call(part, mechanism.normalizer, mechanism, logits, seen)
         return weights
 
 

@@ -12,15 +12,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
-from ..hosts.injection import inject
+from ..hosts.inject import inject
 from ..hosts.loading import adapter as find_adapter
 from ..hosts.universal import UniversalAdapter, run_example
-from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism, kv_heads
-from ..mechanisms.base import Dims
+from ..mechanisms.base import (
+    Dims,
+)
 from .monitor import Monitor
 
 Run: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -93,7 +95,7 @@ def calibrate(
     Args:
         model: a model with standard attention, stock or injected, that an adapter knows.
         batches: a few inputs like those of training. All are kept and run three times.
-        attention: quest, with any normaliser, and a grouping only if it leaves every query head its own key head.
+        attention: quest, with any normalizer, and a grouping only if it leaves every query head its own key head.
         adapter: as in :func:`quest_core.inject`.
         forward: ``forward(model, batch)`` returns the output to compare, a tensor or a nest of tuples, lists and
             mappings of tensors; by default the model is called with a batch as with the `example` of `inject`.

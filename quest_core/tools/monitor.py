@@ -9,10 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..compat import is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import ConfigError, InjectionError
-from ..kernels.pytorch import is_compiling_without_dynamo, is_recomputing, wider
 from ..mechanism import Mechanism, Observation
-from ..mechanisms.base import logits, merge_masks
+from ..ops import (
+    logits,
+    merge_masks,
+)
 
 BLOCK = 2**19  # logits held at a time
 
@@ -30,10 +33,10 @@ class Monitor:
 
     | name | what | over |
     |---|---|---|
-    | max_logit | largest logit as the normaliser gets it: scaled, additive masks and residuals added | visible pairs |
+    | max_logit | largest logit as the normalizer gets it: scaled, additive masks and residuals added | visible pairs |
     | entropy | mean entropy, in nats, of a query's weights divided by their sum | queries |
-    | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalisation | queries |
-    | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalisation | keys |
+    | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalization | queries |
+    | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
     | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 | queries |
 
     A pair of a query and a key is visible when no mask hides it and, in causal attention, the key is not of the
@@ -46,7 +49,7 @@ class Monitor:
     to two forward passes of the attention; `every` thins it out and ``logits=False`` leaves it away
     (`logit_bound` then still is an upper bound of `max_logit`). Nothing is recorded for autograd, nothing is
     read back from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
-    Only a normaliser whose rows depend on each other (sinkhorn) is asked for all its weights at once.
+    Only a normalizer whose rows depend on each other (sinkhorn) is asked for all its weights at once.
 
     A model without a monitor pays one comparison a call. State dicts, copies and pickles of a model do not contain
     its monitor, and torch.export leaves it out. Under torch.compile every observed attention is a graph break, so
@@ -81,7 +84,7 @@ class Monitor:
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
 
-        Where torch.distributed is initialised the ranks share what they saw, so all of them must call this; each gets
+        Where torch.distributed is initialized the ranks share what they saw, so all of them must call this; each gets
         the same answer.
 
         Args:
@@ -266,7 +269,7 @@ def _blocks(
                 later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
-            yield z, z if mechanism.fused else mechanism.normaliser.weights(z.double(), z > -math.inf).log().to(z.dtype)
+            yield z, z if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf).log().to(z.dtype)
 
 
 def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:

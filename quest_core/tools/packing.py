@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..compat import autocast_dtype, transform
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
-from ..kernels.pytorch import autocast_dtype, transform
 from ..mechanism import Mechanism, stateless
 
 # The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The

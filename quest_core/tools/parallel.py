@@ -16,8 +16,13 @@ from ..config import AttentionConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..layer import Attention
 from ..mechanism import Mechanism
-from ..mechanisms.base import Dims, local
+from ..mechanisms.base import (
+    Dims,
+)
 from ..mechanisms.part import READS
+from ..ops import (
+    local,
+)
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +38,7 @@ except ImportError as error:
 class HeadParallel(ParallelStyle):
     """Tensor parallelism for :class:`quest_core.Attention`: every rank of the mesh has its share of the heads.
 
-    Keys are normalised, grouped and attended to within a head, so ranks communicate where any attention's do and
+    Keys are normalized, grouped and attended to within a head, so ranks communicate where any attention's do and
     nowhere else: one all-reduce after the output projection and, in the backward pass, one for the gradient of the
     input.
 

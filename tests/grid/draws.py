@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quest_core import AttentionConfig
-from quest_core.kernels import blocks
+from quest_core import ops as blocks
 from quest_core.mechanisms import aft_ops, linear
 
 from . import references
@@ -125,13 +125,13 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
     dim = pick((1, 2, 3, 5, 8, 16, 24))
     key_dim = dim
     training = False
-    if pick((True, True, False)):  # score, normaliser and grouping
-        score, normaliser = pick(SCORES), pick(("", "", "+sigmoid", "+sinkhorn"))
+    if pick((True, True, False)):  # score, normalizer and grouping
+        score, normalizer = pick(SCORES), pick(("", "", "+sigmoid", "+sinkhorn"))
         grouping = pick(("", "", "gqa", "mqa", "kdgqa", "dgqa", "pgqa"))
         options = [f"scale={pick((0.1, 1.0, -0.5, 2))}"] if pick((False, False, True)) else []
-        if normaliser == "+sigmoid" and pick((False, True)):
+        if normalizer == "+sigmoid" and pick((False, True)):
             options.append(f"bias={pick((0, -1.5, 2))}")
-        if normaliser == "+sinkhorn":
+        if normalizer == "+sinkhorn":
             options += [f"iterations={pick((1, 2, 3, 4, 7))}", f"eps={pick((1, 0.5, 2))}"]
         if grouping in ("gqa", "pgqa", "kdgqa", "dgqa"):
             fitting = [g for g in range(1, heads + 1) if heads % g == 0 or grouping in ("kdgqa", "dgqa")]
@@ -145,7 +145,7 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
         if grouping == "pgqa" and (transform != "eager" or pick((True, False))):
             options.append("noise_in_eval=false")
         groups = 1 if grouping == "mqa" else groups
-        name = f"{score}{normaliser}{f'+{grouping}' if grouping else ''}"
+        name = f"{score}{normalizer}{f'+{grouping}' if grouping else ''}"
         spec = f"{name}({', '.join(options)})" if options else name
     else:
         family = pick(("linear", "cosine", "aft-full", "aft-local", "aft-simple", "aft-conv"))

@@ -228,7 +228,7 @@ def attend(
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + torch.where(wide(hidden(mask), shape), torch.zeros_like(mask), mask).to(logits.dtype)
     options = {o: config.option(o) for o in ("bias", "eps", "iterations") if config.option(o) is not None}
-    weights = NORMALISERS[config["normaliser"]](logits, seen, options)
+    weights = NORMALISERS[config["normalizer"]](logits, seen, options)
     if draw is not None:
         weights = perturbed(weights, groups, seen, draw)
     return weights @ v

@@ -33,7 +33,7 @@ def test_a_cell_measures(data: Path, attention: str) -> None:
     assert math.isfinite(result.metrics["max_logit"])
 
 
-def test_the_start_survives_the_initialisation_of_the_model(data: Path) -> None:
+def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
     assert run(data, "quest(init=6)").metrics["first_query_norm"] == pytest.approx(6, rel=0.1)
     assert run(data, "quest").metrics["first_query_norm"] < 1
 

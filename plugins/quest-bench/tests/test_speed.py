@@ -165,7 +165,7 @@ def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None
 
 
 def test_the_gpu_that_is_asked_for_is_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda synchronises the current device and counts its memory, whatever device the tensors are on."""
+    """torch.cuda synchronizes the current device and counts its memory, whatever device the tensors are on."""
 
     def set_device(device: str) -> None:
         raise KeyError(device)

@@ -1,4 +1,4 @@
-"""toy/spurious: the data, the models side by side against a single model, the optimiser, and the verdicts."""
+"""toy/spurious: the data, the models side by side against a single model, the optimizer, and the verdicts."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def test_a_model_trains_side_by_side_as_it_does_alone(attention: str, block: str
     """The plain module, over the full sequence, with torch.optim.AdamW, follows the same losses."""
     settings = [(0.003, 0.0, 4), (0.01, 0.1, 7), (0.001, 0.05, 4)]  # learning rate, weight decay, weight seed
     models = make_models(attention, [seed for _, _, seed in settings], block)
-    optimiser = toy.AdamW(
+    optimizer = toy.AdamW(
         models.parameters(), torch.tensor([s[0] for s in settings]), torch.tensor([s[1] for s in settings])
     )
     data, _ = toy.make_data(0, samples=32 * 25, test_samples=1, seq_len=MODEL["seq_len"])
     batches = list(zip(data.x.split(32), data.label.split(32), strict=True))
-    together = torch.stack([toy.train_step(models, optimiser, toy.make_design(x), y) for x, y in batches])  # [steps, M]
+    together = torch.stack([toy.train_step(models, optimizer, toy.make_design(x), y) for x, y in batches])  # [steps, M]
 
     for index, (rate, decay, seed) in enumerate(settings):
         alone = make_alone(attention, seed, block)
@@ -138,7 +138,7 @@ def test_key_norms_tell_the_kinds_of_tokens_apart() -> None:
 
 
 def test_initial_weights_are_those_of_torch() -> None:
-    """Only the embeddings are initialised by this module; everything else is as nn.Linear and nn.LayerNorm make it."""
+    """Only the embeddings are initialized by this module; everything else is as nn.Linear and nn.LayerNorm make it."""
     models = make_models("quest", [0, 0, 1], "prenorm")
     weights = models.weights["key.weight"]
     assert torch.equal(weights[0], weights[1])
@@ -154,10 +154,10 @@ def test_a_diverged_model_leaves_the_others_alone(block: str) -> None:
 
     def train(break_second: bool) -> torch.Tensor:
         models = make_models("qknorm-hs", [0, 1, 2], block)
-        optimiser = toy.AdamW(models.parameters(), torch.full((3,), 0.01), torch.zeros(3))
+        optimizer = toy.AdamW(models.parameters(), torch.full((3,), 0.01), torch.zeros(3))
         if break_second:
             models.weights["value.weight"].data[1] = math.nan
-        return torch.stack([toy.train_step(models, optimiser, design, data.label) for _ in range(3)])
+        return torch.stack([toy.train_step(models, optimizer, design, data.label) for _ in range(3)])
 
     broken, healthy = train(True), train(False)
     assert broken[:, 1].isnan().all()
@@ -179,7 +179,7 @@ def test_refuses_what_it_cannot_do(attention: str, words: str) -> None:
         make_models(attention, [0, 1], "prenorm")
 
 
-# --- optimiser ----------------------------------------------------------------------------------------------------
+# --- optimizer ----------------------------------------------------------------------------------------------------
 
 
 def test_adamw_equals_torch_for_each_model() -> None:
@@ -188,11 +188,11 @@ def test_adamw_equals_torch_for_each_model() -> None:
     grads = [[torch.randn(value.shape, generator=draw) for value in start] for _ in range(20)]
     rates, decays = (0.1, 0.003, 0.02), (0.0, 0.5, 0.1)
     together = [nn.Parameter(value.clone()) for value in start]
-    optimiser = toy.AdamW(together, torch.tensor(rates), torch.tensor(decays))
+    optimizer = toy.AdamW(together, torch.tensor(rates), torch.tensor(decays))
     for step in grads:
         for parameter, grad in zip(together, step, strict=True):
             parameter.grad += grad
-        optimiser.step()
+        optimizer.step()
     for model, (rate, decay) in enumerate(zip(rates, decays, strict=True)):
         alone = [nn.Parameter(value[model].clone()) for value in start]
         plain = torch.optim.AdamW(alone, lr=rate, weight_decay=decay)
@@ -258,11 +258,11 @@ def test_a_cell_learns_the_shortcut() -> None:
     """Half of the training samples are solved by looking for b, which is learned in a few hundred steps."""
     train, test = toy.make_data(0, samples=512, test_samples=256, seq_len=MODEL["seq_len"])
     models = make_models("standard", [0, 1], "prenorm")
-    optimiser = toy.AdamW(models.parameters(), torch.tensor([0.01, 0.005]), torch.zeros(2))
+    optimizer = toy.AdamW(models.parameters(), torch.tensor([0.01, 0.005]), torch.zeros(2))
     design = toy.make_design(train.x)
     for _ in range(15):
         for x, y in zip(design.split(32), train.label.split(32), strict=True):
-            toy.train_step(models, optimiser, x, y)
+            toy.train_step(models, optimizer, x, y)
     on_train, on_test = toy._accuracy(models, train), toy._accuracy(models, test)
     assert (on_train > 35).all()
     assert (on_test < on_train - 10).all()

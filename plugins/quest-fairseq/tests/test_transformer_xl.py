@@ -55,7 +55,7 @@ class TestTransformerXL(AdapterConformance):
 
 
 def logits_of(layer: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What the normaliser of a replaced layer is given: [B, H, N, M], the relative term included."""
+    """What the normalizer of a replaced layer is given: [B, H, N, M], the relative term included."""
     mechanism, calls = layer.mechanism, []
 
     def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest) -> tuple:

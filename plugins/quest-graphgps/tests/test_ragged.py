@@ -59,7 +59,7 @@ def inputs(sizes):
     "spec", [*(s + n + g for s in SCORES for n in NORMALISERS for g in GROUPINGS), *FAMILIES, *OPTIONS], ids=str
 )
 def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
-    """Outputs and gradients, for every family and every combination of score, normaliser and grouping."""
+    """Outputs and gradients, for every family and every combination of score, normalizer and grouping."""
     # Packed nodes draw pgqa's noise from other places of the random stream, so here it is computed from the weights.
     monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
     one = model(spec)

@@ -21,7 +21,7 @@ from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 
 
-def randomised(model: nn.Module) -> nn.Module:
+def randomized(model: nn.Module) -> nn.Module:
     """Tables of position biases start at zero, and would hide a mistake."""
     for name, parameter in model.named_parameters():
         if name.endswith(("relative_position_bias_table", "cls_token", "pos_embed")):
@@ -39,7 +39,7 @@ class TestSegmenter(AdapterConformance):
         config = segmenter()
         config.backbone.update(self.drops)
         config.decode_head.update(self.drops)
-        return randomised(MODELS.build(config))
+        return randomized(MODELS.build(config))
 
     def make_inputs(self) -> tuple[Any, ...]:
         return (torch.randn(2, 3, 32, 48),)
@@ -70,7 +70,7 @@ class Backbone(AdapterConformance):
     config: ClassVar[dict[str, Any]]
 
     def make_model(self) -> nn.Module:
-        return randomised(Whole(MODELS.build(dict(self.config))))
+        return randomized(Whole(MODELS.build(dict(self.config))))
 
     def make_inputs(self) -> tuple[Any, ...]:
         return (torch.randn(2, 3, 32, 32),)
@@ -146,7 +146,7 @@ def test_backbones_that_ignore_keys_refuse_the_shape(kind: type[Backbone], tmp_p
 
 @pytest.mark.parametrize("kind", [TestMAE, TestSwin])
 def test_packed_projections_are_called(kind: type[Backbone]) -> None:
-    """LoRA and quantisation put another module in place of `qkv`, and hooks watch its calls."""
+    """LoRA and quantization put another module in place of `qkv`, and hooks watch its calls."""
     model = MODELS.build({**kind.config, "type": f"quest_mmseg.{kind.config['type']}", "attention": "quest"})
     called: list[str] = []
     for path, module in model.named_modules():
@@ -167,7 +167,7 @@ def test_positions_are_added_to_the_keys_where_mmcv_adds_them(positions: tuple[i
 
 @pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])
 def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
-    """Swin adds −100 to the logits of shifted windows, which would be visible to other normalisers than softmax."""
+    """Swin adds −100 to the logits of shifted windows, which would be visible to other normalizers than softmax."""
     config = {**TestSwin.config, "type": "quest_mmseg.SwinTransformer", "attention": attention, "attn_drop_rate": 0.0}
     layer = MODELS.build(config).stages[0].blocks[1].attn.w_msa.eval()
     seen: list[Observation] = []

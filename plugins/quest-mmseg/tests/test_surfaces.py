@@ -46,7 +46,7 @@ CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 
 
 def build(seed: int = 0, **options: Any) -> nn.Module:
-    """Segmenter, initialised as the Runner does; of the plugin if there is an attention."""
+    """Segmenter, initialized as the Runner does; of the plugin if there is an attention."""
     torch.manual_seed(seed)
     kind = "quest_mmseg.EncoderDecoder" if "attention" in options else "EncoderDecoder"
     model = MODELS.build(copy.deepcopy(segmenter(type=kind, **options)))
@@ -295,7 +295,7 @@ def test_shipped_configs_build(path, tmp_path):
 # --- standard is stock ----------------------------------------------------------------------------------------------
 
 
-def test_standard_initialises_and_trains_as_stock():
+def test_standard_initializes_and_trains_as_stock():
     torch.manual_seed(0)
     stock = MODELS.build(segmenter())
     stock.init_weights()

@@ -129,7 +129,7 @@ class SerializedAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Normalised attention and a residual."""
+    """Normalized attention and a residual."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Stages(nn.Module):
         feat = self.stem(x)
         keep = torch.arange(len(batch))
         for stage in range(2):
-            point = serialised(feat, grid[keep], batch[keep])
+            point = serialized(feat, grid[keep], batch[keep])
             for block in getattr(self, f"enc{stage}").values():
                 point = block(point)
             feat = point.feat
@@ -178,7 +178,7 @@ class Stages(nn.Module):
         return feat
 
 
-def serialised(feat: Tensor, grid: Tensor, batch: Tensor) -> Point:
+def serialized(feat: Tensor, grid: Tensor, batch: Tensor) -> Point:
     """A Point with two curves: x before y before z, and the other way round."""
     extent = 64
     scale = torch.tensor([[extent**2, extent, 1], [1, extent, extent**2]])

@@ -128,7 +128,7 @@ def test_learned_scales_that_only_one_side_has_are_no_error_if_the_change_is_mea
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_key_heads_of_another_number_are_refused(strict, tmp_path):
-    """torch-pointcloud would keep the initialisation without a word."""
+    """torch-pointcloud would keep the initialization without a word."""
     _, path = save(tmp_path, "quest+gqa(kv_heads=1)")
     model = build("sigmoid", attention_from="quest+gqa(kv_heads=1)")
     with pytest.raises(quest_core.CheckpointError, match=r"model.pth: (.*\n.*)size mismatch for encoder.*qkv.weight"):
@@ -136,7 +136,7 @@ def test_key_heads_of_another_number_are_refused(strict, tmp_path):
 
 
 def test_stock_weights_start_a_stock_model_of_another_shape(tmp_path):
-    """torch-pointcloud keeps the initialisation of what does not fit, and the plugin does not change that."""
+    """torch-pointcloud keeps the initialization of what does not fit, and the plugin does not change that."""
     stock, path = save(tmp_path, None)
     wider = create_model(NAME, **SMALL | {"encoder_channels": (16, 48)}, checkpoint_path=path)
     name = "encoder.blocks.0.blocks.0.attn.qkv.weight"

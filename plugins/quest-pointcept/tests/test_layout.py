@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from clouds import clouds
-from stand_in import serialised
+from stand_in import serialized
 
 from quest_pointcept.layout import counts_of, lay_out, patches_of
 
@@ -57,7 +57,7 @@ def test_padding_fills_every_patch_to_the_longest(counts):
 
 def test_a_layout_is_made_once_for_each_size():
     x, grid, batch = clouds(20, 9)
-    point = serialised(x, grid, batch)
+    point = serialized(x, grid, batch)
     assert patches_of(point, 4) is patches_of(point, 4)
     assert patches_of(point, 8) is not patches_of(point, 4)
     assert patches_of(point, 8).size == 8
@@ -68,7 +68,7 @@ def test_a_layout_is_made_once_for_each_size():
 @pytest.mark.parametrize("size", [4, 30])
 def test_an_entry_without_points_takes_no_patch(size):
     """Pointcept's augmentations can leave nothing of a cloud; its own layout passes over it where flash is on."""
-    point = serialised(*clouds(20, 9))
+    point = serialized(*clouds(20, 9))
     with_empty = type(point)(point, offset=torch.tensor([0, 20, 20, 29, 29]))
     for field in ("slots", "rows"):
         assert torch.equal(getattr(patches_of(with_empty, size), field), getattr(patches_of(point, size), field))

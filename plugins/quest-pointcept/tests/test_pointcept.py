@@ -204,8 +204,8 @@ def test_a_frozen_encoder_stays_frozen(attention):
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
-def test_initialisation_is_the_hosts(attention):
-    """PT-v3m2 initialises every linear layer after building it; what replaces qkv has that spread, not PyTorch's."""
+def test_initialization_is_the_hosts(attention):
+    """PT-v3m2 initializes every linear layer after building it; what replaces qkv has that spread, not PyTorch's."""
     torch.manual_seed(0)
     stock = build("PT-v3m2")
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def build_segmentor(attention, **options):
 
 
 class Kept:
-    """The states of an optimiser, a scheduler and a scaler, which a resumed run reads."""
+    """The states of an optimizer, a scheduler and a scaler, which a resumed run reads."""
 
     def load_state_dict(self, state):
         pass
@@ -665,7 +665,7 @@ def test_a_killed_run_resumes(dataset, tmp_path):
     assert ended["scheduler"]["last_epoch"] == 16
     learned = [name for name in ended["state_dict"] if ".mechanism." in name and not name.endswith(ENTRY)]
     assert len(learned) == 8
-    # The optimiser goes on with what it knew of them.
+    # The optimizer goes on with what it knew of them.
     assert {int(state["step"]) for state in ended["optimizer"]["state"].values()} == {16}
 
 

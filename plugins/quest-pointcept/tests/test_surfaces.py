@@ -20,7 +20,7 @@ import pytest
 import torch
 from clouds import clouds
 from spawned import Config, torch_pointcloud_model
-from stand_in import Stages, serialised
+from stand_in import Stages, serialized
 from torch import nn
 from torch_pointcloud import create_model
 from torch_pointcloud.models.concerto import ConcertoSegmentation
@@ -231,7 +231,7 @@ NEEDS = {
     "aft-conv": "(dims=1, window=5)",
 }
 SCORES = [part.name for part in parts().values() if part.axis == "score"]
-NORMALISERS = [part.name for part in parts().values() if part.axis == "normaliser"]
+NORMALISERS = [part.name for part in parts().values() if part.axis == "normalizer"]
 GROUPINGS = [part.name for part in parts().values() if part.axis == "grouping"]
 FAMILIES = [part.name for part in parts().values() if part.axis == "family"]
 
@@ -255,10 +255,10 @@ def test_every_mechanism_trains(name, flash):
 
 
 @pytest.mark.parametrize("score", ["standard", "quest", "qknorm", "elliptical-quest"])
-@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("normalizer", NORMALISERS)
 @pytest.mark.parametrize("grouping", GROUPINGS)
-def test_the_axes_combine(score, normaliser, grouping):
-    attention = f"{score}+{normaliser}+{spelt(grouping)}"
+def test_the_axes_combine(score, normalizer, grouping):
+    attention = f"{score}+{normalizer}+{spelt(grouping)}"
     torch.manual_seed(0)
     model = quest_core.inject(Stages(enable_flash=True, heads=(4, 4)), attention, adapter=PointceptAdapter())[0]
     model(*clouds(20, 5)).square().sum().backward()
@@ -326,7 +326,7 @@ def test_elliptical_compares_each_point_with_itself(flash, monkeypatch):
         return got["metric"]
 
     monkeypatch.setattr(elliptical, "_metric", spy)  # the first block has nothing to compare with
-    point = serialised(model.stem(x.double()), grid, batch)
+    point = serialized(model.stem(x.double()), grid, batch)
     model.enc0["block1"](model.enc0["block0"](point))
     size = 8 if flash else 6
     order = point.serialized_order[1]
@@ -387,7 +387,7 @@ def test_a_wrapped_qkv_is_kept():
     stages = Stages()
     for site in PointceptAdapter().sites(stages):
         site.module.qkv = Wrapped(site.module.qkv)
-    with pytest.raises(UnsupportedError, match=r"weights of 'qkv' .Wrapped. are parametrised.*choose the attention"):
+    with pytest.raises(UnsupportedError, match=r"weights of 'qkv' .Wrapped. are parametrized.*choose the attention"):
         quest_core.inject(stages, "quest+gqa(kv_heads=1)", adapter=PointceptAdapter())
     model = quest_core.inject(stages, "quest", adapter=PointceptAdapter())[0]
     model(*clouds(20, 9)).square().sum().backward()

@@ -296,5 +296,5 @@ def test_a_saved_model_is_made_again_with_its_start(tmp_path):
 def test_a_start_that_has_no_effect_is_refused():
     with pytest.raises(quest_core.ConfigError, match="pretrained=True loads trained ones"):
         timm.create_model("vit_tiny_patch16_224", pretrained=True, attention="quest(init=5)")
-    with pytest.raises(quest_core.UnsupportedError, match="qk_norm=True normalises"):
+    with pytest.raises(quest_core.UnsupportedError, match="qk_norm=True normalizes"):
         timm.create_model("vit_tiny_patch16_224", qk_norm=True, attention="quest(init=5)")

@@ -42,8 +42,8 @@ def marked(cache):
 
 
 @pytest.fixture
-def normalised(monkeypatch):
-    """Numbers of the tokens whose keys were normalised, one entry for each call."""
+def normalized(monkeypatch):
+    """Numbers of the tokens whose keys were normalized, one entry for each call."""
     counted = []
 
     def unit(x):
@@ -58,13 +58,13 @@ def normalised(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "without config"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3"])
-def test_each_key_is_normalised_once(name, kind, normalised):
+def test_each_key_is_normalized_once(name, kind, normalized):
     model = build(name, attention="quest").eval()
     cache = cache_of(kind, model)
     got = feed(model, cache, 5, 3, 1, 1, 2)  # a prompt, a further chunk, steps, a draft
     layers = len(cache.layers)
     assert all(marked(cache))
-    assert normalised == [n for n in (5, 3, 1, 1, 2) for _ in range(layers)]
+    assert normalized == [n for n in (5, 3, 1, 1, 2) for _ in range(layers)]
     torch.testing.assert_close(got, whole(model), rtol=1e-5, atol=1e-5)
     keys = cache.layers[0].keys
     norms = keys.norm(dim=-1)
@@ -72,7 +72,7 @@ def test_each_key_is_normalised_once(name, kind, normalised):
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "qknorm-hs", "quest(scale=2)"])
-def test_what_decodes_with_unit_keys(attention, normalised):
+def test_what_decodes_with_unit_keys(attention, normalized):
     model = build("llama", attention=attention).eval()
     cache = cache_of("dynamic", model)
     got = feed(model, cache, 11, 1)
@@ -105,25 +105,25 @@ CHANGES = {
     [*((change, "dynamic") for change in CHANGES), *((change, "static") for change in ("reorder", "copy", "reset"))],
 )
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_what_is_done_to_a_cache_is_done_to_its_unit_keys(name, change, kind, normalised):
+def test_what_is_done_to_a_cache_is_done_to_its_unit_keys(name, change, kind, normalized):
     model = build(name, attention="quest").eval()
     if name == "mistral":
         model.config.sliding_window = 8  # a sliding window that was full cannot be cropped
     cache = cache_of(kind, model)
     feed(model, cache, 6, ids=IDS[:, :6])
-    normalised.clear()
+    normalized.clear()
     act, expect = CHANGES[change]
     cache = act(cache) or cache
     if (change, kind) == ("reset", "dynamic") and cache.layers[0].keys is not None:
         return  # an older transformers, where a dynamic cache keeps zeros of its old length
     ids, start = expect(IDS), {"crop": 4, "reset": 0}.get(change, 6)
     got = feed(model, cache, *[1] * (LENGTH - start), ids=ids[:, start:])
-    assert set(normalised) == {1}
+    assert set(normalized) == {1}
     torch.testing.assert_close(got, whole(model, ids)[:, start:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ_MODELS])
-def test_the_cache_of_a_stock_model_is_normalised_in_each_step(name):
+def test_the_cache_of_a_stock_model_is_normalized_in_each_step(name):
     stock, model, plain = build(name).eval(), build(name, attention="quest").eval(), build(name, attention="quest")
     plain.load_state_dict(model.state_dict())
     for module in plain.eval().modules():
@@ -173,7 +173,7 @@ def test_a_layer_of_another_class_keeps_the_hosts_keys():
     assert not any(marked(cache))
 
 
-def test_a_static_cache_that_was_initialised_early_keeps_the_hosts_keys():
+def test_a_static_cache_that_was_initialized_early_keeps_the_hosts_keys():
     """transformers does so for chunked prefill and export."""
     model = build("llama", attention="quest").eval()
     cache = cache_of("static", model)
@@ -182,17 +182,17 @@ def test_a_static_cache_that_was_initialised_early_keeps_the_hosts_keys():
     assert not any(marked(cache))
 
 
-def test_a_quantised_cache_keeps_the_hosts_keys():
+def test_a_quantized_cache_keeps_the_hosts_keys():
     layer = getattr(hf.cache_utils, "Fp8QuantizedLayer", None)
     if layer is None:
-        return  # an older transformers, whose quantised caches need another package
+        return  # an older transformers, whose quantized caches need another package
     model = build("llama", attention="quest").eval()
     cache = hf.Cache(layers=[layer() for _ in range(2)])
     torch.testing.assert_close(feed(model, cache, 10, 1, 1), whole(model), rtol=0.1, atol=0.1)
     assert not any(marked(cache))
 
 
-def test_keys_that_a_host_changes_after_the_cache_are_normalised(monkeypatch, normalised):
+def test_keys_that_a_host_changes_after_the_cache_are_normalized(monkeypatch, normalized):
     """Such keys are not the tensor that the layer returned."""
     model = build("llama", attention="quest").eval()
     want = whole(model)
@@ -207,7 +207,7 @@ def test_keys_that_a_host_changes_after_the_cache_are_normalised(monkeypatch, no
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ_MODELS)
-def test_cross_attention_keeps_unit_keys_where_the_decoder_does(name, normalised):
+def test_cross_attention_keeps_unit_keys_where_the_decoder_does(name, normalized):
     for attention, kept in (("quest", True), ({"encoder": "quest", "decoder": "standard", "cross": "quest"}, False)):
         model = build(name, attention=attention).eval()
         given = inputs(name)
@@ -217,13 +217,13 @@ def test_cross_attention_keeps_unit_keys_where_the_decoder_does(name, normalised
             made = model(**given, decoder_input_ids=ids[:, :5], use_cache=True)
             cache = made.past_key_values
             assert set(marked(cache.cross_attention_cache)) == {kept}
-            normalised.clear()
+            normalized.clear()
             given["encoder_outputs"] = (made.encoder_last_hidden_state,)
             given.pop("input_ids")
             for i in range(5, ids.shape[1]):
                 got = model(**given, decoder_input_ids=ids[:, i : i + 1], past_key_values=cache).logits
                 torch.testing.assert_close(got, want[:, i : i + 1], rtol=1e-5, atol=1e-5)
-        assert set(normalised) == ({1} if kept else {9})
+        assert set(normalized) == ({1} if kept else {9})
 
 
 def test_gpt2_with_cross_attention():
@@ -244,7 +244,7 @@ def test_gpt2_with_cross_attention():
 
 
 @pytest.mark.parametrize(("kind", "first"), [("dynamic", "eager"), ("static", "compiled")])
-def test_compiled_decoding_equals_eager(kind, first, normalised):
+def test_compiled_decoding_equals_eager(kind, first, normalized):
     model = build("llama", attention="quest").eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     cache = cache_of(kind, model)
@@ -282,5 +282,5 @@ def test_a_monitor_sees_the_hosts_keys_or_refuses():
 def test_a_mechanism_that_needs_other_keys_refuses_unit_keys(attention):
     mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=4)
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(UnsupportedError, match=r"needs the keys before any normalisation"):
+    with pytest.raises(UnsupportedError, match=r"needs the keys before any normalization"):
         mechanism(q, q, q, unit_keys=True)

@@ -80,7 +80,7 @@ class TestQwen2(Causal):
 
 
 class TestQwen3(Causal):
-    calibrates = False  # it normalises queries after their projection
+    calibrates = False  # it normalizes queries after their projection
 
 
 class TestMistral(Causal):

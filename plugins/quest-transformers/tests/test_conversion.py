@@ -35,7 +35,7 @@ def test_data_may_be_tensors():
 def test_queries_that_no_projection_scales_are_refused():
     model = build("qwen3")
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(UnsupportedError, match="normalised after their projections \\(q_norm, k_norm\\)"):
+    with pytest.raises(UnsupportedError, match="normalized after their projections \\(q_norm, k_norm\\)"):
         quest_transformers.convert(model, "quest", [inputs("qwen3")])
     assert model.config.attention is None
     assert model.state_dict().keys() == before.keys()

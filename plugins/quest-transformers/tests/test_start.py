@@ -73,7 +73,7 @@ def test_a_model_inside_a_new_one_keeps_its_weights():
 
 
 def test_norms_after_the_projections_are_refused():
-    with pytest.raises(UnsupportedError, match="they are normalised after their projections"):
+    with pytest.raises(UnsupportedError, match="they are normalized after their projections"):
         build("qwen3", attention="quest(init=5)")
 
 

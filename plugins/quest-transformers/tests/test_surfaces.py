@@ -129,7 +129,7 @@ def test_weights_of_a_base_model_load_into_one_with_a_head(tmp_path):
     assert hf.BertForMaskedLM.from_pretrained(tmp_path).config.attention == "quest"
 
 
-def test_stock_weights_warn_once_and_mechanisms_are_initialised(tmp_path):
+def test_stock_weights_warn_once_and_mechanisms_are_initialized(tmp_path):
     build("llama").save_pretrained(tmp_path)
     with pytest.warns(AttentionMismatchWarning) as caught:
         model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="qknorm")

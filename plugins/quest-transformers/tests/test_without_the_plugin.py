@@ -48,7 +48,7 @@ def test_quest_run_imports_the_plugin(fresh_python, tmp_path):
         LOAD.format(options="attn_implementation='quest', attention_from='standard'")
         + "print('quest_core' in sys.modules)"
     )
-    printed = fresh_python("from quest_core.hosts.launching import run\nrun(['train.py'], ['transformers'])", tmp_path)
+    printed = fresh_python("from quest_core.hosts.launch import run\nrun(['train.py'], ['transformers'])", tmp_path)
     assert "loaded" in printed
     assert "attention=quest in 2 modules" in printed
 

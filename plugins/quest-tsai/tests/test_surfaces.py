@@ -117,14 +117,14 @@ def test_learner_function(problem):
     assert len(mechanisms(ts_learner(dls, "TST", attention="quest", **SIZES).model)) == 2
 
 
-def test_the_initialisation_of_a_learner_keeps_the_start_of_the_attention():
+def test_the_initialization_of_a_learner_keeps_the_start_of_the_attention():
     model = tsai.models.utils.build_ts_model(
         TSTPlus, 3, 5, 12, init=torch.nn.init.xavier_uniform_, attention="quest(init=12)", **SIZES
     )
     for layer in (m for m in model.modules() if isinstance(m, Replacement)):
         norms = layer.projections.norms(layer, layer.head_sizes, "q")
         torch.testing.assert_close(norms, torch.full_like(norms, 12))
-        assert not layer.W_Q.bias.any()  # as tsai initialises it
+        assert not layer.W_Q.bias.any()  # as tsai initializes it
 
 
 def test_trained_weights_of_tsai_refuse_a_start_by_name(tmp_path):
@@ -514,10 +514,10 @@ OPTIONS = {"gqa": "(kv_heads=2)", "kdgqa": "(kv_heads=2)", "dgqa": "(kv_heads=2)
 
 
 @pytest.mark.parametrize("res_attention", [True, False])
-@pytest.mark.parametrize("name", quest_core.available())
+@pytest.mark.parametrize("name", quest_core.list_mechanisms())
 def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
     part = next(iter(p for p in parts().values() if p.name == name))
-    attention = f"quest+{name}{OPTIONS.get(name, '')}" if part.axis in ("normaliser", "grouping") else name
+    attention = f"quest+{name}{OPTIONS.get(name, '')}" if part.axis in ("normalizer", "grouping") else name
     x = torch.randn(2, 3, 12)
     x[0, :, 9:] = float("nan")
     stock = TSTPlus(3, 5, 12, res_attention=res_attention, **SIZES)

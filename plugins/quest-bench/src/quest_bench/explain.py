@@ -63,7 +63,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     if size < 28 or size % options["patch"]:
         raise ConfigError(f"option size is {size}; it is at least 28 and a multiple of patch={options['patch']}")
     if quest_core.AttentionConfig.parse(cell.attention).family:
-        raise ConfigError(f"attention '{cell.attention}' has no weights to explain; choose a score with a normaliser")
+        raise ConfigError(f"attention '{cell.attention}' has no weights to explain; choose a score with a normalizer")
     draw = torch.Generator().manual_seed(cell.seed)
     images, labels = read(cell.data, "train")
     if count + held_out > len(images):

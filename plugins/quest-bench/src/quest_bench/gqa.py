@@ -163,7 +163,7 @@ def _phases(
 
 
 def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
-    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalised alike.
+    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalized alike.
 
     Raises:
         ConfigError: more images are asked for than a half has, or the data is missing.
@@ -195,7 +195,7 @@ def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
 
 
 def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:
-    """Return the same score and normaliser with another grouping, without the options of the old one."""
+    """Return the same score and normalizer with another grouping, without the options of the old one."""
     old = {option.name for option in parts()[config["grouping"]].options}
     names = [name for axis, name in config.parts if axis != "grouping"]
     kept = {name: value for name, value in config.options if name not in old}

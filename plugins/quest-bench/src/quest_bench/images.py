@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def start(model: nn.Module) -> None:
-    """Initialise every Linear and Embedding; attentions that start in their own way, such as quest(init=12), do so."""
+    """Initialize every Linear and Embedding; attentions that start in their own way, such as quest(init=12), do so."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)

@@ -13,7 +13,7 @@ Each task trains on some images and tests on others. The accuracy is the mean ov
   test images. The others have it at the place of another class.
 
 The relative accuracy is 100 · accuracy / accuracy on clean images after training on clean images; in the task patch on
-images whose square is at the place of their class. The mean corruption error of the papers is normalised by a reference
+images whose square is at the place of their class. The mean corruption error of the papers is normalized by a reference
 network. Here standard attention is the reference: see the figure "Corruption error".
 
 Corruptions are those of the package imagecorruptions-imaug, attacks those of torchattacks. Their test images are the

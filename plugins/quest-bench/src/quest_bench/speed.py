@@ -257,7 +257,7 @@ def _time(attend: Attend, make: Fresh, backward: bool, repeats: int, clock: Cloc
 
 
 def make_current(device: str) -> None:
-    """Make a GPU, "cuda:N", the one that torch.cuda synchronises and counts the memory of."""
+    """Make a GPU, "cuda:N", the one that torch.cuda synchronizes and counts the memory of."""
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
 

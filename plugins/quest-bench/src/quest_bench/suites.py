@@ -36,14 +36,14 @@ OPTIONS: list[dict[str, Any]] = [
         "kind": "int",
         "default": 3,
         "minimum": 1,
-        "doc": "weight initialisations for each learning rate and weight decay (the paper: 5)",
+        "doc": "weight initializations for each learning rate and weight decay (the paper: 5)",
     },
     {
         "name": "block",
         "kind": "str",
         "default": "prenorm",
         "choices": ("prenorm", "printed"),
-        "doc": "where the Transformer block normalises",
+        "doc": "where the Transformer block normalizes",
     },
     {
         "name": "embed_std",
@@ -362,7 +362,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": [
             {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
         ],
-        "restarts": "Time-Series-Library saves weights only, without its optimiser and its epoch",
+        "restarts": "Time-Series-Library saves weights only, without its optimizer and its epoch",
         "needs": None,
     },
 }

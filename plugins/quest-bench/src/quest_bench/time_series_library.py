@@ -1,7 +1,7 @@
 """time-series-library: thuml's Time-Series-Library in a checkout, its own run.py with a command of one of its scripts.
 
 Each cell is one run of run.py in a folder of the cell. Metrics are read from the files that the library writes there.
-The library saves weights only, without its optimiser and its epoch, so a stopped cell starts again. Its attention is
+The library saves weights only, without its optimizer and its epoch, so a stopped cell starts again. Its attention is
 replaced by `time_series_library_attention`.
 """
 

@@ -248,7 +248,7 @@ class Models:
             design: [B, N + 1, 20 + N + 1], see `make_design`.
 
         Returns:
-            logits [M, B, 10] and keys [M, B, N + 1, 20], as projected, before any normalisation.
+            logits [M, B, 10] and keys [M, B, N + 1, 20], as projected, before any normalization.
         """
         w = self.weights
         batch, tokens, width = design.shape
@@ -266,7 +266,7 @@ class Models:
         q = query @ w["query.weight"].mT  # [M, 1, 20]
 
         scores = self.mechanism.logits(q[None], k[None]).view(1, -1, batch, tokens)  # samples on the query axis
-        weights = self.mechanism.normaliser.weights(scores, None)[0]  # [M, B, T]
+        weights = self.mechanism.normalizer.weights(scores, None)[0]  # [M, B, T]
         if self.block == "prenorm":
             mean = torch.baddbmm(shift, _average(weights * inverse, design), basis)  # [M, B, 20]
         else:
@@ -409,7 +409,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         metrics: success_rate, biased_rate, degenerate_rate, other_rate and diverged_rate in percent of the models, and
             train_accuracy, test_accuracy in percent, their means over the models.
         series, one value for each epoch: loss, the mean over the epoch; key_norm_biased, key_norm_unbiased and
-            key_norm_other, the mean norms of the projected keys, before any normalisation, of biased answers, unbiased
+            key_norm_other, the mean norms of the projected keys, before any normalization, of biased answers, unbiased
             answers and all other vectors, after the epoch. They are means over the models that did not diverge;
             "key_norm_biased/correct" and so on are means over those with one outcome.
         details: `models`, a mapping for each with learning_rate, weight_decay, weight_seed, train_accuracy,
@@ -432,7 +432,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         [seed for _, _, seed in grid],
         **{name: options[name] for name in ("block", "seq_len", "embed_std")},
     )
-    optimiser = AdamW(
+    optimizer = AdamW(
         models.parameters(), torch.tensor([rate for rate, _, _ in grid]), torch.tensor([decay for _, decay, _ in grid])
     )
 
@@ -442,28 +442,28 @@ def run(cell: Cell, progress: Progress) -> Result:
     norms: list[Tensor] = []
     if state := load_state(cell):
         losses, norms = state["losses"], state["norms"]
-        optimiser.restore(state["optimiser"])
+        optimizer.restore(state["optimizer"])
         shuffle.set_state(state["shuffle"])
     for epoch in range(len(losses), options["epochs"]):
         total = torch.zeros(len(grid))
         for chosen in torch.randperm(len(design), generator=shuffle).split(options["batch"]):
-            loss = train_step(models, optimiser, design[chosen], train.label[chosen])  # [M]
+            loss = train_step(models, optimizer, design[chosen], train.label[chosen])  # [M]
             total += loss * len(chosen)
         losses.append(total / len(design))
         norms.append(_key_norms(models, train))
-        kept = {"optimiser": optimiser.state(), "shuffle": shuffle.get_state()}
+        kept = {"optimizer": optimizer.state(), "shuffle": shuffle.get_state()}
         save_state(cell, {"losses": losses, "norms": norms, **kept})
         progress((epoch + 1) / options["epochs"], f"epoch {epoch + 1} loss {losses[-1].nanmean():.3f}")
     return _judge(grid, _accuracy(models, train), _accuracy(models, test), torch.stack(losses), torch.stack(norms))
 
 
-def train_step(models: Models, optimiser: AdamW, design: Tensor, label: Tensor) -> Tensor:
+def train_step(models: Models, optimizer: AdamW, design: Tensor, label: Tensor) -> Tensor:
     """One mini-batch: design [B, N + 1, W], label [B] -> the loss of each model before the step, [M]."""
     logits, _ = models(design)  # [M, B, 10]
     each = F.cross_entropy(logits.flatten(0, 1), label.repeat(len(logits)), reduction="none")
     loss = each.view(logits.shape[:2]).mean(dim=1)  # [M]
     loss.sum().backward()  # the models share nothing, so the sum gives each its own gradient
-    optimiser.step()
+    optimizer.step()
     return loss.detach()
 
 

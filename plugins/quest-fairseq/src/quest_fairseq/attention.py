@@ -16,7 +16,10 @@ from torch import Tensor
 from quest_core import Cache
 from quest_core.errors import InputError
 from quest_core.hosts.replacement import HostAttention, one_mask
-from quest_core.mechanisms.base import hides_the_future, merge_causal
+from quest_core.ops import (
+    hides_the_future,
+    merge_causal,
+)
 from quest_core.projections import Separate
 
 State = dict[str, dict[str, Any]]
@@ -160,5 +163,5 @@ class Attention(HostAttention, MultiheadAttention):
         if dropout_p > 0:
             seen = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
             seen = merge_causal(seen, q.shape[2], k.shape[2], q.device) if causal else seen
-            weights = self.mechanism.normaliser.weights(scores, seen)
+            weights = self.mechanism.normalizer.weights(scores, seen)
         return out, weights

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-from quest_core.hosts.injection import Request
+from quest_core.hosts.inject import Request
 
 
 @dataclass

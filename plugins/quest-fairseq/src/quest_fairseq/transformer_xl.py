@@ -2,7 +2,7 @@
 
 Transformer-XL's logit of query i and key j is (q_i + u)·k_j + (q_i + w)·r_{i−j}: the relative term has a key of its
 own, the projected position r. Both terms use the same score because k and r are both keys. `standard` gives the host's
-logits. `quest` normalises k and r and has no other factor, so ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of row i:
+logits. `quest` normalizes k and r and has no other factor, so ‖q_i + u‖ + ‖q_i + w‖ bounds every logit of row i:
 neither a token nor a position draws attention from every query by the length of its key.
 """
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
-from quest_core.hosts.injection import KEYS, Request, inject
+from quest_core.hosts.inject import KEYS, Request, inject
 from quest_core.hosts.torch import TorchAdapter, is_known
 
 from . import graphgym

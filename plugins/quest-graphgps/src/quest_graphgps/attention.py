@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quest_core import MultiheadAttention, PackingPlan, attention_packed
-from quest_core.kernels.pytorch import is_eager, may_read
+from quest_core.compat import is_eager, may_read
 
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to

@@ -20,7 +20,7 @@ from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
-from quest_core.hosts.injection import KEYS, Request
+from quest_core.hosts.inject import KEYS, Request
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""

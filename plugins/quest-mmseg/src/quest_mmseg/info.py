@@ -30,7 +30,7 @@ INFO: dict[str, Any] = {
         "DNLHead": "a disentangled non-local block has queries and keys from convolutions",
         "CCHead": "criss-cross attention is a compiled op over rows and columns",
         "PSAHead": "point-wise spatial attention is a compiled op",
-        "EMAHead": "its attention is expectation maximisation over bases",
+        "EMAHead": "its attention is expectation maximization over bases",
         "VPD": "its attention is inside a diffusion model of another library",
     },
     "remedies": {  # of errors that a reinstall of the host does not end, for `quest doctor`

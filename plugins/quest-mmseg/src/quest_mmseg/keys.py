@@ -10,7 +10,7 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-from quest_core.hosts.injection import REPORT, Request
+from quest_core.hosts.inject import REPORT, Request
 
 from .info import INFO
 from .registry import MODELS

@@ -174,7 +174,7 @@ class BEiTAttention(PackedAttention, HostBEiTAttention):  # type: ignore[misc]
 
 
 class MAEAttention(BEiTAttention, HostMAEAttention):
-    """For MAE's attention, which differs only in its initialisation."""
+    """For MAE's attention, which differs only in its initialization."""
 
 
 class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from typing import Any
 from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.errors import InjectionError
-from quest_core.hosts.injection import KEYS, Request
+from quest_core.hosts.inject import KEYS, Request
 from quest_core.hosts.loading import running_adapters
 from quest_core.hosts.replacement import HostAttention
 
@@ -45,7 +45,7 @@ class Accepts:
             _apply(request, self)
 
     def init_weights(self) -> None:
-        """Initialise as mmseg does, and then start the projections as the attention's options ask.
+        """Initialize as mmseg does, and then start the projections as the attention's options ask.
 
         Heads of mmdetection draw every parameter of their decoder; those of a mechanism keep their values.
         """

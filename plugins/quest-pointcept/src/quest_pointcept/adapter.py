@@ -69,7 +69,7 @@ class PointceptAdapter(Adapter):
 def _replacement(module: nn.Module) -> type[PointAttention] | type[TensorAttention] | None:
     """Return the class that replaces a module, or None if it is not a serialized attention.
 
-    Pointcept's file is copied into many repositories under many names, so its class is recognised by its own name.
+    Pointcept's file is copied into many repositories under many names, so its class is recognized by its own name.
     """
     if isinstance(module, PointAttention | TensorAttention):
         return type(module)

@@ -20,7 +20,7 @@ from torch import nn
 from quest_core.checkpoints import ENTRY, unread
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.injection import KEYS, Request
+from quest_core.hosts.inject import KEYS, Request
 
 from .layers import FLASH, SerializedAttention
 

@@ -18,7 +18,7 @@ from quest_core.checkpoints import Spelled, compare
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.injection import KEYS, REPORT, Request, inject
+from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 from quest_core.mechanism import Mechanism
 
@@ -84,8 +84,8 @@ class TimmAdapter(Adapter):
             why = why_not(call, config)
             if why is not None:
                 return why
-        if config.starts and _normalised(site.module):
-            return "qk_norm=True normalises queries and keys after their projections, so a start of these has no effect"
+        if config.starts and _normalized(site.module):
+            return "qk_norm=True normalizes queries and keys after their projections, so a start of these has no effect"
         if config.family is not None and _biased(site.module):
             return f"relative positions are added to the logits, and '{config.family}' has none"
         stacked = getattr(_replacement(site.module), "stacked", False) and re.search(
@@ -101,9 +101,9 @@ class TimmAdapter(Adapter):
         Raises:
             UnsupportedError: a norm follows the projection, or timm's own forward is kept.
         """
-        if _normalised(module):
+        if _normalized(module):
             raise UnsupportedError(
-                f"{type(module).__name__} normalises its queries (qk_norm=True), so a factor on them is lost; "
+                f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost; "
                 "use attention= without calibration and fine-tune"
             )
         super().scale_queries(module, factor)
@@ -214,7 +214,7 @@ def _shares_heads(module: Any) -> bool:
     return getattr(module, "num_kv_groups", 1) > 1 and type(module).__name__ == "AttentionRope"
 
 
-def _normalised(module: nn.Module) -> bool:
+def _normalized(module: nn.Module) -> bool:
     return not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType)
 
 

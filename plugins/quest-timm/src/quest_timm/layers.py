@@ -1,6 +1,6 @@
 """timm's attention modules with another mechanism inside.
 
-Each class inherits one of timm's, so names, parameters, `set_window_size` and initialisation stay those of the host.
+Each class inherits one of timm's, so names, parameters, `set_window_size` and initialization stay those of the host.
 Only the forward is another: there is one path, whether `fused_attn` is on or off. With fewer key/value heads (gqa, mqa)
 the projections are smaller, and a host checkpoint is pooled on load.
 """

@@ -1,12 +1,12 @@
-"""Caches of transformers that hold unit keys, so that a step of decoding normalises only the keys of its own tokens.
+"""Caches of transformers that hold unit keys, so that a step of decoding normalizes only the keys of its own tokens.
 
-Normalising all keys of a cache in each step costs more than the step's attention. A layer of a cache that is empty when
+Normalizing all keys of a cache in each step costs more than the step's attention. A layer of a cache that is empty when
 a quest module first sees it therefore receives unit keys. Three rules make it safe:
 
 - The mark is an attribute of the layer, so it is copied, reordered, cropped and pickled with the keys.
 - A marked layer takes keys only from a quest module, which announces each call. Other modules are refused.
 - A module uses keys as they are only if the tensor is the one that a marked layer returned in this call. All other keys
-  are normalised, which does not change unit keys.
+  are normalized, which does not change unit keys.
 
 A layer that holds other keys already, that is given something else than the keys of its module's attention, or whose
 class is not one of `LAYERS`, keeps what the host gives it.
@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from quest_core.errors import UnsupportedError
-from quest_core.kernels.unit import unit
+from quest_core.ops import unit
 
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 """Classes whose `update` returns the keys as they were given, with those before them; a subclass may not."""
@@ -75,7 +75,7 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
         if marked:
             raise UnsupportedError(
                 f"the monitor of attention '{module.mechanism.config}' was attached after this cache was begun, which "
-                "holds unit keys, and reads keys before their normalisation; begin a new cache"
+                "holds unit keys, and reads keys before their normalization; begin a new cache"
             )
         return None
     if type(layer) not in LAYERS or (layer.is_initialized and not marked):

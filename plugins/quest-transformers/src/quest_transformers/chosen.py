@@ -10,7 +10,7 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Site
-from quest_core.hosts.injection import REPORT, inject
+from quest_core.hosts.inject import REPORT, inject
 from quest_core.projections import Projected
 
 from .choice import Choice
@@ -25,7 +25,7 @@ class Chosen(Adapter):
         adapter: whose sites these are.
         chosen: the attention of each path; other sites are left out.
         left_alone: classes of attention modules that keep the host's own on purpose.
-        scales: whether the modules that it replaces have just been initialised, so that their options set the norms of
+        scales: whether the modules that it replaces have just been initialized, so that their options set the norms of
             queries and keys. Others keep the weights that they have, or will be given by a checkpoint.
     """
 
@@ -81,7 +81,7 @@ def fulfil(
     Args:
         adapter: of this plugin.
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
-        fresh: the weights have only been initialised.
+        fresh: the weights have only been initialized.
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.

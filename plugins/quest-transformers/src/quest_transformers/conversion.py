@@ -24,7 +24,7 @@ def convert(model: nn.Module, attention: AttentionSpec, data: Iterable[Any]) -> 
 
     Args:
         model: with the host's own attention, or `standard`.
-        attention: "quest", with any normaliser.
+        attention: "quest", with any normalizer.
         data: a few batches like those of training: mappings of the model's arguments (what a data collator makes), or
             tensors of input ids [B, N].
 

@@ -22,7 +22,9 @@ from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.mechanisms.base import hide_lowest
+from quest_core.ops import (
+    hide_lowest,
+)
 from quest_core.projections import Projected, Projections, Separate, shallow_copy
 
 from .caching import CACHES, OPTION, announce
@@ -167,7 +169,7 @@ def _first(holder: Any, names: tuple[str, ...]) -> Any:
 
 
 def _is_separate(module: nn.Module, projections: Projections) -> bool:
-    # Layers with adapters or quantised weights count too: core refuses to change those by name.
+    # Layers with adapters or quantized weights count too: core refuses to change those by name.
     return all(hasattr(getattr(module, name, None), "out_features") for name, _ in projections.entries)
 
 
@@ -186,12 +188,12 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     Args:
         host: an attention module of transformers, or what this function made of one.
         config: the mechanism.
-        fresh: the weights have only been initialised; see quest_core.Site.
+        fresh: the weights have only been initialized; see quest_core.Site.
 
     Raises:
         ConfigError: kv_heads does not divide the heads.
         InputError: keys and values were reduced already.
-        UnsupportedError: a projection cannot be changed, because it is quantised or has an adapter.
+        UnsupportedError: a projection cannot be changed, because it is quantized or has an adapter.
     """
     anatomy = examine(host)
     made: Any = shallow_copy(host)
@@ -240,7 +242,7 @@ def unscalable(module: nn.Module) -> str | None:
     """Return why no factor on the projections of an attention module scales its queries and keys, or None."""
     norms = [name for name, _ in module.named_children() if "norm" in name]
     if norms:
-        return f"they are normalised after their projections ({', '.join(norms)})"
+        return f"they are normalized after their projections ({', '.join(norms)})"
     if examine(module).projections is None:
         return "its projections are not Linear layers of one role each"
     return None
@@ -270,7 +272,7 @@ class Rules:
         scaling: the factor on q·k that the mechanism was built for.
         family: it never forms weights, so masks are of keys only, and do not make it causal.
         counts_queries: padding must not take part as a query either.
-        unit_keys: a cache may hold its keys after their normalisation; see quest_transformers.caching.
+        unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
         cross: the keys are those of another sequence.
     """
 

@@ -18,7 +18,7 @@ from quest_core.checkpoints import ENTRY
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.injection import REPORT
+from quest_core.hosts.inject import REPORT
 from quest_core.hosts.patching import Patches
 
 from . import configs, peft_adapters
@@ -261,11 +261,11 @@ def _remember_loading(stock: Any) -> Any:
 
 
 def _compare(adapter: Adapter, stock: Any) -> Any:
-    """Wrap the loading of weights, which happens once the modules are built and before they are initialised.
+    """Wrap the loading of weights, which happens once the modules are built and before they are initialized.
 
     Weights of the attention that the model shall have load into modules with mechanisms. Others load into the host's
     own modules, which are replaced afterwards (`_inject_loaded`): so heads are pooled, and what a mechanism learns is
-    initialised.
+    initialized.
     """
 
     @functools.wraps(stock)

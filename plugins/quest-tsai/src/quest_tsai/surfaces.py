@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quest_core.checkpoints import ENTRY, unread
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.injection import KEYS, Request
+from quest_core.hosts.inject import KEYS, Request
 from quest_core.projections import Projected
 
 from .info import INFO

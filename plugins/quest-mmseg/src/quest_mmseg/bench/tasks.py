@@ -23,7 +23,7 @@ from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_mod
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.checkpoints import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
-from quest_core.hosts.injection import REPORT
+from quest_core.hosts.inject import REPORT
 
 from . import scenes
 from .corruptions import CORRUPTIONS, corrupted, severities

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
-from quest_core.hosts.injection import REPORT
+from quest_core.hosts.inject import REPORT
 
 SIZE, DIRECTIONS, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 64, 1024, 5
 SAVE_STEPS = 50  # a killed cell loses at most this many

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
-from quest_core.hosts.injection import REPORT
+from quest_core.hosts.inject import REPORT
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 SMOKE_STEPS = 3

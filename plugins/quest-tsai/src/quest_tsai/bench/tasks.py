@@ -13,7 +13,7 @@ The option ``select`` names the epoch whose test accuracy is reported:
 
 Differences from that library: series are standardised with the statistics of the training split for both
 splits (the library gives each split its own), and the projections are torch.nn.MultiheadAttention's, with its
-initialisation. Series of unequal length are padded with zeros after standardisation, unmasked in the paper's
+initialization. Series of unequal length are padded with zeros after standardisation, unmasked in the paper's
 architecture as in the library; tsai's TSTPlus gets NaN there and masks it.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError
-from quest_core.hosts.injection import inject
+from quest_core.hosts.inject import inject
 
 from .data import find, read
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..catalogue import parts
 from ..checkpoints import ENTRY, accept, started
+from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, UnsupportedError
-from ..kernels.pytorch import same_random_state
 from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
@@ -163,8 +163,8 @@ def inject(
         attention: a name, mapping or AttentionConfig.
         adapter: the name of a plugin, an Adapter, or several of these, to use instead of all that apply. Where two find
             the same module, the first one replaces it.
-        fresh: the model has only been initialised. With fewer key/value heads (gqa), trained heads of a group are
-            averaged; fresh ones keep one head of each group, and with it the spread of the initialisation. Options
+        fresh: the model has only been initialized. With fewer key/value heads (gqa), trained heads of a group are
+            averaged; fresh ones keep one head of each group, and with it the spread of the initialization. Options
             that set the start of queries and keys (``quest(init=5)``) need a fresh model.
         attention_from: the attention of the checkpoints that will be loaded, if that is another on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
@@ -193,7 +193,7 @@ def inject(
     _refuse_wrapped(model)
     if config.starts and not fresh:
         raise ConfigError(
-            f"attention '{config}' scales projections that have only been initialised, and this model may be trained; "
+            f"attention '{config}' scales projections that have only been initialized, and this model may be trained; "
             "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
         )
     if adapter is None:
@@ -330,7 +330,7 @@ def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
     """Return the expected query norm of each head; () if the projections are not described or have no values."""
     try:
         norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts]
-    except UnsupportedError:  # parametrised
+    except UnsupportedError:  # parametrized
         return ()
     return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())
 

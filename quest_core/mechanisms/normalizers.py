@@ -1,7 +1,7 @@
-"""Normalisers: logits to weights. [R] is Your Attention Matters, [S] Sinkformers (Sander et al., 2022).
+"""Normalizers: logits to weights. [R] is Your Attention Matters, [S] Sinkformers (Sander et al., 2022).
 
 Softmax has fused kernels. Sigmoid and sinkhorn have none: large calls compute their weights in blocks of queries
-(:mod:`quest_core.kernels.blocks`).
+(:mod:`quest_core.ops`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.blocks import block_rows, in_blocks
-from ..kernels.pytorch import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, size, traces_onnx, transform, wider
-from .base import Dims, Normaliser, apply_weights, drop, logits, merge_causal, result_type, visible, widen
+from ..compat import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, size, traces_onnx, transform, wider
+from ..ops import (
+    apply_weights,
+    block_rows,
+    drop,
+    in_blocks,
+    logits,
+    merge_causal,
+    result_type,
+    visible,
+    widen,
+)
+from .base import (
+    Dims,
+    Normalizer,
+)
 from .part import MIXING, POINTWISE, Option, Part
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
@@ -24,7 +37,7 @@ HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
 
 
-class Softmax(Normaliser):
+class Softmax(Normalizer):
     """exp(l) / Σ exp(l) over the visible keys, by scaled_dot_product_attention."""
 
     def forward(
@@ -86,7 +99,7 @@ class Softmax(Normaliser):
         return logits.softmax(-1).masked_fill(blind, 0)
 
 
-class Sigmoid(Normaliser):
+class Sigmoid(Normalizer):
     """σ(l + b): every weight on its own, so that a row need not sum to 1 ([R], eq. 5; Ramapuram et al., 2024).
 
     Args:
@@ -104,7 +117,7 @@ class Sigmoid(Normaliser):
             return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return Normaliser.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
+            return Normalizer.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
 
         return in_blocks(block, rows, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
 
@@ -123,7 +136,7 @@ class Sigmoid(Normaliser):
         return weights.to(logits.dtype)
 
 
-class Sinkhorn(Normaliser):
+class Sinkhorn(Normalizer):
     """Weights whose rows sum to 1 and whose columns share their mass evenly ([R], eq. 7–10; [S]).
 
     From exp(l/ε), half-steps alternate, rows first: scale every row to sum 1, then every column to sum N/M. Rows that
@@ -234,10 +247,10 @@ _IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, whi
 _FUSED = {"dropout": True, "fused": True, **POINTWISE}
 
 PARTS = (
-    Part("softmax", "normaliser", "exp(l) / Σ exp(l)", "Vaswani et al., 2017", Softmax, **_FUSED),
+    Part("softmax", "normalizer", "exp(l) / Σ exp(l)", "Vaswani et al., 2017", Softmax, **_FUSED),
     Part(
         "sigmoid",
-        "normaliser",
+        "normalizer",
         "σ(l + b), b = −log of the visible keys",
         "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
         Sigmoid,
@@ -248,7 +261,7 @@ PARTS = (
     ),
     Part(
         "sinkhorn",
-        "normaliser",
+        "normalizer",
         "rows of exp(l/ε) to sum 1, columns to sum N/M, in turn",
         "Your Attention Matters, eq. 7–10; Sinkformers",
         Sinkhorn,

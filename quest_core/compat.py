@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import UnsupportedError
+from .errors import UnsupportedError
 
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Sigmoid and sinkhorn against their float64 references, plain and in blocks, and every score with every normaliser."""
+"""Sigmoid and sinkhorn against their float64 references, plain and in blocks, and every score with every normalizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.kernels import blocks
-from quest_core.mechanisms.base import hides_the_future
+from quest_core import ops as blocks
+from quest_core.ops import (
+    hides_the_future,
+)
 from quest_core.testing import references as reference
 
 SPECS: list[tuple[str, str, dict[str, float]]] = [
@@ -109,7 +111,7 @@ def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, An
     given_spec = spec if groups == heads else f"{spec}+gqa"
     how = {"is_causal": problem["is_causal"]}
     want, want_weights = reference.attention(
-        *inputs, "quest", mask=mask, normaliser=name, normaliser_options=options, **how
+        *inputs, "quest", mask=mask, normalizer=name, normalizer_options=options, **how
     )
     probe = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     want_gradients = torch.autograd.grad((want * probe).sum(), inputs)
@@ -132,11 +134,11 @@ def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, An
 
 
 @pytest.mark.parametrize("grouping", ["", "+gqa(kv_heads=2)"])
-@pytest.mark.parametrize("normaliser", sorted(reference.NORMALISERS))
+@pytest.mark.parametrize("normalizer", sorted(reference.NORMALISERS))
 @pytest.mark.parametrize("score", sorted(reference.SCORES))
 @pytest.mark.parametrize("way", PATHS)
-def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, normaliser: str, grouping: str) -> None:
-    made = quest_core.Mechanism(f"{score}+{normaliser}{grouping}", num_heads=4, head_dim=6).double()
+def test_every_score_with_every_normalizer_and_grouping(way: str, score: str, normalizer: str, grouping: str) -> None:
+    made = quest_core.Mechanism(f"{score}+{normalizer}{grouping}", num_heads=4, head_dim=6).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
@@ -146,7 +148,7 @@ def test_every_score_with_every_normaliser_and_grouping(way: str, score: str, no
         name: p.detach().repeat_interleave(4 // k.shape[1], 0) if name == "key_scale" and p.dim() == 2 else p
         for name, p in made.score.named_parameters()
     }
-    want = reference.attention(q, k, v, score, mask=mask, parameters=parameters, normaliser=normaliser)
+    want = reference.attention(q, k, v, score, mask=mask, parameters=parameters, normalizer=normalizer)
     with path(way):
         got = made(q, k, v, attn_mask=mask)
     torch.testing.assert_close(got, want[0], rtol=1e-11, atol=1e-11)
@@ -195,7 +197,7 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch
                 assert out.dtype == dtype
                 values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
         else:
-            out = plain(config["normaliser"], *inputs, iterations)
+            out = plain(config["normalizer"], *inputs, iterations)
             values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
 
     def error(kind: str, pick: Callable[[Any], Tensor]) -> Tensor:

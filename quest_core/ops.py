@@ -1,0 +1,258 @@
+"""Operations on tensors below the formulas: unit vectors, masks, products of shared heads, blocks of queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .compat import HAS_DTENSOR, autocast_dtype, is_eager, may_read, until_changed, wider
+
+PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
+BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
+BLOCK_ROWS = 64  # least number of queries a block, below which matrix products are thin
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x / ‖x‖₂ over the last axis; a zero vector stays zero and has a zero gradient.
+
+    Args:
+        x: [..., D], floating point, any strides.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+    """
+    eager = is_eager()
+    # The heads of a projection [B, N, H, D] are taken in the order of memory.
+    turned = eager and x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    x = x.transpose(1, 2) if turned else x
+    # The derivative written by hand takes half the passes of the recorded one.
+    by_hand = eager and x.requires_grad and torch.is_grad_enabled()
+    # A result is laid out like the first factor: contiguous, whatever x is. That takes a third of the time.
+    out: Tensor = _unit(x)[0] if by_hand else (inverse_norm(x, eager) * x).to(x.dtype)
+    return out.transpose(1, 2) if turned else out
+
+
+def inverse_norm(x: Tensor, eager: bool) -> Tensor:
+    """Return 1 / ‖x‖₂ over the last axis, 0 for a zero vector: [..., D] -> [..., 1], float32 or wider.
+
+    The squares are summed in a type that they neither overflow nor underflow: float32 for float16, and in `eager` code
+    for norms that prove to be moderate, else float64. Apple GPUs have none: there, norms of 1e-19 to 1e19 are right.
+    """
+    narrow, quick = x.dtype == torch.float16 or x.device.type == "mps", None
+    if not narrow and eager and may_read(x):  # a CPU takes up to four times as long for the sum in float64
+        quick = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wider(x.dtype))
+        least, most = torch.aminmax(quick)
+        if least.item() > 1e-10 and most.item() < 1e10:  # neither zero nor NaN
+            return torch.reciprocal(quick)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
+    # Below the least normal float32 a norm counts as zero: its reciprocal would overflow. 1/inf and its derivatives are
+    # 0. The number stands here because torch.compile takes a float of the module for an input, and compiles twice.
+    inverse = norm.masked_fill(norm <= torch.finfo(torch.float32).tiny, math.inf).reciprocal().to(wider(x.dtype))
+    # No vector depends on whether another one is moderate.
+    return inverse if quick is None else torch.where((quick > 1e-10) & (quick < 1e10), quick.reciprocal(), inverse)
+
+
+class _Unit(torch.autograd.Function):
+    """`unit` and `inverse_norm` of x; both are returned so that the derivative, made of them, has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = inverse_norm(x, True)  # [..., 1]
+        out = (inverse * x).to(x.dtype)
+        ctx.save_for_backward(out, inverse)
+        ctx.set_materialize_grads(False)
+        return out, inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None) -> Tensor | None:
+        out, inverse = ctx.saved_tensors
+        wide = out.to(inverse.dtype)
+        total = None
+        if grad is not None:  # d x̄ = (dx − (dx·x̄) x̄) / ‖x‖
+            along = inverse * (wide * grad).sum(-1, keepdim=True)  # [..., 1]
+            scaled = inverse * grad  # in the memory that the product has just left: new pages take longer than the sum
+            subtract = scaled.addcmul if torch.is_grad_enabled() else scaled.addcmul_
+            total = subtract(wide, along, value=-1)
+        if grad_inverse is not None:  # d 1/‖x‖ = −(dx·x̄) / ‖x‖²
+            change = -grad_inverse * inverse.square() * wide
+            total = change if total is None else total + change
+        return None if total is None else total.to(out.dtype)
+
+
+_unit: Callable[[Tensor], tuple[Tensor, Tensor]] = _Unit.apply
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return `x` in float32, or in float64 if it has that type."""
+    return x.to(wider(x.dtype))
+
+
+def result_type(x: Tensor) -> torch.dtype:
+    """Return the type of a matrix product with `x`: under autocast the lower one, except for float64."""
+    lower = autocast_dtype(x.device.type)
+    return x.dtype if lower is None or x.dtype == torch.float64 else lower
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return the part of a mechanism's parameter for the heads of this rank; all of it without tensor parallelism.
+
+    Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
+    """
+    if type(parameter) in (Tensor, nn.Parameter) or not HAS_DTENSOR:
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if all(isinstance(placement, Replicate) for placement in parameter.placements):
+        # Each rank's gradient comes from its own heads. `redistribute` does nothing here, and sums on the way back.
+        shared = parameter.redistribute(placements=parameter.placements)
+        return shared.to_local(grad_placements=[Partial()] * len(parameter.placements))
+    return parameter.to_local()
+
+
+def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
+    """Return scale · q kᵀ (+ residual), [B, H, N, M], for q [B, H, N, D] and k [B, G, M, D].
+
+    Args:
+        grouped: H/G consecutive query heads share a key head; False means G = H.
+        residual: [B, H, N, M] or broadcastable to it.
+    """
+    q = q if scale == 1 else q * scale
+    if grouped:
+        shared = q.unflatten(1, (-1, q.shape[1] // k.shape[1]))  # [B, G, H/G, N, D]
+        scores: Tensor = (shared @ k.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
+    else:
+        scores = q @ k.transpose(-2, -1)  # not mT, which the tracing exporter to ONNX does not know
+    return scores if residual is None else scores + residual
+
+
+def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    """Return weights [B, H, N, M] times v [B, G, M, Dv], [B, H, N, Dv]; `grouped` as in `logits`."""
+    weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
+    if not grouped:
+        return weights @ v
+    shared = weights.unflatten(1, (-1, weights.shape[1] // v.shape[1]))  # [B, G, H/G, N, M]
+    out: Tensor = (shared @ v.unsqueeze(2)).flatten(1, 2)
+    return out
+
+
+def drop(weights: Tensor, dropout_p: float) -> Tensor:
+    """Return the weights after dropout."""
+    return F.dropout(weights, dropout_p) if dropout_p > 0 else weights
+
+
+def hide_lowest(mask: Tensor) -> Tensor:
+    """Return an additive mask in which every value at or below half of its type's minimum is −inf, and so hides."""
+    # Twice the value against the minimum: exporters round constants to float32, and half of float64's would be −inf.
+    return mask.masked_fill(mask + mask <= torch.finfo(mask.dtype).min, -math.inf)
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Return what a mask leaves visible, boolean [B or 1, H or 1, N or 1, M or 1].
+
+    Args:
+        mask: boolean (True = may attend) or additive (−inf hides), [N, M] or broadcastable to [B, H, N, M].
+    """
+    seen = mask if mask.dtype == torch.bool else mask != -math.inf
+    return seen[(None,) * (4 - seen.dim())]
+
+
+def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
+    """Return whether a mask hides every key j > i + M − N from query i, and is not a mask of padding.
+
+    False where it cannot be read, as under a compiler. Reading waits for a GPU, so each mask is read once.
+
+    Args:
+        mask: boolean (True = may attend) or additive (−inf and lowest values hide), broadcastable to [B, H, N, M].
+        only: whether it must hide nothing else and add nothing, so that is_causal replaces it.
+    """
+    if not (is_eager() and may_read(mask, waits=True)):
+        return False
+
+    @torch.no_grad()  # or a checkpoint would save tensors here, and find none when it repeats the call
+    def found() -> bool:
+        n, m = mask.shape[-2:]
+        seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
+        past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
+        if only:  # visible entries are True, or add 0
+            return bool(((seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))).all())
+        padding = seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)
+        return bool((past | ~seen).all() & (seen != padding).any() & seen.tril(m - n - 1).any())
+
+    return until_changed(mask, ("hides_the_future", only), found)
+
+
+def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
+    """Return one mask for both, which are boolean (True = may attend) or additive, broadcastable to each other."""
+    if one is None:
+        return other
+    if other.dtype != torch.bool:
+        one, other = other, one
+    if other.dtype != torch.bool:
+        return one + other
+    return one & other if one.dtype == torch.bool else one.masked_fill(~other, -math.inf)
+
+
+def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:
+    """Return one mask that means `mask` and causal: query i sees keys j ≤ i + M − N, the last query every key."""
+    return merge_masks(mask, torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n))
+
+
+def block_rows(n: int, weights: int) -> int | None:
+    """Return how many of `n` queries make a block, each with `weights` weights, B·H·M; None if all do.
+
+    Graphs and function transforms take the plain formula, because the loop would be one of a fixed length there.
+    """
+    if not is_eager() or n * weights < PLAIN_WEIGHTS:
+        return None
+    return max(BLOCK_ROWS, BLOCK_WEIGHTS // weights)
+
+
+def recomputed(formula: Callable[..., Tensor], *tensors: Tensor | None, random: bool = False) -> Tensor:
+    """Return formula(*tensors), of which the backward pass finds nothing kept; `random` repeats its random numbers."""
+    out: Tensor = checkpoint(formula, *tensors, use_reentrant=False, preserve_rng_state=random)
+    return out
+
+
+def in_blocks(
+    formula: Callable[..., Tensor],
+    step: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool = False,
+    random: bool = False,
+) -> Tensor:
+    """Return formula(q, k, v, mask) of every block of queries, joined along axis 2.
+
+    Args:
+        formula: returns the output of a block; if it draws random numbers, pass `random`.
+        step: queries of a block, as `block_rows` returns them.
+        q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
+        mask: boolean or additive, broadcastable to [B, H, N, M].
+        is_causal: blocks get only the keys that their last query sees, so that each is a causal problem of its own.
+    """
+    n, m = q.shape[2], k.shape[2]
+    dtypes, found, stop = (k.dtype, v.dtype), [], 0
+
+    def narrow(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return formula(q, k.to(dtypes[0]), v.to(dtypes[1]), mask)
+
+    k, v = k.to(wider(k.dtype)), v.to(wider(v.dtype))  # their gradients are sums over blocks
+    queries = q.split(step, 2)
+    masks = [mask] * len(queries) if mask is None or mask.shape[-2] == 1 else mask.split(step, -2)
+    for rows, part in zip(queries, masks, strict=True):
+        stop += rows.shape[2]
+        seen = slice(max(stop + m - n, 0) if is_causal else m)
+        part = part if part is None or part.shape[-1] == 1 else part[..., seen]
+        found.append(recomputed(narrow, rows, k[:, :, seen], v[:, :, seen], part, random=random))
+    return torch.cat(found, 2)
