@@ -24,7 +24,7 @@ LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
 # Public is what these packages define or import as itself, and what the pages and templates of these patterns import or
 # name in full.
 PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing", "quest_core.benchmarks")
-AUTHORS = ("docs/*.md", "plugins/quest-*/README.md", "plugins/_template/**/*.tmpl", "quest_core/**/*.tmpl")
+AUTHORS = ("docs/*.md", "plugins/quest-*/README.md", "quest_core/**/*.tmpl")
 NAMED = re.compile(r"\b(quest_(?:core|bench)(?:\.\w+)+)\.(\w+)")
 IMPORT = re.compile(r"^\s*from (quest_core[\w.]*) import (?:\(([^)]+)\)|([\w, ]+))", re.MULTILINE)
 

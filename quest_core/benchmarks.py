@@ -1,9 +1,9 @@
 """The contract between a plugin's benchmark tasks and `quest bench`.
 
-A plugin declares its suites as data in a module of its sub-package ``bench`` (README of quest-bench: the keys), which
-``info.py`` names, for example ``"suites": "quest_tsai.bench.suites:SUITES"``. It implements each suite as one function
-``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and evaluates one
-cell: one task, one attention, one seed.
+A plugin declares its suites as data in a module of its sub-package ``bench`` (README of quest-bench: the keys), under
+the entry-point group ``quest.suites``: ``tsai = "quest_tsai.bench.suites:SUITES"``. It implements each suite as one
+function ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and
+evaluates one cell: one task, one attention, one seed.
 
 Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `over_rates` trains at
 several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a framework's own training
@@ -13,9 +13,11 @@ script. :mod:`quest_core.testing.timing` times a step against the host's own.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -268,3 +270,20 @@ def observe(model: nn.Module, *inputs: Any) -> dict[str, float]:
     means["key_norm"] = every("key_norm_mean")
     largest = max(every("max_logit"), key=lambda value: (math.isnan(value), value))
     return {"max_logit": largest, **{name: sum(own) / len(own) for name, own in means.items()}}
+
+
+def declared_suites(value: str) -> Mapping[str, Any]:
+    """Return the suites "package.module:ATTRIBUTE" from a file that is run without its package, which imports a host.
+
+    Raises:
+        FileNotFoundError: there is no such file; or what the file itself raises.
+    """
+    module, _, attribute = value.partition(":")
+    package, _, leaf = module.partition(".")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        path = Path(folder, *leaf.split(".")).with_suffix(".py")
+        if path.is_file():
+            suites: Mapping[str, Any] = runpy.run_path(str(path))[attribute]
+            return suites
+    raise FileNotFoundError(f"no file for '{module}' in package '{package}'")

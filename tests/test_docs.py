@@ -113,7 +113,7 @@ FROM_TOP_TO_BOTTOM = {
 }
 EXCERPTS = {
     "writing-a-mechanism.md": "tests/test_new_mechanism.py",
-    "writing-an-adapter.md": "tests/test_new_plugin.py",
+    "writing-an-adapter.md": "tests/test_docs.py",
     "distributed.md": "integration_tests/distributed/test_docs.py",
 }
 
@@ -153,7 +153,6 @@ def test_what_code_says_about_addresses_is_true() -> None:
     files = [
         *(ROOT / "quest_core").rglob("*.py"),
         *ROOT.glob("plugins/*/src/**/*.py"),
-        *ROOT.glob("plugins/_template/**/*"),
     ]
     text = "".join(path.read_text() for path in files if path.is_file())
     urls = {url.rstrip(".,;:)") for url in re.findall(rf"(?:{SITE}|{REPOSITORY})[\w./-]*", text)}
@@ -260,7 +259,7 @@ def public_names() -> set[str]:
     for path in ROOT.glob("plugins/quest-*/src/*/__init__.py"):
         for name in re.findall(r"^from \.\S+ import \w+ as (\w+)", path.read_text(), re.MULTILINE):
             found.add(f"{path.parent.name}.{name}")
-    for path in (*PAGES, *ROOT.glob("plugins/_template/**/*.tmpl"), *ROOT.glob("quest_core/cli/**/*.tmpl")):
+    for path in (*PAGES, *ROOT.glob("quest_core/cli/**/*.tmpl")):
         if path.is_file():
             imports = re.findall(r"^ *from (quest_[\w.]+) import ([\w, ]+)$", path.read_text(), re.MULTILINE)
             found |= {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from quest_core import cli
-from quest_core.hosts import discovery, launch
-from quest_core.hosts.discovery import Record
+from quest_core.hosts import launch, plugins
 from quest_core.hosts.patching import when_imported
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +34,10 @@ class HostAdapter(Adapter):
 """
 
 
+TOY = plugins.Plugin("toy", "torch", "1.0", ("json",), "quest_toy.adapter:HostAdapter")
+LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_lost.adapter:HostAdapter")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """run(*arguments) is `quest run ...` in a folder with the framework toyhost and an installed plugin for it."""
@@ -44,12 +47,9 @@ def run(tmp_path: Path) -> Run:
         folder.mkdir(parents=True)
     (site / "toyhost.py").write_text("accepts = []\n")
     (package / "__init__.py").write_text("")
-    (package / "info.py").write_text("INFO = {'name': 'toy', 'host': 'toyhost', 'module': 'toyhost', 'api': (1, 0)}")
     (package / "adapter.py").write_text(ADAPTER)
     (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-toy\nVersion: 1.0\n")
-    (meta / "entry_points.txt").write_text(
-        "[quest.adapter_info]\ntoy = quest_toy.info:INFO\n[quest.adapters]\ntoy = quest_toy.adapter:HostAdapter\n"
-    )
+    (meta / "entry_points.txt").write_text("[quest.adapters]\ntoyhost = quest_toy.adapter:HostAdapter\n")
 
     def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), str(site)])
@@ -135,13 +135,16 @@ def test_a_sitecustomize_of_the_users_runs_too(run: Run, tmp_path: Path) -> None
     assert run("train.py").stdout.endswith("hello\nFalse\n")
 
 
-def test_a_plugin_that_fails_stops_the_script(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("required", [False, True])
+def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it(
+    run: Run, tmp_path: Path, required: bool
+) -> None:
     script(tmp_path, ADAPTER.replace('toyhost.accepts.append("attention")', "1 / 0"), "site/quest_toy/adapter.py")
-    script(tmp_path, REPORT)
-    done = run("train.py")
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
-    assert done.stdout == ""
+    script(tmp_path, "import toyhost; print(toyhost.accepts)")
+    done = run("--host", "toy", "train.py") if required else run("train.py")
+    said = f"the plugin 'toy' cannot be installed in {sys.executable}: ZeroDivisionError('division by zero')"
+    assert (done.returncode, done.stdout) == ((1, "") if required else (0, "[]\n"))
+    assert f"RuntimeError: quest run: {said}" in done.stderr if required else done.stderr == f"quest run: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -171,31 +174,31 @@ def test_the_command_begins_where_our_options_end(
         ("-- python -S -m x", "so the command would run without them; leave out -S"),
         ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),
         ("--host toys -- x.py", "no plugin for 'toys' is installed; did you mean 'toy'? Choose from: lost, toy"),
-        ("--host lost x.py", "plugin 'lost' is unsupported: lost is not installed; fix: pip install lost"),
+        ("--host lost x.py", "plugin quest-lost 1.0 cannot be used: no_such_host is not installed; fix: pip install"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(
     arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy = Record("toy", "quest-toy", "1.0", "ok", info={"module": "toyhost"})
-    lost = Record("lost", "quest-lost", "1.0", "unsupported", "lost is not installed", "pip install lost")
-    bench = Record("bench", "quest-bench", "1.0", "ok")  # has no host
-    monkeypatch.setattr(discovery, "discover", lambda: [bench, toy, lost])
-    monkeypatch.setattr(launch, "discover", lambda: [toy, lost])
+    for module in (launch, plugins):
+        monkeypatch.setattr(module, "plugins", lambda: [TOY, LOST])
     assert cli.main(["run", *arguments.split()]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_without_a_plugin_that_works_nothing_starts(
+def test_a_plugin_without_its_host_is_left_out_with_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost = Record("lost", "quest-lost", "1.0", "unsupported", "lost is not installed", "pip install lost")
-    monkeypatch.setattr(launch, "discover", lambda: [lost])
+    monkeypatch.setattr(launch, "plugins", lambda: [TOY, LOST])
+    assert launch.wanted(None) == [TOY]
+    said = "quest run: plugin quest-lost 1.0 is left out: no_such_host is not installed; fix: pip install"
+    assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setattr(launch, "plugins", lambda: [LOST])
     assert cli.main(["run", "train.py"]) == 2
-    assert "lost is unsupported (lost is not installed; fix: pip install lost)" in capsys.readouterr().err
-    monkeypatch.setattr(launch, "discover", list)
+    assert "no plugin can be used here: plugin quest-lost 1.0 is left out" in capsys.readouterr().err
+    monkeypatch.setattr(launch, "plugins", list)
     assert cli.main(["run", "train.py"]) == 2
-    assert "none is installed; pip install quest-<host>" in capsys.readouterr().err
+    assert "none is installed; fix: pip install 'quest-<host>[host]'" in capsys.readouterr().err
 
 
 def test_without_a_command_help_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,11 +207,11 @@ def test_without_a_command_help_is_offered(capsys: pytest.CaptureFixture[str]) -
     assert "nothing to run; write for example: quest run -- python train.py" in capsys.readouterr().err
 
 
-def test_another_python_without_quest_is_told(run: Run, tmp_path: Path) -> None:
+def test_another_python_without_quest_says_so(run: Run, tmp_path: Path) -> None:
     script(tmp_path, "import sys; sys.modules['quest_core'] = None\nimport toyhost")
-    done = run("train.py")
+    done = run("--host", "toy", "train.py")
     assert done.returncode == 1
-    assert "has no quest-core, so the plugin 'toy' cannot be installed in it" in done.stderr
+    assert f"the plugin 'toy' cannot be installed in {sys.executable}: ModuleNotFoundError" in done.stderr
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,14 +222,15 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun" in shown
 
 
-def test_a_checkout_is_waited_for_beside_the_package() -> None:
-    record = Record("p", "quest-p", "1.0", "ok", info={"module": "from_the_index", "checkout": "lying_here"})
-    assert launch.environment([record], {})[launch.PAIRS] == "p=from_the_index,p=lying_here"
+def test_every_module_of_a_host_is_waited_for() -> None:
+    both = plugins.Plugin("p", "quest-p", "1.0", ("from_the_index", "lying_here"), "quest_p.adapter:Adapter")
+    assert launch.environment([both], False, {})[launch.PAIRS] == "p=from_the_index,p=lying_here"
+    assert launch.environment([TOY], True, {})[launch.PAIRS] == "toy=json!"
 
 
 def test_environments_do_not_pile_up() -> None:
-    once = launch.environment([], {"PYTHONPATH": "/somewhere"})
-    assert launch.environment([], once) == once
+    once = launch.environment([], False, {"PYTHONPATH": "/somewhere"})
+    assert launch.environment([], False, once) == once
     assert once["PYTHONPATH"].split(os.pathsep)[1:] == ["/somewhere"]
 
 

@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_new_plugin import ROOT, call, installed, project
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from quest_core import ConfigError, cli
 from quest_core.cli import template
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def installed(folder: Path, site: Path) -> dict[str, str]:
+    """The process environment in which the plugin in `folder` is installed, as an editable install would."""
+    about = project(folder)
+    meta = site / f"{about['name'].replace('-', '_')}-{about['version']}.dist-info"
+    meta.mkdir(parents=True)
+    requires = [f'{r}; extra == "{extra}"' for extra, rows in about["optional-dependencies"].items() for r in rows]
+    rows = ["Metadata-Version: 2.1", f"Name: {about['name']}", f"Version: {about['version']}"]
+    rows += [f"Provides-Extra: {extra}" for extra in about["optional-dependencies"]]
+    (meta / "METADATA").write_text("\n".join([*rows, *(f"Requires-Dist: {r}" for r in requires)]) + "\n")
+    groups = about["entry-points"]
+    lines = [[f"[{group}]", *(f"{name} = {value}" for name, value in groups[group].items())] for group in groups]
+    (meta / "entry_points.txt").write_text("\n".join(line for group in lines for line in group) + "\n")
+    paths = os.pathsep.join(map(str, (site, folder / "src", ROOT)))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "QUEST_NO_SKIP": "1"}
+
+
+def call(*command: object, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
 
 WRITTEN = {"score": "power", "normalizer": "nothing", "grouping": "turns", "family": "soft-linear"}
 EXAMPLE = ROOT / "examples" / "third_party_mechanism"

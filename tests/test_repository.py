@@ -22,7 +22,6 @@ else:
     import tomli as tomllib
 
 import quest_core
-from quest_core.hosts.discovery import API_VERSION, load_info
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU_COMMAND = ROOT / "integration_tests" / "gpu" / "command.py"
@@ -56,26 +55,15 @@ def top_level_imports(path: Path) -> Iterator[str]:
 def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
     source = f"src/{package(plugin)}"
     parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
-    parts += [f"{source}/{name}.py" for name in ("__init__", "info", "adapter", "bench/__init__", "bench/tasks")]
+    parts += [f"{source}/{name}.py" for name in ("__init__", "adapter", "bench/__init__", "bench/tasks")]
     assert [part for part in parts if not (plugin / part).exists()] == []
 
 
 @on_hosts
-def test_info_needs_nothing_but_the_standard_library(plugin: Path) -> None:
-    imported = set(top_level_imports(plugin / "src" / package(plugin) / "info.py"))
-    assert imported <= sys.stdlib_module_names
-
-
-@on_hosts
-def test_entry_points_agree_with_info(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(plugin / "src")
+def test_entry_points_name_things_that_exist(plugin: Path) -> None:
     groups = project(plugin)["entry-points"]
-    assert list(groups["quest.adapters"]) == list(groups["quest.adapter_info"])
-    (name,) = groups["quest.adapter_info"]
-    info = load_info(groups["quest.adapter_info"][name])
-    assert plugin.name == f"quest-{name}"
-    assert tuple(info["api"]) <= API_VERSION
-    assert info["module"]
+    assert list(groups["quest.suites"]) == [plugin.name.removeprefix("quest-")]
+    assert len(set(groups["quest.adapters"].values())) == 1
     for value in (value for group in groups.values() for value in group.values()):
         module, _, attribute = value.partition(":")
         path = plugin / "src" / Path(*module.split(".")).with_suffix(".py")

@@ -53,7 +53,7 @@ def warned() -> None:
 
 def no_plugin() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "discover", lambda: [])
+        patch.setattr(launch, "plugins", list)
         launch.wanted(None)
 
 

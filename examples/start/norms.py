@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.errors import UnsupportedError
-from quest_core.hosts.loading import adapter
+from quest_core.hosts.plugins import adapter
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanism import Mechanism, Observation
 

@@ -8,18 +8,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from .. import __version__
 from ..errors import PluginError, QuestError, one_of
 from ..mechanisms.part import AXES
-from ..packages import Entry, entries
 from . import run
-from .child import LIMIT_S
 from .doctor import doctor
 from .mechanisms import check, explain, show
 from .options import refuse_misspelt, seconds
-from .template import new_mechanism, new_plugin
+from .template import new_mechanism
 
 EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
@@ -27,7 +26,6 @@ EPILOG = """examples:
   quest check --mechanism quest               does the mechanism keep what it declares?
   quest doctor                                which packages work here, and how to mend the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
-  quest new-plugin timm --attention-class timm.layers.attention:Attention
   quest new-mechanism power --axis score      a mechanism of your own, with its reference and tests
   quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
 """
@@ -73,7 +71,7 @@ def _run(arguments: list[str]) -> int:
     return COMMANDS[chosen.command](chosen)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, Entry]]:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, EntryPoint]]:
     """Return the parser, those of its commands, and the commands of plugins.
 
     A plugin cannot take the name of a command of ours or of another.
@@ -93,31 +91,25 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
     what.add_argument("--plugin", metavar="NAME", help="run the conformance tests of a plugin, or of a folder of tests")
     mend = choose.add_parser("doctor", help="which packages work here, and how to mend the others")
-    mend.add_argument("--json", action="store_true", help="write JSON")
     mend.add_argument(
-        "--timeout", metavar="SECONDS", type=seconds, default=LIMIT_S, help="for one import (default: %(default)g)"
+        "--timeout", metavar="SECONDS", type=seconds, default=60, help="for one import (default: %(default)g)"
     )
     choose.add_parser("run", help="start a training command with the plugins installed (quest run --help)")
-    new = choose.add_parser("new-plugin", help="write a plugin for another framework, with tests that pass at once")
-    new.add_argument("name", metavar="NAME", help="the plugin becomes quest-NAME")
-    new.add_argument("--host-distribution", metavar="DIST", help="the framework for pip: timm or 'timm>=1.0,<2'")
-    new.add_argument("--host-module", metavar="MOD", help="its module: timm")
-    new.add_argument("--attention-class", metavar="MOD:CLASS", help="its attention: timm.layers.attention:Attention")
-    new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     own = choose.add_parser("new-mechanism", help="write a mechanism of your own, with a reference and tests that pass")
     own.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
     own.add_argument("--axis", metavar="AXIS", default="score", help=f"{', '.join(AXES)} (default: %(default)s)")
     own.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
-    plugins: dict[str, Entry] = {}
-    for entry in entries("quest.commands"):
+    plugins: dict[str, EntryPoint] = {}
+    for entry in entry_points(group="quest.commands"):
         if entry.name not in (*COMMANDS, *plugins):
             plugins[entry.name] = entry
-            words = f"{entry.summary} (quest {entry.name} --help)".replace("%", "%%")
+            summary = entry.dist.metadata["Summary"] if entry.dist else ""
+            words = f"{summary} (quest {entry.name} --help)".replace("%", "%%")
             choose.add_parser(entry.name, help=words, add_help=False)
     return parser, choose.choices, plugins
 
 
-def _unknown(command: str, plugins: dict[str, Entry]) -> str:
+def _unknown(command: str, plugins: dict[str, EntryPoint]) -> str:
     said = f"no command '{command}'; {one_of(command, {*COMMANDS, *plugins, *ELSEWHERE})}"
     if command in ELSEWHERE:
         said = f"no command '{command}' is installed"
@@ -127,13 +119,12 @@ def _unknown(command: str, plugins: dict[str, Entry]) -> str:
     return said
 
 
-def _load(entry: Entry) -> Callable[[list[str]], int]:
+def _load(entry: EntryPoint) -> Callable[[list[str]], int]:
     try:
         command: Callable[[list[str]], int] = entry.load()
-        if not callable(command):
-            raise PluginError(f"{entry.value} is {type(command).__name__}, not a function")
-    except PluginError as error:
-        raise PluginError(f"the command '{entry.name}' of {entry.owner} fails: {error}; fix: {entry.fix}") from error
+    except Exception as error:
+        owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+        raise PluginError(f"the command '{entry.name}' of {owner} cannot be imported: {error!r}") from error
     return command
 
 
@@ -156,23 +147,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    return doctor(COMMANDS, as_json=arguments.json, limit=arguments.timeout)
-
-
-def _new_plugin(arguments: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path.cwd()))  # as for `python -m pytest`, which tests what is written
-    folder = new_plugin(
-        arguments.name,
-        host_distribution=arguments.host_distribution,
-        host_module=arguments.host_module,
-        attention_class=arguments.attention_class,
-        out=arguments.out,
-    )
-    print(f"wrote {folder}; next:")
-    print(f"  pip install -e {shlex.quote(f'{folder}[host,test]')}")
-    print(f"  python -m pytest {shlex.quote(str(folder))}")
-    print(f"  grep -rn 'Host [1-6]' {shlex.quote(str(folder))}      # what to say about your framework")
-    return 0
+    return doctor(arguments.timeout)
 
 
 def _new_mechanism(arguments: argparse.Namespace) -> int:
@@ -189,6 +164,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check,
     "doctor": _doctor,
     "run": _list,  # not reached: `main` hands its arguments to `quest run` unparsed
-    "new-plugin": _new_plugin,
     "new-mechanism": _new_mechanism,
 }

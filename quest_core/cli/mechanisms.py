@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..catalogue import parts, taken
+from ..catalogue import parts
 from ..config import AttentionConfig
 from ..mechanism import Mechanism
 from ..mechanisms import PARTS
-from ..packages import Entry, entries
 from ..testing import check_mechanism
 from ..testing.mechanisms import DIM, HEADS, brief
 from ..testing.truth import missing
-from .child import Answer, Job, ask
 from .rendering import refusals, rows
 
 AXIS_TITLES = {
@@ -31,37 +27,14 @@ def show() -> int:
             if part.axis == axis:
                 print(*rows(part), sep="\n")
         print()
-    print(end="", flush=True)  # before other packages are imported
-    for entry, answer in added():
-        print(f"From {entry.owner}" + (f": not usable: {answer.problem}; fix: {entry.fix}" if answer.problem else ""))
-        for lines in answer.parts.values():
-            print(*lines, sep="\n")
+    for package in parts().packages:
+        problem = f": not usable: {package.problem}; fix: {package.entry.fix}" if package.problem else ""
+        print(f"From {package.entry.owner}{problem}")
+        for part in package.parts:
+            print(*rows(part), sep="\n")
         print()
     print("Join one of each with '+': quest+gqa(kv_heads=4). What is left out is standard, softmax, mha.")
     return 0
-
-
-def added() -> list[tuple[Entry, Answer]]:
-    """Return what other distributions add, imported in a child process."""
-    found = entries("quest.attention")
-    return judge(found, ask(jobs(found)))
-
-
-def jobs(found: Iterable[Entry]) -> list[Job]:
-    """Return the jobs that import the mechanisms of entry points."""
-    return [Job("mechanisms", entry.name, entry.distribution) for entry in found]
-
-
-def judge(found: Iterable[Entry], answers: Iterable[Answer]) -> list[tuple[Entry, Answer]]:
-    """Return the answers for entry points; those that take a name of another distribution have a problem."""
-    owners = {part.name: "quest-core" for part in PARTS}
-    judged = []
-    for entry, answer in zip(found, answers, strict=True):
-        problem = answer.problem or taken(answer.parts, owners)
-        if not problem:
-            owners.update(dict.fromkeys(answer.parts, entry.owner))
-        judged.append((entry, Answer(problem, answer.at) if problem else answer))
-    return judged
 
 
 def explain(text: str) -> int:

@@ -20,7 +20,6 @@ from ..config import AttentionConfig
 from ..errors import InjectionError, UnsupportedError
 from ..notices import LOGGER, Forward
 from ..projections import Projected
-from .discovery import require_host
 from .patching import Patches
 
 
@@ -110,13 +109,12 @@ class Adapter(ABC):
         cls.patches = Patches()
 
     def install(self) -> None:
-        """Make the host's own config system accept `attention`. Idempotent; runs before any model is built.
-
-        Raises:
-            PluginError: the host is missing, or of a version that the plugin does not support.
-        """
-        require_host(self.name)
-        self.change_host()
+        """Make the host's own config system accept `attention`. Idempotent; runs before any model is built."""
+        try:
+            self.change_host()
+        except BaseException:
+            self.patches.undo()
+            raise
 
     def change_host(self) -> None:  # noqa: B027
         """Make the changes of `install` through `patches`; by default none, because models are injected one by one."""

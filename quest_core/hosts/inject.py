@@ -18,15 +18,14 @@ from ..catalogue import parts
 from ..checkpoints import ENTRY, accept, started
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InjectionError, UnsupportedError
+from ..errors import ConfigError, InjectionError, PluginError, UnsupportedError
 from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected
 from .adapter import Adapter, Site, require
-from .discovery import discover
-from .loading import adapter as find_adapter
-from .loading import running_adapters
+from .plugins import adapter as find_adapter
+from .plugins import plugins, running_adapters
 from .torch import TorchAdapter
 from .universal import UniversalAdapter, looks_like_attention, within
 
@@ -197,7 +196,7 @@ def inject(
             "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
         )
     if adapter is None:
-        adapters: list[Adapter] = [*running_adapters(model), TorchAdapter()]
+        adapters: list[Adapter] = [*running_adapters(), TorchAdapter()]
     else:
         named = [adapter] if isinstance(adapter, str | Adapter) else adapter
         adapters = [one if isinstance(one, Adapter) else find_adapter(one) for one in named]
@@ -467,9 +466,7 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], universal: Uni
         text += ", and the example reached no call of scaled_dot_product_attention"
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
-    others = [r for r in discover() if r.status != "ok" and "module" in r.info]
-    if others:
-        text += "; plugins that could not be used: " + "; ".join(f"{r.name} ({r.detail})" for r in others)
+    text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))
     if not ran:
         text += (
             "; if it calls scaled_dot_product_attention, say inject(model, ..., example=batch), which finds the calls"

@@ -19,10 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import PluginError, QuestError
-from .discovery import Record, discover, find
+from .plugins import Plugin, find, plugins
 
 FOLDER = Path(__file__).resolve().parent / "launched"
-PAIRS = "QUEST_RUN"  # the environment variable that names the plugins for processes below: plugin=module, ...
+PAIRS = "QUEST_RUN"
+"""The environment variable that names the plugins for processes below: "timm=timm,graphgps=torch_geometric!". A process
+ends if a plugin with ! cannot be installed."""
 
 
 def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
@@ -30,40 +32,49 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
 
     Args:
         command: a program and its arguments; a first word that ends in .py, or is -m, runs with this Python.
-        hosts: the plugins to install; None means all that work here.
+        hosts: the plugins to install, which must all work; None installs all whose host can be used.
 
     Raises:
-        PluginError: a plugin does not exist or cannot be used here; or none can.
+        PluginError: a named plugin is missing or its host cannot be used, or no plugin can be used.
         QuestError: the program does not exist, or Python ignores the environment.
     """
-    variables = environment(wanted(hosts))
+    variables = environment(wanted(hosts), required=hosts is not None)
     words = complete(command)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(words[0], words, variables)
 
 
-def wanted(hosts: Sequence[str] | None) -> list[Record]:
-    """Return the plugins of these names, or all that work; raises PluginError."""
+def wanted(hosts: Sequence[str] | None) -> list[Plugin]:
+    """Return the plugins of these names, or all whose host can be used; raise PluginError if there is none."""
     if hosts is not None:
         chosen = [find(name) for name in dict.fromkeys(hosts)]
-        for record in chosen:
-            record.require()
-            if "module" not in record.info:
-                raise PluginError(f"plugin '{record.name}' has no host, so it has nothing to install in a command")
+        for plugin in chosen:
+            if problem := plugin.problem():
+                raise PluginError(f"plugin {plugin} cannot be used: {problem}; fix: {plugin.fix}")
         return chosen
-    records = [record for record in discover() if record.status != "ok" or "module" in record.info]
-    able = [record for record in records if record.status == "ok"]
-    if not able:
-        found = "; ".join(f"{r.name} is {r.status} ({r.detail}; fix: {r.fix})" for r in records)
-        raise PluginError(f"no plugin can be used here: {found or 'none is installed; pip install quest-<host>'}")
-    return able
+    problems = {plugin: plugin.problem() for plugin in plugins()}
+    usable = [plugin for plugin, problem in problems.items() if not problem]
+    left_out = [f"plugin {plugin} is left out: {why}; fix: {plugin.fix}" for plugin, why in problems.items() if why]
+    if not usable:
+        found = "; ".join(left_out) or "none is installed; fix: pip install 'quest-<host>[host]'"
+        raise PluginError(f"no plugin can be used here: {found}")
+    for line in left_out:
+        print(f"quest run: {line}", file=sys.stderr)
+    return usable
 
 
-def environment(records: Sequence[Record], base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the process environment in which the plugins of `records` are installed."""
+def environment(chosen: Sequence[Plugin], required: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which Python processes install these plugins.
+
+    Args:
+        chosen: the plugins.
+        required: the process ends if one cannot be installed; else it writes one line to standard error.
+        base: the environment without them.
+    """
     others = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
-    pairs = [f"{r.name}={r.info[key]}" for r in records for key in ("module", "checkout") if key in r.info]
+    mark = "!" if required else ""
+    pairs = [f"{plugin.name}={module}{mark}" for plugin in chosen for module in plugin.modules]
     return {**base, "PYTHONPATH": os.pathsep.join([str(FOLDER), *others]), PAIRS: ",".join(pairs)}
 
 

@@ -8,14 +8,12 @@ import json
 import re
 import resource
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
-from quest_core.benchmarks import Cell, Result, Run
-from quest_core.hosts.discovery import Record, discover, load_info
+from quest_core.benchmarks import Cell, Result, Run, declared_suites
 
 SMOKE_S = 60.0
 """The most seconds of the processor that a cell may take with --smoke."""
@@ -81,7 +79,12 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
         AssertionError: a cell returns no metric, or takes more than `SMOKE_S` seconds of the processor. A loaded
             machine changes these less than elapsed ones.
     """
-    declared = {name: suite for record in discover() for name, suite in _suites(record).items() if name in suites}
+    declared = {
+        name: suite
+        for point in entry_points(group="quest.suites")
+        for name, suite in declared_suites(point.value).items()
+        if name in suites
+    }
     seen: set[tuple[str, ...]] = set()
     ran: list[str] = []
     for command in sorted(set(committed_commands(results))):
@@ -138,8 +141,3 @@ def committed_commands(results: Path) -> Iterator[str]:
                 for name, value in variables.items():
                     command = command.replace(f"${name}", value)
                 yield command.strip()
-
-
-def _suites(record: Record) -> Mapping[str, Any]:
-    name = record.info.get("suites")
-    return load_info(name) if name else {}

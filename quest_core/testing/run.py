@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ..errors import PluginError, one_of
-from ..hosts.discovery import discover
+from ..errors import PluginError
+from ..hosts.plugins import find
 from .conformance import AdapterConformance
 
 
@@ -49,10 +49,7 @@ def check_plugin(name: str) -> int:
 
 def _tests(name: str) -> Path:
     """The tests of an installed plugin, in a checkout of its source."""
-    records = {record.name: record for record in discover()}
-    if name not in records:
-        raise PluginError(f"no plugin for '{name}' is installed; {one_of(name, records)}; or name a folder of tests")
-    distribution = records[name].distribution
+    distribution = find(name).distribution
     text = importlib.metadata.distribution(distribution).read_text("direct_url.json")
     url = urllib.parse.urlparse(json.loads(text)["url"] if text else "")
     folder = Path(urllib.request.url2pathname(url.path), "tests")

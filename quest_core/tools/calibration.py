@@ -17,7 +17,7 @@ from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.inject import inject
-from ..hosts.loading import adapter as find_adapter
+from ..hosts.plugins import adapter as find_adapter
 from ..hosts.universal import UniversalAdapter, run_example
 from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import (

@@ -10,15 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-INFO = """
-INFO = {
-    "name": "fake",
-    "api": (1, 0),
-    "summary": "a plugin for tests",
-    "suites": "fakebench.suites:SUITES",
-}
-"""
-
 SUITES = """
 SUITES = {
     "fake/suite": {
@@ -112,15 +103,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     site = tmp_path / "site"
     files = {
         "fakebench/__init__.py": "",
-        "fakebench/info.py": INFO,
         "fakebench/suites.py": SUITES,
         "fakebench/listing.py": LISTING,
         "fakebench/tasks.py": TASKS,
         "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
         "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(
             """
-            [quest.adapter_info]
-            fake = fakebench.info:INFO
+            [quest.suites]
+            fake = fakebench.suites:SUITES
             [quest.benchmarks]
             fake/suite = fakebench.tasks:run
             """

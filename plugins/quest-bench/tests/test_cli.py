@@ -62,6 +62,6 @@ def test_ls_shows_suites_and_broken_plugins(
     assert "--set steps=3" in shown
     assert "fake: ok" in shown
     assert re.search(r"^calibration/pydocs +finetune", shown, re.MULTILINE)
-    (fake.parent / "site" / "fakebench" / "info.py").write_text("1 / 0")
+    (fake.parent / "site" / "fakebench" / "suites.py").write_text("1 / 0")
     assert app_main(["ls"]) == 0
     assert "plugin 'fake' is broken" in capfd.readouterr().out

@@ -155,16 +155,6 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert first != fingerprint(tmp_path / "a")
 
 
-def test_a_plugin_that_is_not_ok_says_why(fake: Path) -> None:
-    info = fake.parent / "site" / "fakebench" / "info.py"
-    info.write_text(info.read_text().replace('"api": (1, 0)', '"api": (9, 0)'))
-    with pytest.raises(PluginError, match=r"'fake' is incompatible: .*9\.0.*fix: pip install --upgrade"):
-        select(catalogue(), "fake/suite")
-    info.write_text("INFO = no_luck()")
-    with pytest.raises(ConfigError, match=r"'fake' is broken: .*INFO is not a literal.*fix"):
-        select(catalogue(), "fake/suite")
-
-
 def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
     (fake.parent / "site" / "fakebench" / "suites.py").write_text("raise ImportError('no luck')")
     found = catalogue()

@@ -8,11 +8,10 @@ import matplotlib as mpl
 import pandas as pd
 
 from quest_bench.charts import COLOURS
-from quest_bench.plan import Suite, parse_settings, write_value
+from quest_bench.plan import Record, Suite, parse_settings, write_value
 from quest_bench.report import STYLE
 from quest_bench.suites import SUITES
 from quest_bench.toy_plots import KINDS, OUTCOMES, plots
-from quest_core.hosts.discovery import Record
 
 
 def made_up(attention: str, outcomes: list[str]) -> dict[str, Any]:
@@ -50,6 +49,6 @@ def test_its_colours_follow_the_page() -> None:
 
 def test_declared_defaults_are_allowed_values() -> None:
     for name, info in SUITES.items():
-        suite = Suite.read({"suite": name, **info}, Record("bench", "quest-bench", "0", "ok"))
+        suite = Suite.read({"suite": name, **info}, Record("bench", "quest-bench", "0"))
         given = [f"{name}={write_value(option['default'])}" for name, option in suite.options.items()]
         assert parse_settings(suite, given) == parse_settings(suite, [])

@@ -14,7 +14,7 @@ from mmseg.registry import MODELS
 
 import quest_core
 import quest_mmseg
-from quest_core.hosts import loading
+from quest_core.hosts import plugins
 
 try:
     import quest_timm_environment  # there already where ./dev made the environment
@@ -114,8 +114,8 @@ def test_trained_weights_of_timm_are_pooled_and_not_scaled(monkeypatch: pytest.M
 
 
 def test_without_quest_timm_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [record for record in loading.discover() if record.name != "timm"]
-    monkeypatch.setattr(loading, "discover", lambda: found)
+    found = [plugin for plugin in plugins.plugins() if plugin.name != "timm"]
+    monkeypatch.setattr(plugins, "plugins", lambda: found)
     with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are.*pip install 'quest-timm\[host\]'"):
         build("timm", "quest")
     model = MODELS.build(config("timm", "quest") | {"allow_partial": True})

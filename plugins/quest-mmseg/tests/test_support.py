@@ -10,7 +10,6 @@ from mmengine.registry import MODELS
 from mmseg.structures import SegDataSample
 
 from quest_core.testing.support import check
-from quest_mmseg.info import INFO
 
 
 def train(attention: str) -> None:
@@ -30,4 +29,4 @@ def _labels():
 
 
 def test_the_table_of_support() -> None:
-    check(Path(__file__).with_name("support.json"), INFO["host"], train, {})
+    check(Path(__file__).with_name("support.json"), "mmsegmentation", train, {})

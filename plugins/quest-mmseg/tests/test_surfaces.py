@@ -34,12 +34,10 @@ import quest_mmseg
 from quest_core import AttentionMismatchWarning, Mechanism
 from quest_core.checkpoints import ENTRY, read
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
-from quest_core.hosts.discovery import load_info
 from quest_core.notices import LOGGER, Forward
 from quest_core.projections import Projected
-from quest_mmseg.adapter import MmsegAdapter
-from quest_mmseg.info import INFO
-from quest_mmseg.keys import check
+from quest_mmseg.adapter import REFUSED, MmsegAdapter
+from quest_mmseg.keys import MODELS_WITH_ATTENTION, check
 
 MIM = Path(mmseg.__file__).parent / ".mim"
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
@@ -657,7 +655,7 @@ def test_convolutional_models_have_nothing_to_replace():
 
 def test_every_file_with_attention_is_in_a_table():
     """A backbone or head of mmseg that speaks of attention is honoured or refused by name, or its gates are listed."""
-    names = {*INFO["models"]["backbones"], *INFO["models"]["heads"], *INFO["refused"]}
+    names = {*MODELS_WITH_ATTENTION["backbones"], *MODELS_WITH_ATTENTION["heads"], *REFUSED}
     elsewhere = {"ann_head", "isa_head", "ocr_head"}  # their blocks are refused under the name that they share
     gates = {"bisenetv1", "pidnet", "resnest", "resnet", "stdc", "ham_head"}  # no queries and keys: weights of channels
     for home in (backbones, decode_heads):
@@ -671,10 +669,9 @@ def test_every_file_with_attention_is_in_a_table():
                 )
 
 
-def test_info_is_read_alone():
-    assert load_info("quest_mmseg.info:INFO") == INFO
+def test_each_class_is_registered():
     for kind in ("segmentors", "backbones"):
-        for name in INFO["models"][kind]:
+        for name in MODELS_WITH_ATTENTION[kind]:
             assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name
 
 
@@ -724,13 +721,13 @@ def refused_classes() -> dict[str, type[nn.Module]]:
     ]
     return {
         name: vars(home)[name]
-        for name in INFO["refused"]
+        for name in REFUSED
         for home in homes
         if vars(home).get(name) is not None and vars(home)[name].__module__ == home.__name__
     }
 
 
-@pytest.mark.parametrize("name", INFO["refused"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_each_refusal_is_of_a_class_that_exists(name):
     made = nn.Module.__new__(refused_classes()[name])
     nn.Module.__init__(made)  # the refusal looks at what a module is, and some of these cannot be built without a GPU

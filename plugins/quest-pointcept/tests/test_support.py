@@ -9,7 +9,6 @@ from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segme
 
 import quest_pointcept  # noqa: F401
 from quest_core.testing.support import check
-from quest_pointcept.info import INFO
 
 SMALL = {
     "in_channels": 4,
@@ -33,4 +32,4 @@ def train(attention: str) -> None:
 
 
 def test_the_table_of_support() -> None:
-    check(Path(__file__).with_name("support.json"), INFO["host"], train, {"`aft-conv(dims=1)`": {"options": "dims=1"}})
+    check(Path(__file__).with_name("support.json"), "Pointcept", train, {"`aft-conv(dims=1)`": {"options": "dims=1"}})

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from quest_core.benchmarks import Cell
+from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError, PluginError
-from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
 from quest_core.testing.cells import check_resume
 from quest_pointcept.bench import scenes, tasks
@@ -138,11 +137,11 @@ def test_data_and_configuration_must_be_there(tmp_path, monkeypatch):
         tasks.run_nuscenes(nuscenes(tmp_path, data=tmp_path), print)
 
 
-# --- info -------------------------------------------------------------------------------------------------------------
+# --- suites -----------------------------------------------------------------------------------------------------------
 
 
-def test_info_is_read_alone_and_declares_what_runs():
-    suites = load_info(load_info("quest_pointcept.info:INFO")["suites"])
+def test_suites_are_read_without_the_plugin_and_declare_what_runs():
+    suites = declared_suites("quest_pointcept.bench.suites:SUITES")
     assert suites == SUITES
     for name, suite in suites.items():
         for option in suite["options"]:

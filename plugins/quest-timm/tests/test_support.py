@@ -9,7 +9,6 @@ import torch
 
 import quest_timm  # noqa: F401
 from quest_core.testing.support import check
-from quest_timm.info import INFO
 
 
 def train(attention: str) -> None:
@@ -21,4 +20,4 @@ def train(attention: str) -> None:
 
 
 def test_the_table_of_support() -> None:
-    check(Path(__file__).with_name("support.json"), INFO["host"], train, {})
+    check(Path(__file__).with_name("support.json"), "timm", train, {})

@@ -9,7 +9,6 @@ from transformers import BertConfig, BertModel
 
 import quest_transformers  # noqa: F401
 from quest_core.testing.support import check
-from quest_transformers.info import INFO
 
 
 def train(attention: str, **options: float) -> None:
@@ -23,4 +22,4 @@ def train(attention: str, **options: float) -> None:
 
 def test_the_table_of_support() -> None:
     settings = {"`attention_probs_dropout_prob=0`": {"attention_probs_dropout_prob": 0.0}}
-    check(Path(__file__).with_name("support.json"), INFO["host"], train, settings)
+    check(Path(__file__).with_name("support.json"), "transformers", train, settings)

@@ -9,7 +9,6 @@ from tsai.models.TSTPlus import TSTPlus
 
 import quest_tsai  # noqa: F401
 from quest_core.testing.support import check
-from quest_tsai.info import INFO
 
 
 def train(attention: str, **options: object) -> None:
@@ -24,4 +23,4 @@ def test_the_table_of_support() -> None:
         "`attn_dropout=0`": {"attn_dropout": 0.0},
         "`res_attention=False, attn_dropout=0`": {"res_attention": False, "attn_dropout": 0.0},
     }
-    check(Path(__file__).with_name("support.json"), INFO["host"], train, settings)
+    check(Path(__file__).with_name("support.json"), "tsai", train, settings)

@@ -15,9 +15,8 @@ import pytest
 import torch
 from tsai.basics import TSClassification, get_ts_dls
 
-from quest_core.benchmarks import Cell
+from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError
-from quest_core.hosts.discovery import load_info
 from quest_core.mechanisms.part import Option
 from quest_core.testing.cells import check_resume
 from quest_tsai.bench.data import tasks
@@ -194,8 +193,8 @@ def test_without_validation_every_training_series_trains(tmp_path, select):
     assert "validation" not in done.series
 
 
-def test_info_is_read_alone_and_declares_what_runs():
-    assert load_info(load_info("quest_tsai.info:INFO")["suites"]) == SUITES
+def test_suites_are_read_without_the_plugin_and_declare_what_runs():
+    assert declared_suites("quest_tsai.bench.suites:SUITES") == SUITES
     for option in SUITE["options"]:
         kind = {"int": int, "float": float, "str": str}[option["kind"]]
         rule = Option(

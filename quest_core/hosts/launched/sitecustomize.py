@@ -16,16 +16,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
-def install(name: str) -> None:
+def install(name: str, required: bool) -> None:
     """Install the adapter of one plugin, in a process that has just imported its host."""
     try:
-        from quest_core.hosts.loading import adapter
-    except ImportError as error:
-        raise RuntimeError(  # no ImportError: scripts take that for a framework that is not there
-            f"quest run: {sys.executable} has no quest-core, so the plugin '{name}' cannot be installed in it; "
-            f"run the command with the Python that has, or: {sys.executable} -m pip install 'quest-{name}[host]'"
-        ) from error
-    adapter(name).install()
+        from quest_core.hosts.plugins import adapter
+
+        adapter(name).install()
+    except Exception as error:
+        text = f"quest run: the plugin '{name}' cannot be installed in {sys.executable}: {error!r}"
+        if required:
+            raise RuntimeError(text) from error  # no ImportError: scripts take that for a host that is not there
+        print(text, file=sys.stderr)
 
 
 def watch() -> None:
@@ -35,7 +36,7 @@ def watch() -> None:
     spec.loader.exec_module(hook)
     for pair in filter(None, os.environ.get("QUEST_RUN", "").split(",")):
         name, _, module = pair.partition("=")
-        hook.when_imported(module, partial(install, name))
+        hook.when_imported(module.rstrip("!"), partial(install, name, module.endswith("!")))
 
 
 def give_way() -> None:

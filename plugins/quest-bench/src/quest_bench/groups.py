@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quest_core.errors import ConfigError, one_of
-from quest_core.hosts.discovery import Record
 
 from . import store
-from .plan import Suite, catalogue, parse_seeds, reproduce, write_value
+from .plan import Record, Suite, catalogue, parse_seeds, reproduce, write_value
 from .stats import Comparison, Estimate, Ranking, compare, correct, estimate, rank, verdict
 from .store import Stored
 from .worker import encode
@@ -201,7 +200,7 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     if baseline not in attentions and baseline != "standard":
         raise ConfigError(f"--baseline is '{baseline}', which was not run here; {one_of(baseline, attentions)}")
     # a suite that only another environment has is known from the record of its run
-    recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?", "ok")) for run in runs}
+    recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?")) for run in runs}
     declared = catalogue().suites
     # a task may have named its own metric, which only the record knows
     suites = {**recorded, **{name: suite for name, suite in declared.items() if suite.tasks or name not in recorded}}

@@ -20,10 +20,23 @@ from typing import Any
 from quest_core.benchmarks import Cell
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, PluginError, QuestError, one_of
-from quest_core.hosts.discovery import Record
 
 from . import worker
 from .data import fingerprint
+
+
+@dataclass(frozen=True)
+class Record:
+    """An installed plugin: whether its suites can run, and what they are."""
+
+    name: str  # "timm" of quest-timm
+    distribution: str
+    version: str
+    status: str = "ok"  # "ok", "broken" (its suites cannot be read) or "unsupported" (its host cannot be used)
+    detail: str = ""  # the cause, unless ok
+    fix: str = ""  # the command that fixes it, unless ok
+    host: str = ""  # the installed distribution of its host, with its version
+    suites: Mapping[str, Any] = field(default_factory=dict)  # suite -> its declaration
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
         paths[name] = str(python)
     suites: dict[str, Suite] = {}
     for record in records.values():
-        for name, info in record.info.get("suites", {}).items():
+        for name, info in record.suites.items():
             suite = Suite.read({"suite": name, **info}, record)
             if suite.name in suites:
                 raise PluginError(
@@ -188,7 +201,7 @@ def suite_of(available: Catalogue, selector: str) -> Suite:
     name = next((n for n in suites if selector == n or selector.startswith(n + "/")), None)
     if name is not None:
         return suites[name]
-    broken = [r for r in available.records.values() if r.status != "ok" and not r.info.get("suites")]
+    broken = [r for r in available.records.values() if r.status != "ok" and not r.suites]
     hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
     stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
     raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")

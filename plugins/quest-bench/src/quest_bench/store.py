@@ -368,8 +368,9 @@ def versions(plan: Plan) -> dict[str, str]:
             found[distribution] = version(distribution)
     record = plan.suite.record
     found[record.distribution] = record.version
-    if record.host_version:
-        found[record.host_name or str(record.info.get("host", record.name))] = record.host_version
+    if record.host:
+        name, _, found_version = record.host.partition(" ")
+        found[name] = found_version
     return found
 
 

@@ -22,7 +22,6 @@ Numbers: JSON has no NaN and no infinities; they are written as ``{"$float": "na
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -120,25 +119,26 @@ def entry_point(suite: str) -> importlib.metadata.EntryPoint:
 
 
 def describe() -> list[dict[str, Any]]:
-    """Return the plugin records of this environment as `quest_core.hosts.discovery.discover` does, with their suites.
+    """Return the plugins of this environment, each the fields of `quest_bench.plan.Record`."""
+    from quest_core.benchmarks import declared_suites
+    from quest_core.hosts.plugins import plugins
 
-    ``info["suites"]`` then is the mapping that a plugin's info names: suite -> declaration. A plugin whose suites
-    cannot be read is broken.
-    """
-    from quest_core.hosts.discovery import discover, load_info
-
-    found = []
-    for record in map(dataclasses.asdict, discover()):
-        name = record["info"].get("suites")
+    found: dict[str, dict[str, Any]] = {}
+    for plugin in plugins():
+        about = {"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+        found[plugin.name] = about | {"host": plugin.host()}
+        if problem := plugin.problem():
+            found[plugin.name] |= {"status": "unsupported", "detail": problem, "fix": plugin.fix}
+    for point in importlib.metadata.entry_points(group="quest.suites"):
+        assert point.dist is not None  # set for every entry point of an installed distribution
+        about = {"name": point.name, "distribution": point.dist.name, "version": point.dist.version}
+        record = found.setdefault(point.name, about)
         try:
-            suites = load_info(name) if name else {}
+            record["suites"] = dict(declared_suites(point.value))
         except Exception as error:
-            suites = {}
-            if record["status"] == "ok":
-                fix = f"pip install --force-reinstall {record['distribution']}"
-                record |= {"status": "broken", "detail": f"its suites cannot be read: {error!r}", "fix": fix}
-        found.append(record | {"info": {**record["info"], "suites": suites} if record["info"] else {}})
-    return found
+            fix = f"pip install --force-reinstall {point.dist.name}"
+            record |= {"status": "broken", "detail": f"its suites cannot be read: {error!r}", "fix": fix}
+    return list(found.values())
 
 
 def list_tasks(function: str, data: str) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _device() -> str:
 @functools.cache
 def _versions(suite: str) -> dict[str, str]:
     """Versions in this environment of all that takes part: python, torch, quest-core, plugin, host."""
-    from quest_core.hosts.discovery import discover
+    from quest_core.hosts.plugins import plugins
 
     entry = entry_point(suite)
     plugin = entry.dist.metadata["Name"] if entry.dist else None
@@ -281,9 +281,9 @@ def _versions(suite: str) -> dict[str, str]:
         if distribution:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[distribution] = importlib.metadata.version(distribution)
-    for record in discover():
-        if record.distribution == plugin and record.host_version:
-            found[record.host_name or str(record.info.get("host", record.name))] = record.host_version
+    for host in (one.host() for one in plugins() if one.distribution == plugin):
+        name, _, version = host.partition(" ")
+        found |= {name: version} if host else {}
     return found
 
 

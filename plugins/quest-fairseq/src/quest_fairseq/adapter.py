@@ -15,7 +15,6 @@ from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 
 from . import models, patches
 from .attention import Attention
-from .info import INFO
 from .transformer_xl import RelativeAttention
 
 RELATIVE = "RelPartialLearnableMultiHeadAttn"
@@ -29,7 +28,7 @@ class FairseqAdapter(Adapter):
     """Every MultiheadAttention of fairseq: decoders (causal, with incremental state), encoders, cross-attention."""
 
     name: ClassVar[str] = "fairseq"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities(causal=True, cached=True)
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module in the order of registration, which is that of the forward pass."""

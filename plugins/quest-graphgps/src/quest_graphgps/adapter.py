@@ -15,7 +15,6 @@ from quest_core.hosts.torch import TorchAdapter, is_known
 
 from . import graphgym
 from .attention import GraphAttention
-from .info import INFO
 
 HOSTS: dict[tuple[str, str], str] = {
     ("torch_geometric.nn.conv.gps_conv", "GPSConv"): "attn",
@@ -34,7 +33,7 @@ class GraphGPSAdapter(TorchAdapter):
     """
 
     name: ClassVar[str] = "graphgps"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False)
     replacement = GraphAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:

@@ -19,7 +19,6 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 
-from .info import INFO
 from .keys import check
 from .layers import (
     Attention,
@@ -45,6 +44,23 @@ HOSTS: dict[str, Any] = {
 }
 """Host class -> what replaces it."""
 
+REFUSED = {
+    "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term for "
+    "each query to the softmax",
+    "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
+    "MSCAAttention": "SegNeXt's attention is a convolution",
+    "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
+    "ObjectAttentionBlock": "its keys are object regions from convolutions (OCRNet)",
+    "PAM": "its queries and keys are feature maps from convolutions (DANet)",
+    "NLHead": "a non-local block has queries and keys from convolutions",
+    "DNLHead": "a disentangled non-local block has queries and keys from convolutions",
+    "CCHead": "criss-cross attention is a compiled op over rows and columns",
+    "PSAHead": "point-wise spatial attention is a compiled op",
+    "EMAHead": "its attention is expectation maximization over bases",
+    "VPD": "its attention is inside a diffusion model of another library",
+}
+"""Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them."""
+
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
 """Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
 
@@ -53,7 +69,7 @@ class MmsegAdapter(Adapter):
     """Every attention of mmseg's models that attends over tokens with queries, keys and values."""
 
     name: ClassVar[str] = "mmseg"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -63,11 +79,11 @@ class MmsegAdapter(Adapter):
             UnsupportedError: the model has a kind of attention that cannot be replaced; the message names it.
         """
         for path, module in model.named_modules():
-            refused = _host_name(module, INFO["refused"])
+            refused = _host_name(module, REFUSED)
             if refused is not None:
                 raise UnsupportedError(
                     f"attention= cannot be used in a model with {type(module).__name__}"
-                    f"{f' (at {path!r})' if path else ''}: {INFO['refused'][refused]}. Name it on the parts that "
+                    f"{f' (at {path!r})' if path else ''}: {REFUSED[refused]}. Name it on the parts that "
                     "can have it, for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
                 )
             if _replacement(module) is not None:

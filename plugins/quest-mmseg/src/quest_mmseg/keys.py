@@ -12,10 +12,16 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import REPORT, Request
 
-from .info import INFO
 from .registry import MODELS
 
-TYPES = frozenset(name for names in INFO["models"].values() for name in names)
+MODELS_WITH_ATTENTION = {
+    "segmentors": ["EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator"],
+    "backbones": ["VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"],
+    "heads": ["SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"],
+}
+"""Classes of mmseg whose attention is replaced, each registered as quest_mmseg.<name>."""
+
+TYPES = frozenset(name for names in MODELS_WITH_ATTENTION.values() for name in names)
 """mmseg's classes that this plugin offers with `attention`."""
 
 

@@ -14,12 +14,11 @@ from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.errors import InjectionError
 from quest_core.hosts.inject import KEYS, Request
-from quest_core.hosts.loading import running_adapters
+from quest_core.hosts.plugins import running_adapters
 from quest_core.hosts.replacement import HostAttention
 
 from .adapter import MmsegAdapter
-from .info import INFO
-from .keys import check, read
+from .keys import MODELS_WITH_ATTENTION, check, read
 from .registry import MODELS
 
 
@@ -65,7 +64,7 @@ class Accepts:
 
 def _apply(request: Request, model: Any) -> None:
     """Inject into a model; a backbone of timm is replaced by quest-timm, if that is installed."""
-    timm = [adapter for adapter in running_adapters(model) if adapter.name == "timm"]
+    timm = [adapter for adapter in running_adapters() if adapter.name == "timm"]
     kinds = {type(part).__module__.partition(".")[0] for part in model.modules()}
     trained = any(type(part).__name__ == "TIMMBackbone" and part._is_init for part in model.modules())
     try:
@@ -88,5 +87,5 @@ def _accepting(name: str, home: Any) -> type[Any] | None:
 
 
 for _kind, _home in (("segmentors", segmentors), ("backbones", backbones), ("heads", decode_heads)):
-    for _name in INFO["models"][_kind]:
+    for _name in MODELS_WITH_ATTENTION[_kind]:
         globals()[_name] = _accepting(_name, _home)

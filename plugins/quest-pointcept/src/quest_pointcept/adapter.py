@@ -13,7 +13,6 @@ from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 
 from . import hosts
-from .info import INFO
 from .layers import FLASH, PointAttention, TensorAttention, rate
 
 
@@ -21,7 +20,7 @@ class PointceptAdapter(Adapter):
     """Every serialized attention of Point Transformer V3, in Pointcept, torch-pointcloud and standalone copies."""
 
     name: ClassVar[str] = "pointcept"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every serialized attention in `model`, in the order of registration, which is that of the forward pass.

@@ -22,8 +22,6 @@ from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 from quest_core.mechanism import Mechanism
 
-from .info import INFO
-
 if TYPE_CHECKING:
     from .layers import Replacement
 
@@ -47,8 +45,20 @@ class TimmAdapter(Adapter):
     """Adapter for timm's own attention classes."""
 
     name: ClassVar[str] = "timm"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
-    leaves_alone: ClassVar[frozenset[str]] = frozenset(INFO["leaves_alone"])
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    leaves_alone: ClassVar[frozenset[str]] = frozenset(
+        {
+            "ChannelAttn",
+            "CoordAttn",
+            "EfficientLocalAttn",
+            "LightChannelAttn",
+            "LightSpatialAttn",
+            "SimpleCoordAttn",
+            "SpatialAttn",
+            "SplitAttn",
+            "StripAttn",
+        }
+    )
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""

@@ -6,11 +6,7 @@
 
 from __future__ import annotations
 
-from quest_core.hosts.discovery import require_host
-
-require_host("transformers")  # before an import of it fails
-
-from .adapter import TransformersAdapter as TransformersAdapter  # noqa: E402
-from .conversion import convert as convert  # noqa: E402
+from .adapter import TransformersAdapter as TransformersAdapter
+from .conversion import convert as convert
 
 TransformersAdapter().install()

@@ -15,7 +15,6 @@ from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
-from .info import INFO
 from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unknown_keywords, unscalable
 
 _OWN = {
@@ -31,7 +30,7 @@ class TransformersAdapter(Adapter):
     """Adapter for every module of transformers that calls its AttentionInterface."""
 
     name: ClassVar[str] = "transformers"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""

@@ -17,7 +17,6 @@ from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
 from quest_core.hosts.torch import TorchAdapter
 
-from .info import INFO
 from .layers import (
     ConvTranAttention,
     MultiheadAttention,
@@ -50,7 +49,7 @@ class TsaiAdapter(Adapter):
     """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention in tsai's models without these."""
 
     name: ClassVar[str] = "tsai"
-    capabilities: ClassVar[Capabilities] = Capabilities(**INFO["capabilities"])
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""

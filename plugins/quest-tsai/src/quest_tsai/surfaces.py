@@ -18,7 +18,30 @@ from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.projections import Projected
 
-from .info import INFO
+ARCHITECTURES = (
+    "TSTPlus",
+    "MultiTSTPlus",
+    "TSiTPlus",
+    "TST",
+    "PatchTST",
+    "TSPerceiver",
+    "TransformerModel",
+    "TransformerRNNPlus",
+    "TransformerLSTMPlus",
+    "TransformerGRUPlus",
+    "RNNAttention",
+    "LSTMAttention",
+    "GRUAttention",
+    "RNNAttentionPlus",
+    "LSTMAttentionPlus",
+    "GRUAttentionPlus",
+    "ConvTranPlus",
+    "TabTransformer",
+    "TabFusionTransformer",
+    "TSTabFusionTransformer",
+    "GatedTabTransformer",
+)
+"""Architectures of tsai that have an attention to replace."""
 
 
 def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
@@ -47,10 +70,10 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
             "made"
         )
     names = {base.__name__ for base in getattr(kind, "__mro__", ())}
-    if request is not None and kind.__module__.startswith("tsai.") and names.isdisjoint(INFO["architectures"]):
+    if request is not None and kind.__module__.startswith("tsai.") and names.isdisjoint(ARCHITECTURES):
         raise UnsupportedError(
             f"attention='{request.attention}' cannot be used in {name}: it has no attention that could be replaced. "
-            f"Architectures of tsai that take it: {', '.join(INFO['architectures'])}"
+            f"Architectures of tsai that take it: {', '.join(ARCHITECTURES)}"
         )
     return request
 

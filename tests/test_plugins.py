@@ -1,0 +1,205 @@
+"""Installed plugins: found without an import, loaded with their host, and explained if they cannot be used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from distributions import ADAPTER, COSINE, write_distribution
+from torch import nn
+
+import quest_core
+from quest_core import PluginError, catalogue, cli
+from quest_core.hosts import plugins
+from quest_core.mechanisms.part import Part
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """install(name, ...) writes a plugin's package and metadata as pip would, into a folder on sys.path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # of child processes
+    before = set(sys.modules)
+
+    def write(
+        name: str,
+        *modules: str,
+        adapter: str | None = None,
+        requires: tuple[str, ...] = (),
+        entry_points: dict[str, dict[str, str]] | None = None,
+    ) -> None:
+        package = f"plugin_{name}"
+        source = ADAPTER.format(name=name) if adapter is None else adapter
+        adapters = dict.fromkeys(modules or ["json"], f"{package}.adapter:HostAdapter")
+        write_distribution(
+            tmp_path,
+            f"quest-{name}",
+            {f"{package}/__init__.py": "", f"{package}/adapter.py": source},
+            {"quest.adapters": adapters, **(entry_points or {})},
+            requires,
+        )
+
+    yield write
+    catalogue.parts.cache_clear()
+    plugins.Plugin.load.cache_clear()
+    for module in set(sys.modules) - before:
+        if module.startswith("plugin_"):
+            del sys.modules[module]
+
+
+def test_finding_a_plugin_imports_nothing(install: Install) -> None:
+    install("mini", adapter="raise RuntimeError")
+    found = plugins.find("mini")
+    assert (found.name, found.version, found.modules) == ("mini", "1.2", ("json",))
+    assert "plugin_mini" not in sys.modules
+
+
+def test_a_plugin_runs_once_its_host_is_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("mini", "its_index_name", "its_checkout")
+    assert [made.name for made in plugins.running_adapters()] == []
+    monkeypatch.setitem(sys.modules, "its_checkout", sys)
+    assert [made.name for made in plugins.running_adapters()] == ["mini"]
+    assert plugins.running_adapters() == [plugins.adapter("mini")]
+    assert plugins.find("its_index_name") == plugins.find("mini")
+
+
+@pytest.mark.parametrize("source", ["1 / 0", "import no_such_host", "HostAdapter = dict", "HostAdapter = None"])
+def test_a_broken_plugin_disables_itself(install: Install, source: str) -> None:
+    install("torn", adapter=source)
+    install("mini")
+    with pytest.raises(PluginError, match="plugin quest-torn 1.2 cannot be loaded: .*Error"):
+        plugins.adapter("torn")
+    assert [made.name for made in plugins.running_adapters()] == ["mini"]
+    with pytest.raises(quest_core.InjectionError, match="no attention.*plugin quest-torn 1.2 cannot be loaded"):
+        quest_core.inject(nn.Linear(2, 2), "quest")
+    quest_core.inject(nn.TransformerEncoderLayer(16, 2, dropout=0.0), "quest")
+
+
+def test_a_host_that_is_missing(install: Install) -> None:
+    install("lost", "no_such_host", adapter="import no_such_host")
+    assert plugins.find("lost").problem() == "no_such_host is not installed"
+    with pytest.raises(PluginError, match=r"no_such_host is not installed; fix: pip install 'quest-lost\[host\]'"):
+        plugins.adapter("lost")
+
+
+def test_a_host_of_another_version(install: Install) -> None:
+    install("old", "torch", requires=('a-companion>=9; extra == "host"', 'torch<1.0; extra == "host"', "torch>=2"))
+    installed = importlib.metadata.version("torch")
+    assert plugins.find("old").problem() == f"found torch {installed}, supported is torch<1.0"
+
+
+def test_one_of_several_hosts_is_enough(install: Install) -> None:
+    install("two", "torch", requires=('torch-fork>=2; extra == "host"', 'torch>=2; extra == "host-fork"'))
+    assert plugins.find("two").problem() == ""
+    assert plugins.find("two").host().startswith("torch 2")
+
+
+def test_two_plugins_of_one_host_both_run(install: Install) -> None:
+    install("json")
+    install("another")
+    assert [made.name for made in plugins.running_adapters()] == ["another", "json"]
+    assert plugins.find("json").distribution == "quest-json"
+
+
+def test_a_plugin_that_is_not_installed(install: Install) -> None:
+    install("mini")
+    with pytest.raises(PluginError, match="no plugin for 'minni' is installed; did you mean 'mini'"):
+        plugins.adapter("minni")
+
+
+def test_installed_packages_add_mechanisms(install: Install) -> None:
+    install(
+        "mech",
+        adapter=COSINE.format(name="cosine10"),
+        entry_points={"quest.attention": {"mech": "plugin_mech.adapter:PARTS"}},
+    )
+    catalogue.parts.cache_clear()
+    assert "cosine10" in quest_core.list_mechanisms()
+    assert isinstance(catalogue.parts()["cosine10"], Part)
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    want = (10 * torch.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)).softmax(-1) @ v
+    torch.testing.assert_close(quest_core.attention(q, k, v, "cosine10"), want)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_is_wrong_and_the_fix(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torn_host.py").write_text("raise RuntimeError('no operator nms')")
+    (tmp_path / "slow_host.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "rude_host.py").write_text("import os; os._exit(3)")
+    install("mini", "json")
+    install("lost", "no_such_host")
+    install("torn", adapter="import no_such_thing")
+    install("host", "torn_host", adapter="import torn_host")
+    install("slow", "slow_host", adapter="import slow_host")
+    install("rude", "rude_host", adapter="import rude_host")
+    assert cli.main(["doctor", "--timeout", "6"]) == 1
+    said = capsys.readouterr().out
+    assert "  quest-mini 1.2: ok\n" in said
+    assert "  quest-lost 1.2: no_such_host is not installed\n    fix: pip install 'quest-lost[host]'\n" in said
+    assert "  quest-torn 1.2: it cannot be imported: " in said
+    assert "No module named 'no_such_thing'" in said
+    assert "  quest-host 1.2: its host torn_host cannot be imported: RuntimeError: no operator nms\n" in said
+    assert "    fix: python -c 'import torn_host' shows the whole error" in said
+    assert "  quest-slow 1.2: its host slow_host cannot be imported: it takes more than 6 s\n" in said
+    assert "  quest-rude 1.2: its host rude_host cannot be imported: it ends the process with status 3\n" in said
+
+
+def test_doctor_is_content_with_what_works(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("mini", "torch", requires=('torch>=2; extra == "host"',))
+    assert cli.main(["doctor"]) == 0
+    assert f"  quest-mini 1.2 with torch {importlib.metadata.version('torch')}: ok\n" in capsys.readouterr().out
+
+
+def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in quest_core.list_mechanisms())
+    assert cli.main(["check", "quest+gqa(kv_heads=4)"]) == 0
+    assert "kv_heads = 4" in capsys.readouterr().out
+    assert cli.main(["check", "qest"]) == 2
+    assert "did you mean 'quest'?" in capsys.readouterr().err
+
+
+def test_commands_end_without_a_traceback_if_nothing_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["check", "quest"]) == 1
+    monkeypatch.setattr(sys, "stdout", None)  # as Python does for `quest list >&-`
+    assert cli.main(["list"]) == 0
+
+
+def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(
+        "shout",
+        adapter="def main(argv):\n    print(*argv)\n    return 7",
+        entry_points={"quest.commands": {"shout": "plugin_shout.adapter:main", "moan": "plugin_shout.adapter:missing"}},
+    )
+    assert cli.main(["shout", "a", "--flag"]) == 7
+    assert capsys.readouterr().out == "a --flag\n"
+    assert cli.main(["moan"]) == 2
+    assert "the command 'moan' of quest-shout 1.2 cannot be imported: AttributeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["doctr"], ["check", "--mechansm", "quest"], ["bench"]])
+def test_a_misspelt_command_or_option_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments == ["bench"] and importlib.metadata.entry_points(group="quest.commands", name="bench"):
+        pytest.skip("quest-bench is installed")
+    assert cli.main(arguments) == 2
+    assert {
+        "doctr": "did you mean 'doctor'",
+        "check": "did you mean '--mechanism'",
+        "bench": "pip install quest-bench",
+    }[arguments[0]] in capsys.readouterr().err
