@@ -1,15 +1,16 @@
-"""Which attention a checkpoint was trained with, carried by the checkpoint as a tensor.
+"""A checkpoint names the attention that it was trained with, in one small tensor per mechanism.
 
-Weights of one mechanism load into another without an error, and a state dict's metadata is lost by every loader that
-copies it. So every mechanism other than `standard` has one buffer: its configuration as text, spelled in float32.
-Averaging, moving averages, casts, safetensors, ``weights_only`` and sharding keep it.
+The weights of one mechanism fit another, and every loader that copies a state dict loses its metadata. So every
+mechanism other than `standard` has a buffer that holds its configuration as text. A load compares all of them before it
+copies a tensor.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from .notices import LOGGER, is_heard
 
 ENTRY = "attention_is_not_standard"
 """The buffer's name, which explains itself where PyTorch reports it as an unexpected key."""
-BLOCK = 64  # the spelled text is filled with zeros to a multiple of this, so that most configurations have one shape
+BLOCK = 64  # bytes; zeros fill the text to a multiple of it, so that most configurations have tensors of one shape
+HOOK = "_quest_compares_checkpoints"
 
+_WRAPPERS = re.compile(r"\b_(fsdp_wrapped_module|checkpoint_wrapped_module|orig_mod)\.")
+"""What PyTorch's wrappers add to the paths of modules and only some of them to the keys of a state dict."""
 _warned: list[object] = [None]  # the latest load that was warned about
 
 
@@ -30,46 +34,58 @@ class AttentionMismatchWarning(UserWarning):
     """A checkpoint of standard attention is loaded into a model with another one."""
 
 
-def spell(config: AttentionConfig) -> Tensor:
-    """Return the text of `config` as the bytes of UTF-8, float32 [L] on the CPU."""
+def encode(config: AttentionConfig) -> Tensor:
+    """Return the text of `config` as float32 [512] on the CPU; longer texts take a multiple of that.
+
+    Each bit of the UTF-8 text is 1.0 or 2.0. Every floating type of PyTorch, float8 included, holds both exactly, and
+    averages and moving averages of equal tensors stay near them.
+    """
     text = str(config).encode()
-    return torch.tensor([*text, *[0] * (-len(text) % BLOCK)], dtype=torch.float32, device="cpu")
+    bits = "".join(f"{byte:08b}" for byte in text + bytes(-len(text) % BLOCK))
+    return torch.tensor([1.0 + int(bit) for bit in bits], device="cpu")
 
 
-def read(spelled: Tensor) -> str:
-    """Return the text that `spell` wrote; averaging and casts may have rounded it, NaN is an error."""
-    if not spelled.isfinite().all():
+def decode(entry: Tensor) -> str:
+    """Return the text that `encode` wrote, also after a cast or an average.
+
+    Raises:
+        CheckpointError: the values are not near 1 and 2.
+    """
+    values = entry.detach().to("cpu", torch.float32).flatten()
+    bits = values > 1.5
+    if not bits.any() or not ((values - 1 - bits.float()).abs() < 0.25).all():
         raise CheckpointError(
-            f"a checkpoint's '{ENTRY}' holds NaN or infinity, so the attention that it was trained with is unknown; "
-            "replace this entry by that of a model with the same attention"
+            f"'{ENTRY}' of a checkpoint should hold ones and twos, which name the attention that it was trained with, "
+            "and was changed; copy this entry from the state dict of a model with the same attention"
         )
-    return bytes(round(code) & 255 for code in spelled.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
+    text = int("".join(str(int(bit)) for bit in bits), 2).to_bytes(len(bits) // 8, "big")
+    return text.rstrip(b"\0").decode(errors="replace")
 
 
 def compare(
-    spelled: Tensor | None, config: AttentionConfig, attention_from: AttentionConfig | None, path: str, load: object
+    entry: Tensor | None, config: AttentionConfig, attention_from: AttentionConfig | None, path: str, load: object
 ) -> bool:
-    """Return whether a checkpoint was trained with the attention that the model has; raise or warn if it was not.
+    """Return whether a checkpoint was trained with the attention of a layer; raise or warn if it was not.
 
     Args:
-        spelled: the checkpoint's entry; None where it has none, which means standard attention.
-        config: the model's attention.
+        entry: the checkpoint's tensor that names its attention; None means standard attention.
+        config: the attention of the layer.
         attention_from: the checkpoint's attention, if the user has named it.
         path: of the layer.
-        load: an object that is the same for all layers of one call of load_state_dict; it warns once.
+        load: an object that is the same for all layers of one call of load_state_dict, which warns only once.
 
     Raises:
-        CheckpointError: the checkpoint says another attention than `config` and `attention_from`.
+        CheckpointError: the checkpoint has an attention other than `config` and `attention_from`.
     """
-    trained = str(STANDARD) if spelled is None else read(spelled)
+    trained = str(STANDARD) if entry is None else decode(entry)
     if config.means(trained):
         return True
     if attention_from is not None and attention_from.means(trained):
         return False
-    said = "" if attention_from is None else f" (attention_from is '{attention_from}')"
-    if spelled is not None or attention_from is not None:
+    named = "" if attention_from is None else f" (attention_from is '{attention_from}')"
+    if entry is not None or attention_from is not None:
         raise CheckpointError(
-            f"'{path}': this checkpoint was trained with attention '{trained}', and the model has '{config}'{said}; "
+            f"'{path}': this checkpoint was trained with attention '{trained}', and the model has '{config}'{named}; "
             f"build the model with attention='{trained}', or say attention_from='{trained}' if you mean to go on from "
             "these weights with another attention"
         )
@@ -85,75 +101,135 @@ def compare(
     return False
 
 
-def unread(key: str, spelled: Tensor, host: str) -> str:
-    """Return the message for an entry of a checkpoint where the model has the attention of `host` itself."""
-    trained = read(spelled)
-    return (
+def unexpected_entry(key: str, entry: Tensor, host: str) -> CheckpointError:
+    """Return the error for an entry of a checkpoint where the model has the attention of `host` itself."""
+    trained = decode(entry)
+    return CheckpointError(
         f"'{key}': this checkpoint was trained with attention '{trained}', and the model has {host}'s own; build the "
         f"model with attention='{trained}', or with attention='standard' and attention_from='{trained}' if you mean to "
         "go on from these weights with standard attention"
     )
 
 
-class Spelled(nn.Module):
-    """A module whose state dict spells its attention, and which refuses a checkpoint of another."""
+class CheckpointGuard(nn.Module):
+    """A module whose state dict names its attention, and which refuses a checkpoint of another."""
 
-    attention_is_not_standard: Tensor | None  # the configuration, spelled; None for `standard`
-    attention_from: AttentionConfig | None  # of a checkpoint to be loaded, where it is meant to differ
-    start_is_due: bool  # the attention sets the norms that queries or keys start with, and nothing has set them yet
+    attention_is_not_standard: Tensor | None  # the configuration, encoded; None for `standard`
+    attention_from: AttentionConfig | None  # the attention of a checkpoint to be loaded, if it is meant to differ
+    verdict: tuple[Any, bool]  # a load that `compare_layers` has seen, and what `accepts` returned
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
-        """Spell `config` in a buffer.
+        """Register the buffer.
 
         Args:
             config: the attention.
-            keeps: whether it adds anything to a state dict.
+            keeps: whether the module adds anything to a state dict.
         """
         super().__init__()
         self.config = config
         self.is_standard = config.is_standard
-        self.register_buffer(ENTRY, spell(config) if keeps and not self.is_standard else None)
+        self.register_buffer(ENTRY, encode(config) if keeps and not self.is_standard else None)
         self.attention_from = None
-        self.start_is_due = keeps and bool(config.starts)
+        self.verdict = (None, True)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Spelled:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CheckpointGuard:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
-            self.attention_is_not_standard = spell(self.config).to(self.attention_is_not_standard.device)
+            self.attention_is_not_standard = encode(self.config).to(self.attention_is_not_standard.device)
         return self
 
+    def accepts(self, state_dict: Mapping[str, Any], path: str, layer: str, missing: Iterable[str], load: Any) -> bool:
+        """Return whether a state dict fits as it is, or lacks the layer; False if it has another attention on purpose.
+
+        Args:
+            state_dict: of a model that contains this module.
+            path: of this module, as in `state_dict`.
+            layer: path of the module around it that has weights.
+            missing: keys that `state_dict` lacks.
+            load: PyTorch's list of missing keys, which is the same for all modules of one load.
+
+        Raises:
+            CheckpointError: it has another attention.
+        """
+        entry = state_dict.get(f"{path}.{ENTRY}" if path else ENTRY)
+        if entry is self.attention_is_not_standard and not load:
+            entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
+        if entry is None and _lacks_weights(layer, state_dict, missing):
+            return True
+        return compare(entry, self.config, self.attention_from, path, load)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        own, key = self.attention_is_not_standard, prefix + ENTRY
-        missing_keys = arguments[2]  # PyTorch hands one list of them to all modules of a call
-        spelled = state_dict.pop(key, None)
-        if spelled is own and not missing_keys:  # set_model_state_dict(full_state_dict=True) has filled in all it lacks
-            spelled = None
-        if own is not None and own.is_meta:  # load_state_dict(assign=True) makes the model of the state dict's tensors
-            own = spell(self.config).to(next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu"))
-        self.start_is_due = self.start_is_due and spelled is None  # trained weights have started
-        silent = spelled is None and _holds_no_weights(prefix[: prefix[:-1].rfind(".") + 1], state_dict, missing_keys)
-        if not (silent or compare(spelled, self.config, self.attention_from, prefix[:-1], missing_keys)):
-            # Another attention, accepted: what this one learns and the checkpoint lacks stays as it was initialized.
+        own, key, missing_keys = self.attention_is_not_standard, prefix + ENTRY, arguments[2]
+        load, accepted = self.verdict
+        self.verdict = (None, True)
+        if load is not missing_keys:  # `compare_layers` has not seen this load
+            path = prefix[:-1]
+            accepted = self.accepts(state_dict, path, path.rpartition(".")[0], missing_keys, missing_keys)
+        if not accepted:
+            # Another attention, on purpose: parameters that only this one learns stay as they were initialized.
             mine = self.state_dict(prefix=prefix)
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
             shared = {name: x for name, x in given.items() if name in mine and x.shape == mine[name].shape}
             state_dict.update({name: x for name, x in mine.items() if not x.is_meta} | shared)
+        state_dict.pop(key, None)
         if own is not None:
+            if own.is_meta:  # load_state_dict(assign=True) takes the tensors of the state dict
+                device = next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu")
+                own = encode(self.config).to(device)
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _holds_no_weights(start: str, state_dict: dict[str, Any], missing_keys: list[str]) -> bool:
-    """Return whether a state dict lacks the weights of a layer, below `start`: one of LoRA adapters or of a head."""
-    held, missing = (
+def _lacks_weights(layer: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
+    """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
+    start = f"{layer}." if layer else ""
+    held, lacked = (
         {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
-        for keys in (state_dict, [key for key in missing_keys if key.endswith("weight")])
+        for keys in (state_dict, [key for key in missing if key.endswith("weight")])
     )
-    return bool(missing) and held <= missing
+    return bool(lacked) and held <= lacked
 
 
-def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
-    """Let a model go on from weights that were trained with another attention, without an error or a warning.
+def compare_layers(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, _: Any, strict: bool, missing_keys: Any, *__: Any
+) -> None:
+    """Compare every layer of `module` with a state dict, of which no tensor was copied yet: a hook of load_state_dict.
+
+    Raises:
+        CheckpointError: a layer has another attention than the checkpoint.
+    """
+    given = {_WRAPPERS.sub("", key): value for key, value in state_dict.items()}
+    modules = dict(module.named_modules(prefix=prefix[:-1], remove_duplicate=False))
+    for path, guard in modules.items():
+        if not isinstance(guard, CheckpointGuard) or guard.verdict[0] is missing_keys:
+            continue
+        layer = path.rpartition(".")[0]
+        while layer and layer.rpartition(".")[0] in modules and not _weights(modules[layer], layer, path):
+            layer = layer.rpartition(".")[0]  # such as the module around one that only calls the attention
+        own = [_WRAPPERS.sub("", name) for name in _weights(modules[layer], layer, path)] if layer in modules else []
+        missing = [name for name in own if name not in given]
+        where, layer = (_WRAPPERS.sub("", f"{name}.")[:-1] for name in (path, layer))
+        guard.verdict = (missing_keys, guard.accepts(given, where, layer, missing, missing_keys))
+
+
+def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
+    """Return the paths of the weights in `module` but not in its mechanism."""
+    names = (name for name, _ in module.named_parameters(path) if name.endswith("weight"))
+    return [name for name in names if not name.startswith(f"{mechanism}.")]
+
+
+def compare_before_loading(model: nn.Module) -> None:
+    """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none.
+
+    `inject` calls it. A model that was built with quest_core's layers compares each layer before that layer's tensors
+    are copied; call this function to compare all of them before the first.
+    """
+    if HOOK not in vars(model):
+        vars(model)[HOOK] = model.register_load_state_dict_pre_hook(compare_layers)
+
+
+def set_attention_from(model: nn.Module, attention_from: AttentionSpec) -> None:
+    """Let a model load weights that were trained with another attention, without an error or a warning.
 
     Args:
         model: with quest_core attention in it.
@@ -161,12 +237,5 @@ def accept(model: nn.Module, attention_from: AttentionSpec) -> None:
     """
     config = AttentionConfig.parse(attention_from)
     for module in model.modules():
-        if isinstance(module, Spelled):
+        if isinstance(module, CheckpointGuard):
             module.attention_from = config
-
-
-def started(model: nn.Module) -> None:
-    """Let a model's attention run: its projections have the start that its options ask for, or trained weights."""
-    for module in model.modules():
-        if isinstance(module, Spelled):
-            module.start_is_due = False

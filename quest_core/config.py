@@ -18,7 +18,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from .catalogue import parts
@@ -106,7 +106,7 @@ class AttentionConfig:
     def means(self, spec: AttentionSpec) -> bool:
         """Return whether `spec` is this attention; False if it is unknown here.
 
-        An omitted option equals its default. Options that only set the start of a fresh model are not compared.
+        An omitted option equals its default. Options that only initialize a fresh model are not compared.
         """
         try:
             other = AttentionConfig.parse(spec)
@@ -116,10 +116,15 @@ class AttentionConfig:
         return self.parts == other.parts and all(self.option(name) == other.option(name) for name in compared)
 
     @property
-    def starts(self) -> dict[str, float]:
-        """Norms that queries ("q") and keys ("k") of a fresh model start with, if options set them."""
+    def initial_norms(self) -> dict[str, float]:
+        """Norms of queries ("q") and keys ("k") in a fresh model, if options set them; see `projections.init_norms`."""
         named = {o.starts: self.option(o.name) for part in self.specs() for o in part.options if o.starts in ("q", "k")}
         return {role: norm for role, norm in named.items() if role is not None and norm is not None}
+
+    def without_initial_norms(self) -> AttentionConfig:
+        """Return the same attention without the options that only set initial norms."""
+        names = {o.name for part in self.specs() for o in part.options if o.starts in ("q", "k")}
+        return replace(self, options=tuple((key, value) for key, value in self.options if key not in names))
 
     def build_arguments(self, part: Part) -> dict[str, Any]:
         """Return the options that `part` is built with, with defaults filled in."""

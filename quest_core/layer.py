@@ -14,7 +14,7 @@ from .mechanism import Mechanism, head_sizes
 from .ops import (
     merge_masks,
 )
-from .projections import Projected, Separate
+from .projections import Projected, Separate, init_norms
 
 
 class Attention(Projected):
@@ -72,8 +72,10 @@ class Attention(Projected):
         self.k_proj = nn.Linear(source, k_rows, bias, **factory)
         self.v_proj = nn.Linear(source, v_rows, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
-        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim).to(**factory)
-        self.start()
+        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim, projected=True).to(
+            **factory
+        )
+        init_norms(self)
 
     def forward(
         self,

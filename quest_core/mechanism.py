@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .cache import Cache
 from .catalogue import parts
-from .checkpoints import Spelled
+from .checkpoints import CheckpointGuard
 from .checks import check_inputs
 from .compat import (
     constant_result,
@@ -64,13 +64,13 @@ class Observation(NamedTuple):
     piece: int = 0  # 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
 
 
-class Mechanism(Spelled):
+class Mechanism(CheckpointGuard):
     """softmax(score(q, k)) v and its relatives: the part of attention between the projections.
 
     >>> m = Mechanism("quest+gqa(kv_heads=4)", num_heads=8, head_dim=64)
     >>> out = m(q, k, v, is_causal=True)
 
-    It spells its configuration in every state dict, and refuses a checkpoint of another mechanism (see
+    It names its configuration in every state dict, and refuses a checkpoint of another mechanism (see
     :mod:`quest_core.checkpoints`).
 
     Args:
@@ -81,6 +81,9 @@ class Mechanism(Spelled):
         num_kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
             heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
         standard_scale: the host's own factor on q·k, if it is not the 1/√D that some scores have.
+
+        projected: the caller has the projections and calls `quest_core.projections.init_norms`; without it, options
+            that set initial norms of queries and keys are an error.
 
     Raises:
         ConfigError: unknown name or option, heads that kv_heads does not divide, or sizes missing.
@@ -113,8 +116,14 @@ class Mechanism(Spelled):
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
         standard_scale: float | None = None,
+        projected: bool = False,
     ) -> None:
         config = AttentionConfig.parse(attention)
+        if config.initial_norms and not projected:
+            raise ConfigError(
+                f"attention '{config}' sets initial norms of query and key projections, which a Mechanism does not "
+                "have; use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
+            )
         dims = None
         if num_heads is not None and head_dim is not None:
             groups = kv_heads(config, num_heads) if num_kv_heads is None else num_kv_heads
@@ -385,13 +394,6 @@ class Mechanism(Spelled):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, cached: int = 0
     ) -> Tensor | None:
         """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism."""
-        if self.start_is_due:
-            raise ConfigError(
-                f"attention '{self.config}' sets the norms that queries or keys start with (init, key_init or "
-                "query_init), and nothing has set them; use quest_core.Attention or quest_core.inject(model, ..., "
-                "fresh=True), or call start() of a layer that inherits quest_core.projections.Projected, or leave the "
-                "option out"
-            )
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -435,7 +437,7 @@ class Mechanism(Spelled):
         dims = self.dims
         heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "num_kv_heads": dims.kv_heads}
         with same_random_state(self):
-            made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale)
+            made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale, projected=True)
         for own, new in zip(_kept(self), _kept(made), strict=True):
             own.copy_(new)
 
@@ -447,7 +449,7 @@ class Mechanism(Spelled):
 
 
 def _refuse_state(config: AttentionConfig) -> None:
-    """Raise ConfigError if an attention keeps something, or scales projections, which a function cannot do."""
+    """Raise ConfigError if an attention keeps something, which a function cannot do."""
     for part in config.specs():
         if part.learnable or part.stateful or part.chained:
             keeps = "learnable parameters" if part.learnable else "a state"
@@ -455,11 +457,6 @@ def _refuse_state(config: AttentionConfig) -> None:
                 f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                 f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
-    if config.starts:
-        raise ConfigError(
-            f"attention '{config}' sets the start of query and key projections, which a function does not have; "
-            "use quest_core.Attention or quest_core.inject(model, ..., fresh=True), or leave the option out"
-        )
 
 
 def _kept(module: Mechanism) -> Iterator[Tensor]:

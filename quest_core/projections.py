@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .checkpoints import started
+from .checkpoints import compare_layers
 from .compat import wider
 from .config import AttentionConfig
 from .errors import InputError, UnsupportedError
@@ -250,10 +250,6 @@ class Projected(nn.Module):
     projections: ClassVar[Projections]
     head_sizes: HeadSizes
     config: AttentionConfig
-    loaded: bool = False  # a checkpoint's projections have been loaded, so that `start` does not change them
-    marks_shape: ClassVar[bool] = False
-    """Whether key projections in state dicts have one more axis, unless the attention is standard, so that a stock
-    model refuses them; for hosts whose loaders ignore unexpected keys."""
 
     if TYPE_CHECKING:  # a host's module holds what it holds without types
 
@@ -264,60 +260,43 @@ class Projected(nn.Module):
         """Key/value heads G."""
         return self.head_sizes.kv_heads
 
-    def start(self) -> None:
-        """Scale fresh projections to the norms that the attention's options ask for (`init`, `key_init`).
-
-        Does nothing without such an option, or after a checkpoint was loaded. A second call has the effect of one, so a
-        host whose own initialization comes later calls it again.
-
-        Raises:
-            UnsupportedError: the weights are parametrized, have no values yet (meta device), or are zeros.
-        """
-        for role, factors in self.start_factors().items():
-            self.projections.scale(self, self.head_sizes, role, factors)
-        started(self)
-
-    def start_factors(self) -> dict[str, Tensor]:
-        """Return what `start` multiplies the heads by, [H] for "q" and [G] for "k"; raises as `start` does."""
-        factors = {}
-        for role, norm in () if self.loaded else self.config.starts.items():
-            now = self.projections.norms(self, self.head_sizes, role)
-            if now.is_meta or not bool((now > 0).all()):
-                why = "are on the meta device" if now.is_meta else "of some heads are zeros"
-                raise UnsupportedError(
-                    f"attention '{self.config}' sets the norm of '{role}' at the start, but its projections in "
-                    f"{type(self).__name__} {why}; initialize them first, or leave the option out"
-                )
-            factors[role] = norm / now
-        return factors
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        unmark_shape(self, state_dict, prefix)
+        compare_layers(self, state_dict, prefix, *arguments)  # before this layer's own weights are copied
         self.projections.load(self, state_dict, prefix, self.head_sizes)
-        owned = (prefix + name for name, _ in self.projections.entries)
-        self.loaded = self.loaded or any(key in state_dict or f"{key}.weight" in state_dict for key in owned)
-        if self.loaded:
-            started(self)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def mark_shape(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """Add an axis to the key projections of a `Projected` in its state dict: [rows, in] -> [1, rows, in], a view.
+def init_norms(model: nn.Module) -> None:
+    """Scale fresh projections to the norms that options of the attention ask for, such as `quest(init=12)`.
 
-    Skips parameters, which `keep_vars` returns, and DTensors, which are resharded by their shape.
+    `Attention`, `MultiheadAttention` and `inject(..., fresh=True)` call it. A host that initializes its layers later
+    calls it afterwards. A second call changes nothing.
+
+    Args:
+        model: every `Projected` in it is scaled, `model` itself included.
+
+    Raises:
+        UnsupportedError: weights are parametrized, have no values yet (meta device), or are zeros; nothing has changed.
     """
-    names = tuple(prefix + name for name, roles in module.projections.entries if "k" in roles)
-    for key, x in state_dict.items():
-        if type(x) is Tensor and x.dim() == 2 and key.startswith(names) and not module.config.is_standard:
-            state_dict[key] = x[None]
+    parts = [part for part in model.modules() if isinstance(part, Projected)]
+    for part, factors in [(part, norm_factors(part)) for part in parts]:
+        for role, factor in factors.items():
+            part.projections.scale(part, part.head_sizes, role, factor)
 
 
-def unmark_shape(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """Undo `mark_shape` in place, whatever attention `module` has: no entry of three axes fits a parameter of two."""
-    for name, own in module.named_parameters(remove_duplicate=False):
-        given = state_dict.get(prefix + name)
-        if isinstance(given, Tensor) and own.dim() == 2 and given.dim() == 3 and len(given) == 1:
-            state_dict[prefix + name] = given[0]
+def norm_factors(part: Projected) -> dict[str, Tensor]:
+    """Return what `init_norms` multiplies the heads by, [H] for "q" and [G] for "k"; raises as `init_norms` does."""
+    factors = {}
+    for role, norm in part.config.initial_norms.items():
+        now = part.projections.norms(part, part.head_sizes, role)
+        if now.is_meta or not bool((now > 0).all()):
+            why = "are on the meta device" if now.is_meta else "of some heads are zeros"
+            raise UnsupportedError(
+                f"attention '{part.config}' sets the initial norm of '{role}', but its projections in "
+                f"{type(part).__name__} {why}; initialize them first, or leave the option out"
+            )
+        factors[role] = norm / now
+    return factors
 
 
 def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:

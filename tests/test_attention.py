@@ -133,7 +133,7 @@ def test_a_checkpoint_with_all_heads_is_pooled_on_load() -> None:
     full, small = Attention(12, 4, "quest"), Attention(12, 4, "quest+gqa(kv_heads=2)")
     with pytest.raises(quest_core.CheckpointError, match="say attention_from='quest' if you mean to go on"):
         small.load_state_dict(full.state_dict(), strict=True)
-    checkpoints.accept(small, "quest")
+    checkpoints.set_attention_from(small, "quest")
     small.load_state_dict(full.state_dict(), strict=True)
     torch.testing.assert_close(small.k_proj.weight, full.k_proj.weight.view(2, 2, 3, 12).mean(1).flatten(0, 1))
     again = Attention(12, 4, "quest+gqa(kv_heads=2)")

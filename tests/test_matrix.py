@@ -93,7 +93,7 @@ def trace(spec: Mapping[str, Any]) -> list[object]:
     torch.manual_seed(0)
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=8)
     quest_core.chain(made)
-    found: list[object] = [made.config.starts, {key: x.tolist() for key, x in made.state_dict().items()}]
+    found: list[object] = [made.config.initial_norms, {key: x.tolist() for key, x in made.state_dict().items()}]
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * 3)

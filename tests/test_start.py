@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ import quest_core
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.torch import MultiheadAttention
 from quest_core.mechanism import head_sizes
-from quest_core.projections import Packed, Projected
+from quest_core.projections import Packed, Projected, init_norms
 from quest_core.testing.configs import with_start
 
 
@@ -110,7 +108,7 @@ def test_heads_of_zeros_are_refused_untouched() -> None:
 
 def test_a_function_has_no_start() -> None:
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ConfigError, match="a function does not have"):
+    with pytest.raises(ConfigError, match="a Mechanism does not have"):
         quest_core.attention(q, q, q, "quest(init=5)")
 
 
@@ -130,74 +128,34 @@ class Own(nn.Module):
 X = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_start_that_nothing_sets_is_refused() -> None:
-    layer = Own("quest(init=5)")
-    q = torch.randn(1, 2, 3, 8)
-    compiled: Any = torch.compile(layer, backend="eager")
-    for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), compiled):
-        with pytest.raises(Exception, match=r"quest\(init=5.0\)' .*\(init, .*quest_core.Attention or .*fresh=True"):
-            twin(X)
-    with pytest.raises(ConfigError, match="nothing has set"):
-        layer.mechanism.decode(q, q, q, quest_core.Cache())
-    with pytest.raises(ConfigError, match="nothing has set"):
-        layer.mechanism.forward_with_weights(q, q, q)
+def test_a_mechanism_has_no_projections_to_scale() -> None:
+    with pytest.raises(ConfigError, match=r"quest\(init=5.0\)' .*quest_core.Attention or .*fresh=True"):
+        Own("quest(init=5)")
     Own("quest")(X)
 
 
-def test_a_checkpoint_of_the_attention_has_started() -> None:
-    layer, trained = Own("quest(init=5)"), Own("quest")
-    layer.load_state_dict(trained.state_dict())
-    torch.testing.assert_close(layer(X), trained(X))
-    with pytest.warns(quest_core.AttentionMismatchWarning):
-        (stock := Own("quest(init=5)")).load_state_dict(Own("standard").state_dict())
-    with pytest.raises(ConfigError, match="nothing has set"):
-        stock(X)
-
-
-def test_a_described_layer_starts_by_itself_or_by_its_weights() -> None:
-    class Described(Own, Projected):
+def test_a_layer_with_described_projections_sets_the_norms_itself() -> None:
+    class Described(Projected):
         projections = Packed("qkv")
 
         def __init__(self, spec: str) -> None:
-            super().__init__(spec)
-            self.config, self.head_sizes = self.mechanism.config, head_sizes(spec, 2, 8)
+            super().__init__()
+            self.config, self.head_sizes = quest_core.AttentionConfig.parse(spec), head_sizes(spec, 2, 8)
+            self.qkv = nn.Linear(16, 48)
+            self.mechanism = quest_core.Mechanism(spec, num_heads=2, head_dim=8, projected=True)
+            init_norms(self)
 
     layer = Described("quest(init=5)")
-    with pytest.raises(ConfigError, match="nothing has set"):
-        layer(X)
-    layer.start()
-    layer(X)
     assert norms(layer, "q").tolist() == pytest.approx([5] * 2)
-    copy.deepcopy(layer)(X)
-    with pytest.warns(quest_core.AttentionMismatchWarning):
-        (other := Described("quest(init=5)")).load_state_dict(Own("standard").state_dict())
-    other(X)
-
-
-@pytest.mark.parametrize("way", ["reset", "load"])
-def test_a_layer_without_values_starts_later(way: str) -> None:
-    layer = MultiheadAttention(16, 2, attention="quest(init=5)", device="meta").to_empty(device="cpu")
-    with pytest.raises(ConfigError, match="nothing has set"):
-        layer(X, X, X)
-    if way == "reset":
-        layer._reset_parameters()
-    else:
-        layer.load_state_dict(MultiheadAttention(16, 2, attention="quest").state_dict())
-    layer(X, X, X)
+    before = layer.qkv.weight.clone()
+    init_norms(nn.Sequential(layer))
+    torch.testing.assert_close(layer.qkv.weight, before)
 
 
 def test_what_is_injected_runs() -> None:
     model, _ = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
     x = torch.randn(2, 3, 32)
     torch.testing.assert_close(copy.deepcopy(model).eval()(x), model.eval()(x))
-
-
-def test_loaded_weights_stay() -> None:
-    layer = MultiheadAttention(32, 4, attention="quest(init=5)")
-    trained = MultiheadAttention(32, 4, attention="quest")
-    layer.load_state_dict(trained.state_dict())
-    layer.start()
-    assert torch.equal(layer.in_proj_weight, trained.in_proj_weight)
 
 
 @pytest.mark.parametrize("spec", ["quest", "quest(init=3)", "quest(init=5, key_init=2)"])

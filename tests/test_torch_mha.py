@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import MultiheadAttention
-from quest_core.checkpoints import accept
+from quest_core.checkpoints import set_attention_from
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -37,7 +37,7 @@ def pair(attention: str = "standard", **settings: Any) -> tuple[nn.MultiheadAtte
         for parameter in stock.parameters():
             parameter.uniform_(-0.5, 0.5)
     ours = MultiheadAttention(12, heads, **settings, attention=attention)
-    accept(ours, "standard")
+    set_attention_from(ours, "standard")
     ours.load_state_dict(stock.state_dict(), strict=True)
     return stock, ours
 
@@ -191,7 +191,7 @@ def test_full_checkpoints_are_pooled_on_load() -> None:
     for settings in ({}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}):
         stock, _ = pair(batch_first=True, **settings)
         ours = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
-        accept(ours, "standard")
+        set_attention_from(ours, "standard")
         ours.load_state_dict(stock.state_dict(), strict=True)
         query, key, value = inputs(stock)
         # The same mean, written with heads instead of rows: project with all heads, then average pairs of heads.
@@ -416,7 +416,7 @@ def test_narrower_keys() -> None:
         out.sum().backward()
         assert all(p.grad is not None for p in ours.parameters())
     other = MultiheadAttention(12, 4, batch_first=True, attention="aft-conv(window=3, prefix=1)")
-    accept(other, "standard")
+    set_attention_from(other, "standard")
     missing = other.load_state_dict(stock.state_dict(), strict=False)
     assert not missing.unexpected_keys
     assert all("mechanism" in key for key in missing.missing_keys)

@@ -20,7 +20,6 @@ from torch import nn
 import quest_core
 from quest_core import AttentionConfig, cli
 from quest_core.hosts import launch
-from quest_core.hosts.torch import TorchAdapter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
@@ -55,15 +54,6 @@ def no_plugin() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "plugins", list)
         launch.wanted(None)
-
-
-class Marked(TorchAdapter):
-    replacement = type("Marked", (quest_core.MultiheadAttention,), {"marks_shape": True})
-
-
-def marked() -> None:
-    trained = quest_core.inject(encoder(), "quest", adapter=Marked())[0]
-    encoder().load_state_dict(trained.state_dict(), strict=False)
 
 
 def heads(*dims: int) -> list[torch.Tensor]:
@@ -113,7 +103,6 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "is wrapped in": lambda: quest_core.inject(nn.DataParallel(encoder()), "quest"),
     "no plugin for": lambda: quest_core.inject(encoder(), "quest", adapter="nothing"),
     "this checkpoint was trained": lambda: injected("sigmoid").load_state_dict(injected("quest").state_dict()),
-    "size mismatch": marked,
     "Unexpected key(s)": lambda: encoder().load_state_dict(injected("quest").state_dict()),
     "these weights were trained": warned,
     "features a head": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),

@@ -15,14 +15,14 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ..catalogue import parts
-from ..checkpoints import ENTRY, accept, started
+from ..checkpoints import ENTRY, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InjectionError, PluginError, UnsupportedError
 from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
-from ..projections import Projected
+from ..projections import Projected, init_norms, norm_factors
 from .adapter import Adapter, Site, require
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
@@ -190,7 +190,7 @@ def inject(
         if not isinstance(value, bool):  # a text is true in Python
             raise ConfigError(f"{name} is {value!r}; write True or False")
     _refuse_wrapped(model)
-    if config.starts and not fresh:
+    if config.initial_norms and not fresh:
         raise ConfigError(
             f"attention '{config}' scales projections that have only been initialized, and this model may be trained; "
             "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
@@ -234,16 +234,15 @@ def inject(
         owner.connect(model)
     if attention_from is not None:
         for module in made:
-            accept(module, attention_from)
+            set_attention_from(module, attention_from)
+    compare_before_loading(model)
     ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
     # DistributedDataParallel would broadcast the buffers in every step.
     ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]
     vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored  # a model's own __setattr__ may refuse
     for part in starting:
-        part.start()
+        init_norms(part)
     rows = [_row(owner, site, module, fresh=fresh) for (owner, site), module in zip(chosen, made, strict=True)]
-    for module in made if fresh else ():
-        started(module)
     report = Report(str(config), tuple(rows), tuple(left), bool(starting))
     vars(model)[REPORT] = report
     return model, report
@@ -307,14 +306,14 @@ def _starting(
     starting: list[Projected] = []
     for (owner, _), module in zip(chosen, made, strict=True):
         projected = owner.projected(module)
-        if config.starts and not projected:
+        if config.initial_norms and not projected:
             raise UnsupportedError(
                 f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
                 "(quest_core.projections.Projected); leave the option out"
             )
-        starting += [part for part in projected if part.config.starts]
+        starting += [part for part in projected if part.config.initial_norms]
     for part in starting:
-        part.start_factors()
+        norm_factors(part)
     return starting
 
 

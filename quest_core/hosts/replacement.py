@@ -13,7 +13,7 @@ from ..mechanism import Mechanism, head_sizes
 from ..ops import (
     merge_masks,
 )
-from ..projections import HeadSizes, Projected, mark_shape, shallow_copy
+from ..projections import HeadSizes, Projected, shallow_copy
 
 Made = TypeVar("Made", bound="HostAttention")
 
@@ -50,12 +50,10 @@ class HostAttention(Projected):
             InputError: `host` is a replacement whose keys and values were reduced already.
         """
         made: Any = shallow_copy(host, cls)
-        made.config, made.loaded = config, False
+        made.config = config
         made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, num_kv_heads)
         made.mechanism = mechanism_for(host, config, made.head_sizes, standard_scale)
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
-        if cls.marks_shape:
-            made._register_state_dict_hook(mark_shape)
         return made  # type: ignore[no-any-return]
 
 
@@ -69,7 +67,7 @@ def mechanism_for(host: nn.Module, config: AttentionConfig, sizes: HeadSizes, sc
         scale: the host's factor on q·k; None for 1/√D.
     """
     heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "num_kv_heads": sizes.kv_heads}
-    made = Mechanism(config, **heads, standard_scale=scale)
+    made = Mechanism(config, **heads, standard_scale=scale, projected=True)
     weight = next((p for p in host.parameters() if p.is_floating_point()), None)
     if weight is not None:
         made.to(device=weight.device, dtype=weight.dtype)

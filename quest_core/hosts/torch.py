@@ -13,7 +13,7 @@ from torch.fx import Proxy
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import InputError
 from ..mechanism import Mechanism, head_sizes
-from ..projections import Packed, Separate
+from ..projections import Packed, Separate, init_norms
 from .adapter import Adapter, Capabilities, Site
 from .replacement import HostAttention, one_mask
 
@@ -61,10 +61,10 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         self.projections.shrink(self, self.head_sizes, fresh=True)
         # nn.TransformerEncoderLayer asks for this attribute before it takes its native path; nothing in here reads it.
         self._qkv_same_embed_dim = False
-        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim)
+        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim, projected=True)
         self.mechanism.to(device=device, dtype=dtype)
         if torch.device(device or "cpu").type != "meta":
-            self.start()
+            init_norms(self)
 
     @classmethod
     def from_torch(
@@ -89,8 +89,7 @@ class MultiheadAttention(HostAttention, nn.MultiheadAttention):
         self._qkv_same_embed_dim = says
         if "config" in self.__dict__:  # torch.nn.MultiheadAttention.__init__ calls this first
             self.mechanism.reset_parameters()
-            self.loaded = False
-            self.start()
+            init_norms(self)
 
     def forward(
         self,

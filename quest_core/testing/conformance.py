@@ -21,17 +21,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 import quest_core
 from quest_core import Adapter, Mechanism
 from quest_core.catalogue import parts
-from quest_core.checkpoints import ENTRY, accept, read
+from quest_core.checkpoints import ENTRY, decode, set_attention_from
 from quest_core.hosts.adapter import refusal
 from quest_core.hosts.inject import REPORT
 from quest_core.mechanisms import PARTS, POINTWISE, Part, Score
 from quest_core.notices import LOGGER
-from quest_core.projections import Projected
 from quest_core.testing.mechanisms import known
 from quest_core.testing.truth import computed_by_truth, missing
 
@@ -330,42 +328,15 @@ class AdapterConformance(ABC):
     def test_a_state_dict_names_its_attention(self) -> None:
         stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
         shapes = {name: x.shape for name, x in stock.state_dict().items()}
-        spelled = [name for name in ours.state_dict() if name.endswith(ENTRY)]
-        assert {name: x.shape for name, x in _unmarked(ours).items() if name not in spelled} == shapes
-        assert {read(ours.state_dict()[name]) for name in spelled} == {"quest"}
+        entries = [name for name in ours.state_dict() if name.endswith(ENTRY)]
+        assert {name: x.shape for name, x in ours.state_dict().items() if name not in entries} == shapes
+        assert {decode(ours.state_dict()[name]) for name in entries} == {"quest"}
         with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
             stock.load_state_dict(ours.state_dict(), strict=True)
         standard = self.injected("standard", seed=8).eval()
         standard.load_state_dict(stock.state_dict(), strict=True)
         self.assert_close(self.run(standard, self.inputs()), self.run(stock.eval(), self.inputs()))
         stock.load_state_dict(standard.state_dict(), strict=True)
-
-    def test_a_marked_shape_stops_loaders_that_ignore_keys(self) -> None:
-        """Averages, copies and in-place writes work as with other state dicts."""
-        stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
-        parameters, state = dict(ours.named_parameters(remove_duplicate=False)), ours.state_dict()
-        marked = [name for name, x in parameters.items() if state[name].shape != x.shape]
-        parts = {n: part for n, part in ours.named_modules(remove_duplicate=False) if isinstance(part, Projected)}
-        held = [f"{path}.{name}".lstrip(".") for path, part in parts.items() for name, _ in part.named_parameters()]
-        assert len(marked) == sum(part.marks_shape for part in parts.values())
-        assert all(state[name].shape == (1, *parameters[name].shape) for name in marked)
-        assert all(state[name].is_contiguous() for name in marked)  # safetensors stores no other
-        assert all(x is parameters.get(name, x) for name, x in ours.state_dict(keep_vars=True).items())
-        if marked:
-            refused = f"{re.escape(marked[0])}: copying a param with shape|{ENTRY}"
-            with pytest.raises((RuntimeError, quest_core.CheckpointError), match=refused):
-                stock.load_state_dict(state, strict=False)
-        for name in parameters:  # as moving averages and torch.distributed.checkpoint do
-            state[name].copy_(state[name].clone() + 1)
-        assert all(torch.equal(x, parameters[name]) for name, x in _unmarked(ours).items() if name in parameters)
-        twin = self.injected("quest", seed=7)
-        for again in (twin, copy.deepcopy(twin), AveragedModel(twin).module):
-            again.load_state_dict({name: (x + x) / 2 for name, x in ours.state_dict().items()}, strict=False)
-            given, loaded = ours.state_dict(), again.state_dict()
-            torch.testing.assert_close([loaded[name] for name in held], [given[name] for name in held])
-        again.load_state_dict(_unmarked(ours), strict=True)  # as `fully_shard` saves them
-        back = quest_core.inject(twin, "standard", adapter=self.adapter)[0].state_dict()
-        assert {name: x.shape for name, x in back.items()} == {n: x.shape for n, x in stock.state_dict().items()}
 
     @pytest.mark.parametrize("model", CHECKPOINTS)
     def test_no_checkpoint_loads_silently_into_another_attention(self, model: str) -> None:
@@ -402,21 +373,23 @@ class AdapterConformance(ABC):
                 with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
                     target.load_state_dict(state, strict=True)
             else:
+                before = {name: x.clone() for name, x in target.state_dict().items()}
                 with pytest.raises(quest_core.CheckpointError, match="attention_from"):
                     target.load_state_dict(state, strict=True)
+                assert all(torch.equal(x, before[name]) for name, x in target.state_dict().items())
         said = [w for w in caught if issubclass(w.category, quest_core.AttentionMismatchWarning)]
         assert len(said) == (checkpoint in plain and model not in plain)
 
     def test_attention_from_accepts_what_it_names(self) -> None:
         quest, model = self.injected("quest", seed=5), self.injected("sigmoid", seed=6)
-        accept(model, "quest")
+        set_attention_from(model, "quest")
         with warnings.catch_warnings():
             warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
             model.load_state_dict(quest.state_dict(), strict=True)
             standard = self.injected("standard", seed=7)
-            accept(standard, "quest")
+            set_attention_from(standard, "quest")
             standard.load_state_dict(quest.state_dict(), strict=False)
-            assert all(torch.equal(x, _unmarked(quest)[name]) for name, x in standard.named_parameters())
+            assert all(torch.equal(x, quest.state_dict()[name]) for name, x in standard.named_parameters())
             with pytest.raises(quest_core.CheckpointError, match="trained with attention 'standard'"):
                 model.load_state_dict(self.stock(seed=5).state_dict(), strict=True)
 
@@ -426,7 +399,7 @@ class AdapterConformance(ABC):
         assert attention is not None, "the adapter offers fewer key heads, but no site of this model can have them"
         source = self.injected(trained, seed=5)
         model = self.injected(attention, seed=6).eval()
-        accept(model, trained)
+        set_attention_from(model, trained)
         model.load_state_dict(source.state_dict(), strict=True)
         converted = quest_core.inject(source, attention, adapter=self.adapter)[0].eval()
         self.assert_close(self.run(model, self.inputs()), self.run(converted, self.inputs()))
@@ -472,13 +445,14 @@ class AdapterConformance(ABC):
 
     # --- types and compilers ---------------------------------------------------------------------------------------
 
-    def test_queries_and_keys_of_a_fresh_model_start_as_asked(self) -> None:
+    def test_initial_norms_are_set_in_a_fresh_model(self) -> None:
         spec = "quest(init=5, key_init=2)"
         sites = list(self.adapter.sites(self.injected("quest")))
         refused = any(self.adapter.refusal(site, quest_core.AttentionConfig.parse(spec)) for site in sites)
-        assert not (refused and self.calibrates), "queries that can be scaled can be started"
+        assert not (refused and self.calibrates), "queries that can be scaled can have an initial norm"
         if refused or not any(self.adapter.projected(site.module) for site in sites):
-            with pytest.raises(quest_core.UnsupportedError, match="describes none|cannot be used in"):
+            errors = (quest_core.UnsupportedError, quest_core.ConfigError)
+            with pytest.raises(errors, match="describes none|cannot be used in|a Mechanism does not have"):
                 quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
             return
         model, report = quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
@@ -489,7 +463,7 @@ class AdapterConformance(ABC):
                 norms = part.projections.norms(part, part.head_sizes, role)
                 torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
         assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
-        model.load_state_dict(self.injected("quest").state_dict())  # a start does not bind a checkpoint
+        model.load_state_dict(self.injected("quest").state_dict())  # a checkpoint does not depend on initial norms
 
     def test_autocast(self) -> None:
         try:
@@ -570,12 +544,6 @@ def _touched(model: nn.Module) -> Iterator[set[int]]:
     finally:
         for module, name in wrapped:
             delattr(module, name)
-
-
-def _unmarked(model: nn.Module) -> dict[str, Tensor]:
-    """A state dict in the shapes of the parameters, whatever attention it names."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    return {name: x.reshape(own.get(name, x).shape) for name, x in model.state_dict().items()}
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

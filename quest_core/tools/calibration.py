@@ -188,7 +188,7 @@ def _measure(
         found = [module for module in site.module.modules() if isinstance(module, Mechanism)]
         if len(found) != 1:
             raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")
-        wanted_score = Mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim).score
+        wanted_score = Mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim, projected=True).score
         ratios.append(found[0].score.scale(site.head_dim) / wanted_score.scale(site.head_dim))
         monitors.append(Monitor(found[0], logits=False))
     outputs = [_tensors(run(model, batch)) for batch in batches]

@@ -152,8 +152,12 @@ def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) ->
     """
     kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
     with torch.device("meta"):
-        once = Mechanism(config, num_heads=dims.num_heads, head_dim=dims.head_dim, num_kv_heads=dims.kv_heads)
-        twice = Mechanism(config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, num_kv_heads=kv_heads)
+        once = Mechanism(
+            config, num_heads=dims.num_heads, head_dim=dims.head_dim, num_kv_heads=dims.kv_heads, projected=True
+        )
+        twice = Mechanism(
+            config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, num_kv_heads=kv_heads, projected=True
+        )
     wide = dict(twice.named_parameters())
     return {
         name: next((i for i, (a, b) in enumerate(zip(p.shape, wide[name].shape, strict=True)) if a != b), None)

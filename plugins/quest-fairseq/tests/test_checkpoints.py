@@ -13,7 +13,7 @@ from test_checkpoint_matrix import average
 from test_tools import perplexity
 
 import quest_core
-from quest_core.checkpoints import ENTRY, read
+from quest_core.checkpoints import ENTRY, decode
 
 WARNED = "these weights were trained with standard attention and are loaded into attention"
 
@@ -21,7 +21,7 @@ WARNED = "these weights were trained with standard attention and are loaded into
 def attentions(path: Path) -> set[str]:
     """Return the attention that a checkpoint names."""
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
-    return {read(value) for name, value in state.items() if name.endswith(ENTRY)}
+    return {decode(value) for name, value in state.items() if name.endswith(ENTRY)}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY, build_model
 
 import quest_core
 import quest_fairseq
-from quest_core.checkpoints import ENTRY, read
+from quest_core.checkpoints import ENTRY, decode
 from quest_fairseq.bench.tasks import configuration
 from quest_fairseq.config import QuestTransformerLanguageModelConfig, parse
 
@@ -131,7 +131,7 @@ def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, mon
     tools("hydra_train", "--config-dir", tmp_path, "--config-name", name, *overrides)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))
     assert state["optimizer_history"][-1]["num_updates"] == 3
-    (spelled,) = {read(value) for name, value in state["model"].items() if name.endswith(ENTRY)}
+    (spelled,) = {decode(value) for name, value in state["model"].items() if name.endswith(ENTRY)}
     assert parse(spelled).name == parse(attention).name
     assert set(parse(spelled).options) >= set(parse(attention).options)  # aft-local also learns positions
     assert perplexity(tools.evaluate(lm_data, tmp_path / "out" / "checkpoint_last.pt")) > 1

@@ -13,7 +13,7 @@ from test_tools import losses, perplexity
 from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 
 import quest_core
-from quest_core.checkpoints import ENTRY, read
+from quest_core.checkpoints import ENTRY, decode
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
 from quest_fairseq.bench.tasks import configuration
@@ -169,7 +169,7 @@ def test_the_shipped_yaml_trains_by_hydra(
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
     assert state["optimizer_history"][-1]["num_updates"] == 3
-    assert {read(value) for name, value in state["model"].items() if name.endswith(ENTRY)} == {"qnorm"}
+    assert {decode(value) for name, value in state["model"].items() if name.endswith(ENTRY)} == {"qnorm"}
     evaluate = [lm_data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu", "--task", "truncated_bptt_lm"]
     evaluate += ["--tokens-per-sample", "64", "--batch-size", "1", "--num-workers", "0", "--model-overrides"]
     log = tools("eval_lm", *evaluate, "{'mem_len': 640, 'clamp_len': 400, 'same_length': True}")

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
-from quest_core.checkpoints import accept
+from quest_core.checkpoints import set_attention_from
 from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.tools import packing
 from quest_graphgps import attention
@@ -83,7 +83,7 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
 
 def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
     layers, without = model("quest+pgqa(kv_heads=2)"), model("quest+gqa(kv_heads=2)")
-    accept(without, "quest+pgqa(kv_heads=2)")
+    set_attention_from(without, "quest+pgqa(kv_heads=2)")
     without.load_state_dict(layers.state_dict())
     x = inputs(RAGGED)
     torch.manual_seed(0)

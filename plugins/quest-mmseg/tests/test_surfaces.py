@@ -32,7 +32,7 @@ from torch import nn
 import quest_core
 import quest_mmseg
 from quest_core import AttentionMismatchWarning, Mechanism
-from quest_core.checkpoints import ENTRY, read
+from quest_core.checkpoints import ENTRY, decode
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.notices import LOGGER, Forward
 from quest_core.projections import Projected
@@ -532,7 +532,7 @@ def test_load_from_takes_stock_checkpoints_strictly(tmp_path):
 def test_mmengine_checkpoints_name_the_attention(attention, tmp_path):
     """mmengine collects parameters and buffers by itself, on the CPU, and copies what it loads."""
     stored = weights_to_cpu(get_state_dict(nn.DataParallel(build(attention=attention))))
-    assert [read(stored[name]) for name in stored if name.endswith(ENTRY)] == [attention] * 4
+    assert [decode(stored[name]) for name in stored if name.endswith(ENTRY)] == [attention] * 4
     path = str(tmp_path / "trained.pth")
     torch.save({"state_dict": stored}, path)
     with pytest.raises(CheckpointError, match=rf"trained with attention '{re.escape(attention)}'.*attention_from="):

@@ -15,7 +15,7 @@ from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 
 from quest_core import AttentionMismatchWarning, CheckpointError
-from quest_core.checkpoints import ENTRY, accept, read
+from quest_core.checkpoints import ENTRY, decode, set_attention_from
 from quest_core.testing import matrix
 from quest_transformers import TransformersAdapter
 
@@ -76,7 +76,7 @@ def from_a_state_dict(folder, checkpoint, model, attention_from=None):
 def plain(folder, checkpoint, model, attention_from=None, strict=True):
     made = build("llama", seed=9, attention=SPECS[model])
     if attention_from is not None:
-        accept(made, attention_from)
+        set_attention_from(made, attention_from)
     made.load_state_dict(torch.load(folder / checkpoint / "state.pt", weights_only=True), strict=strict)
     return made
 
@@ -88,7 +88,7 @@ def resume(folder, checkpoint, model, attention_from=None):
 def trainer(folder, checkpoint, model, attention_from=None):
     made = build("llama", seed=9, attention=SPECS[model])
     if attention_from is not None:
-        accept(made, attention_from)
+        set_attention_from(made, attention_from)
     arguments = hf.TrainingArguments(folder / "trainer", use_cpu=True, report_to=[])
     hf.Trainer(made, arguments)._load_from_checkpoint(str(folder / checkpoint))
     return made
@@ -154,7 +154,7 @@ ADAPTERS = {
 def outcome_of_adapter(door, folder, checkpoint, model, attention_from=None):
     base = build("llama", seed=9, attention=SPECS[model])
     if attention_from is not None:
-        accept(base, attention_from)
+        set_attention_from(base, attention_from)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -166,7 +166,7 @@ def outcome_of_adapter(door, folder, checkpoint, model, attention_from=None):
     found = {key.split("layers.")[-1].replace(".default", ""): x for key, x in made.state_dict().items()}
     torch.testing.assert_close({key: found[key] for key in given}, given)
     if model not in ("stock", "standard"):  # it goes on spelling its own
-        assert read(base.model.layers[0].self_attn.mechanism.attention_is_not_standard) == SPECS[model]
+        assert decode(base.model.layers[0].self_attn.mechanism.attention_is_not_standard) == SPECS[model]
     return "warns" if [w for w in caught if issubclass(w.category, AttentionMismatchWarning)] else "loads"
 
 

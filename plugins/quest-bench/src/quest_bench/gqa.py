@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.catalogue import parts
-from quest_core.checkpoints import accept
+from quest_core.checkpoints import set_attention_from
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.mechanism import Observation
@@ -221,7 +221,7 @@ def convert(
 ) -> VisionTransformer:
     """Return a model with another attention and the weights of a trained one; loading averages key and value heads."""
     model = build(attention, seed, options)
-    accept(model, trained_with)
+    set_attention_from(model, trained_with)
     model.load_state_dict(trained.state_dict())
     return model.eval()
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.benchmarks import Cell, Progress, Result, observe, part
 from quest_core.errors import ConfigError
-from quest_core.projections import Projected
+from quest_core.projections import init_norms
 
 from .training import DivergedError, Fit, Float16Products, fit
 
@@ -81,15 +81,13 @@ class Block(nn.Module):
 
 
 def start(model: nn.Module) -> None:
-    """Initialize every Linear and Embedding; attentions that start in their own way, such as quest(init=12), do so."""
+    """Initialize every Linear and Embedding; attentions with options such as quest(init=12) set their norms."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    for module in model.modules():
-        if isinstance(module, Projected):
-            module.start()
+    init_norms(model)
 
 
 class VisionTransformer(nn.Module):

@@ -49,7 +49,7 @@ from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
 from quest_core.mechanism import head_sizes
-from quest_core.projections import Projected, Separate
+from quest_core.projections import Projected, Separate, init_norms
 
 LEARNING_RATES = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01)
 WEIGHT_DECAYS = (0.0, 0.01, 0.02, 0.05, 0.1)
@@ -141,13 +141,13 @@ class Transformer(Projected):
         self.query = nn.Linear(DIM, DIM, bias=False)
         self.key = nn.Linear(DIM, DIM, bias=False)
         self.value = nn.Linear(DIM, DIM, bias=False)
-        self.mechanism = quest_core.Mechanism(attention, num_heads=1, head_dim=DIM)
+        self.mechanism = quest_core.Mechanism(attention, num_heads=1, head_dim=DIM, projected=True)
         self.out = nn.Linear(DIM, DIM)
         self.norm2 = nn.LayerNorm(DIM)
         self.hidden = nn.Linear(DIM, DIM)
         self.shrink = nn.Linear(DIM, DIM)
         self.classifier = nn.Linear(DIM, CLASSES)
-        self.start()
+        init_norms(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, 20] -> class logits [B, 10]."""
@@ -206,7 +206,7 @@ class Models:
             raise ConfigError(
                 f"attention '{config}' reads what the previous layer left behind, but toy/spurious has one layer"
             )
-        self.mechanism = quest_core.Mechanism(config, num_heads=len(weight_seeds), head_dim=DIM)
+        self.mechanism = quest_core.Mechanism(config, num_heads=len(weight_seeds), head_dim=DIM, projected=True)
 
         states = {}
         for seed in set(weight_seeds):
@@ -231,7 +231,7 @@ class Models:
 
     def _compare(self, config: AttentionConfig, state: Mapping[str, Tensor]) -> None:
         """Raise ConfigError unless the last head has the logits of its model's own mechanism."""
-        single = quest_core.Mechanism(config, num_heads=1, head_dim=DIM)
+        single = quest_core.Mechanism(config, num_heads=1, head_dim=DIM, projected=True)
         single.load_state_dict({name: state[f"mechanism.{name}"] for name in single.state_dict()})
         q, k = torch.randn(2, 1, len(self.eye), 4, DIM, generator=torch.Generator().manual_seed(0))  # [1, M, 4, DIM]
         if not torch.allclose(self.mechanism.logits(q, k)[:, -1:], single.logits(q[:, -1:], k[:, -1:]), atol=1e-5):

@@ -29,8 +29,6 @@ class GraphAttention(MultiheadAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
-    marks_shape = True
-
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:

@@ -128,7 +128,6 @@ class PackedAttention(HostAttention):
     """Base for BEiT, MAE and Swin: one `qkv` projection and a learned bias by relative position."""
 
     projections: ClassVar[Projections] = Packed("qkv")
-    marks_shape = True
 
     @classmethod
     def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PackedAttention:

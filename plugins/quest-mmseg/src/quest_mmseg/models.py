@@ -16,6 +16,7 @@ from quest_core.errors import InjectionError
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.hosts.plugins import running_adapters
 from quest_core.hosts.replacement import HostAttention
+from quest_core.projections import init_norms
 
 from .adapter import MmsegAdapter
 from .keys import MODELS_WITH_ATTENTION, check, read
@@ -44,17 +45,22 @@ class Accepts:
             _apply(request, self)
 
     def init_weights(self) -> None:
-        """Initialize as mmseg does, and then start the projections as the attention's options ask.
+        """Initialize as mmseg does, and then set the initial norms that the attention asks for.
 
-        Heads of mmdetection draw every parameter of their decoder; those of a mechanism keep their values.
+        Projections that mmseg has loaded (``init_cfg=dict(type="Pretrained")``) are not changed. Heads of mmdetection
+        draw every parameter of their decoder; those of a mechanism keep their values.
         """
         parts = [part for part in self.modules() if isinstance(part, HostAttention)]  # type: ignore[attr-defined]
         kept = [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts]
+        loaded: set[HostAttention] = set()
+        hooks = [part.register_load_state_dict_pre_hook(lambda part, *_: loaded.add(part)) for part in parts]
         super().init_weights()  # type: ignore[misc]
-        for part, values in zip(parts, kept, strict=True):
-            part.start()
-            for own, value in () if part.loaded else zip(part.mechanism.parameters(), values, strict=True):
-                own.data.copy_(value)
+        for part, values, hook in zip(parts, kept, hooks, strict=True):
+            hook.remove()
+            if part not in loaded:
+                init_norms(part)
+                for own, value in zip(part.mechanism.parameters(), values, strict=True):
+                    own.data.copy_(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "cfg":  # mmseg's `init_model` sets the whole Config

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, unread
+from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
@@ -111,7 +111,7 @@ def refuse_others(stock: Stock, self: Any, state_dict: Any, prefix: str, *argume
     """Load a host's own attention, but refuse weights of another attention, whether the load is strict or not."""
     key = f"{prefix}mechanism.{ENTRY}"
     if key in state_dict:
-        raise CheckpointError(unread(key, state_dict[key], "the host"))
+        raise unexpected_entry(key, state_dict[key], "the host")
     stock(self, state_dict, prefix, *arguments)
 
 

@@ -157,8 +157,6 @@ class PointAttention(SerializedAttention):
         shift_coords, jitter_coords, rescale_coords: how PT-v3m3 augments rotary positions while training.
     """
 
-    marks_shape = True
-
     def forward(self, point: Any) -> Any:
         """Attend to the features of a Point [N, C], in place; returns it."""
         size = self.patch_size if self.packed else min(self.patch_size, *counts_of(point))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quest_core.checkpoints import Spelled, compare
+from quest_core.checkpoints import CheckpointGuard, compare
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
@@ -94,7 +94,7 @@ class TimmAdapter(Adapter):
             why = why_not(call, config)
             if why is not None:
                 return why
-        if config.starts and _normalized(site.module):
+        if config.initial_norms and _normalized(site.module):
             return "qk_norm=True normalizes queries and keys after their projections, so a start of these has no effect"
         if config.family is not None and _biased(site.module):
             return f"relative positions are added to the logits, and '{config.family}' has none"
@@ -136,7 +136,9 @@ class TimmAdapter(Adapter):
 def _create_with_attention(stock: Callable[..., nn.Module], *arguments: Any, **options: Any) -> nn.Module:
     """Run create_model; refuse a model of a user's own function that took `attention` and did not read it."""
     made = stock(*arguments, **options)
-    if options.get("attention") is not None and not any(isinstance(module, Spelled) for module in made.modules()):
+    if options.get("attention") is not None and not any(
+        isinstance(module, CheckpointGuard) for module in made.modules()
+    ):
         name = arguments[0] if arguments else options["model_name"]
         raise InjectionError(
             f"attention={options['attention']!r} was given to {name!r}, which did not read it; build the model with "
@@ -163,7 +165,7 @@ def _build_with_attention(
     # timm records the options of a model that is saved, and its weights may have had this start already.
     recorded = (options.get("pretrained_model_args") or {}).get("attention")
     own = recorded is not None and request.attention.means(recorded)
-    if pretrained and request.attention.starts and not own:
+    if pretrained and request.attention.initial_norms and not own:
         raise ConfigError(
             f"{variant}: attention '{request.attention}' sets the norms of fresh projections, and pretrained=True "
             "loads trained ones; leave the option or pretrained out"
@@ -185,7 +187,7 @@ def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any
     """Run load_pretrained, which copies the arrays of an npz file one by one: they are of standard attention."""
     load = object()
     for path, module in model.named_modules():
-        if isinstance(module, Spelled):
+        if isinstance(module, CheckpointGuard):
             compare(None, module.config, module.attention_from, path, load)
     return stock(model, *arguments, **options)
 

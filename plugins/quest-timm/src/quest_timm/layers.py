@@ -23,7 +23,6 @@ from quest_core.projections import Packed, Separate
 class Replacement(HostAttention):
     """Attention of timm around a mechanism. A subclass inherits a host class too, and overrides `forward`."""
 
-    marks_shape = True
     host: ClassVar[type[nn.Module]]
     cross: ClassVar[bool] = False
     biased: ClassVar[bool] = False

@@ -58,7 +58,7 @@ class TransformersAdapter(Adapter):
                 return f"the host {what} ({name})"
         if unknown := unknown_keywords(module):
             return f"the host hands {', '.join(unknown)} to its attention function, which this plugin does not know"
-        if config.starts and (fixed := unscalable(module)) is not None:
+        if config.initial_norms and (fixed := unscalable(module)) is not None:
             return f"the norms of queries and keys cannot be set at the start: {fixed}"
         if config.family and anatomy.kv_heads != anatomy.num_heads:
             return (

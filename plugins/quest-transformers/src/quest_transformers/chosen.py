@@ -55,7 +55,8 @@ class Chosen(Adapter):
     def projected(self, module: nn.Module) -> list[Projected]:
         views = self.adapter.projected(module)
         for view in views:
-            view.loaded = not any(module is made for made in self.new)
+            if not any(module is made for made in self.new):
+                view.config = view.config.without_initial_norms()
         return views
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
@@ -116,7 +117,7 @@ def fulfil(
         apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
         configs = sorted({*chosen.values()}, key=str)
         # inject links layers if its own argument is chained, and refuses one with a start for trained weights.
-        main = max(configs, key=lambda config: (not fresh and bool(config.starts), _chained(config)))
+        main = max(configs, key=lambda config: (not fresh and bool(config.initial_norms), _chained(config)))
         some = Chosen(adapter, chosen, apart, scales=fresh and not loads)
         _, report = inject(model, main, adapter=some, fresh=fresh, **options)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))

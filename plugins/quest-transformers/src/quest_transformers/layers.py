@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from quest_core.checkpoints import ENTRY
+from quest_core.checkpoints import compare_layers
 from quest_core.config import AttentionConfig
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.mechanism import Mechanism, head_sizes
@@ -206,6 +206,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
         head_dim=anatomy.head_dim,
         num_kv_heads=made.head_sizes.kv_heads,
         standard_scale=anatomy.scaling,
+        projected=True,
     )
     made.mechanism.train(host.training)
     anchor = next(parameter for parameter in host.parameters())
@@ -248,17 +249,9 @@ def unscalable(module: nn.Module) -> str | None:
     return None
 
 
-def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Prepare a state dict for a module, in place; a hook of load_state_dict.
-
-    The key/value heads of a checkpoint that has all of the host's are pooled. One with none of the module's own
-    weights, such as that of a LoRA adapter, says nothing of its attention.
-    """
-    names = [name for name in module._modules if name != "mechanism"]
-    if not any(f"{prefix}{name}{leaf}" in state_dict for name in names for leaf in (".weight", ".base_layer.weight")):
-        for path, part in module.named_modules():
-            if isinstance(part, Mechanism) and part.attention_is_not_standard is not None:
-                state_dict.setdefault(f"{prefix}{path}.{ENTRY}", part.attention_is_not_standard)
+def before_load(module: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+    """Compare the attention of a state dict, and pool its key/value heads if it has all of the host's: a load hook."""
+    compare_layers(module, state_dict, prefix, *arguments)
     projections = examine(module).projections
     if projections is not None:
         projections.load(module, state_dict, prefix, module.head_sizes)

@@ -38,8 +38,6 @@ def split(x: Tensor, heads: int) -> Tensor:
 class TorchAttention(TorchMultiheadAttention):
     """Replace torch.nn.MultiheadAttention inside tsai's TransformerModel, TransformerRNNPlus and their kin."""
 
-    marks_shape = True
-
 
 class Replacement(HostAttention):
     """Base of all replacements: the host's sub-modules around a mechanism.
@@ -53,7 +51,6 @@ class Replacement(HostAttention):
         scaled: whether the score takes its factor from the host's parameter `scale`.
     """
 
-    marks_shape = True
     ordered: ClassVar[bool] = True
     stores: ClassVar[bool] = False
     reads_weights: bool

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quest_core.checkpoints import ENTRY, unread
+from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
-from quest_core.projections import Projected
+from quest_core.projections import Projected, init_norms
 
 ARCHITECTURES = (
     "TSTPlus",
@@ -112,11 +112,9 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
 
 
 def start_again(stock: Callable[..., None], model: nn.Module, *arguments: Any, **options: Any) -> None:
-    """Run `apply_init`, which draws projections again, and set the norms that the attention asks them to start with."""
+    """Run `apply_init`, which draws projections again, and set the initial norms that the attention asks for."""
     stock(model, *arguments, **options)
-    for module in model.modules():
-        if isinstance(module, Projected):
-            module.start()
+    init_norms(model)
 
 
 def check_transfer(
@@ -134,10 +132,10 @@ def check_transfer(
     if not parts:
         for key in stored:
             if key.endswith(f".{ENTRY}"):
-                raise CheckpointError(unread(key, stored[key], "tsai"))
+                raise unexpected_entry(key, stored[key], "tsai")
         stock(model, weights_path, device, exclude_head)
         return
-    starting = next((part.config for part in parts.values() if part.config.starts), None)
+    starting = next((part.config for part in parts.values() if part.config.initial_norms), None)
     if starting is not None and not any(key.endswith(ENTRY) for key in stored):
         raise ConfigError(
             f"attention '{starting}' sets the norms of fresh projections, and {weights_path} holds trained ones of "
