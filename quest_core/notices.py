@@ -1,7 +1,7 @@
-"""What users must read, in the host's own log where it has one.
+"""The lines that users must read: in the log of the host or of the program, else on standard error.
 
-Everything goes to the logger ``quest_core``, whose records reach the root logger's handlers. A host with a logger of
-its own gets them through a handler that its plugin adds (`Adapter.forward_notices`).
+Everything goes to the logger ``quest_core``. A host with a logger of its own receives it through a handler that the
+plugin of the host adds (`Adapter.forward_notices`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("quest_core")
 
 
 def say(message: str) -> None:
-    """Write one line to the host's log, or to standard error if nothing listens."""
+    """Write one line to the log, or to standard error if no handler receives it."""
     if is_heard(logging.INFO):
         LOGGER.info(message)
     else:
@@ -22,17 +22,15 @@ def say(message: str) -> None:
 
 
 def is_heard(level: int) -> bool:
-    """Return whether a handler receives records of this level; a `Forward` does if the host has its logger ready."""
-    handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
-    ready = any(handler.logger().handlers if isinstance(handler, Forward) else True for handler in handlers)
-    return ready and LOGGER.isEnabledFor(level)
+    """Return whether a handler receives records of this level."""
+    return LOGGER.isEnabledFor(level) and LOGGER.hasHandlers()
 
 
 class Forward(logging.Handler):
-    """Passes records to the handlers of another logger.
+    """Passes records to the handlers of another logger, or to standard error as long as there is no handler at all.
 
     Args:
-        logger: called for every record, because hosts make their logger late and once for each run.
+        logger: called for every record, because hosts create their logger late and once per run.
     """
 
     def __init__(self, logger: Callable[[], logging.Logger]) -> None:
@@ -40,7 +38,10 @@ class Forward(logging.Handler):
         self.logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler. The logger's parents are left out, because the root logger has the record already."""
-        for handler in self.logger().handlers:
+        """Handle a record. The parents of the logger are left out, because the root logger has the record already."""
+        handlers = self.logger().handlers
+        for handler in handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)
+        if not handlers and not logging.getLogger().handlers:
+            print(f"quest: {record.getMessage()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The `quest` command: what exists here, whether it works, and the commands that plugins add."""
+"""The `quest` command: what is installed, whether it works, and the commands of other packages."""
 
 from __future__ import annotations
 
@@ -12,33 +12,28 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from .. import __version__
-from ..errors import PluginError, QuestError, one_of
+from ..errors import PluginError, QuestError
 from ..mechanisms.part import AXES
-from . import run
-from .doctor import doctor
+from . import doctor, run
 from .mechanisms import check, explain, show
-from .options import refuse_misspelt, seconds
 from .template import new_mechanism
 
 EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
   quest check "quest+gqa(kv_heads=4)"         is this text valid, and what does it mean?
   quest check --mechanism quest               does the mechanism keep what it declares?
-  quest doctor                                which packages work here, and how to mend the others
+  quest doctor                                which plugins work here, and how to fix the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest new-mechanism power --axis score      a mechanism of your own, with its reference and tests
-  quest bench run toy/spurious --attention standard,quest     (with quest-bench installed)
+  quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
 """
-
-ELSEWHERE = {"bench": "quest-bench"}
-"""Commands of distributions that may not be installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 well, 1 something is not, 2 a mistake in the arguments."""
+    """Run the command line; return the exit status: 0 success, 1 a check failed, 2 the arguments are wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # formulas and names of other packages on a terminal without Unicode
+        if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal without Unicode
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -51,31 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("quest: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough, as in `quest list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+    except BrokenPipeError:  # the reader stopped, as in `quest list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return 1
 
 
 def _run(arguments: list[str]) -> int:
-    parser, commands, plugins = _parser()
-    if arguments and not arguments[0].startswith("-"):
-        if arguments[0] == "run":
-            return run.main(arguments[1:])
-        if arguments[0] in plugins:
-            return _load(plugins[arguments[0]])(arguments[1:])
-        if arguments[0] not in COMMANDS:
-            raise QuestError(_unknown(arguments[0], plugins))
-        refuse_misspelt(commands[arguments[0]], arguments[1:])
-    refuse_misspelt(parser, arguments[:1])
-    chosen = parser.parse_args(arguments)
+    others = {point.name: point for point in entry_points(group="quest.commands") if point.name not in COMMANDS}
+    command = arguments[0] if arguments else ""
+    if command == "run":  # the words after our options belong to the user's command
+        return run.main(arguments[1:])
+    if command in others:
+        return _load(others[command])(arguments[1:])
+    chosen = _parser(others).parse_args(arguments)
     return COMMANDS[chosen.command](chosen)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, EntryPoint]]:
-    """Return the parser, those of its commands, and the commands of plugins.
-
-    A plugin cannot take the name of a command of ours or of another.
-    """
+def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
+    """Return the parser of our own commands, whose help lists the commands of other packages too."""
     parser = argparse.ArgumentParser(
         prog="quest",
         description="QUEST attention and its relatives, in the frameworks you already train with.",
@@ -83,53 +71,37 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quest-core {__version__}")
-    choose = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    choose.add_parser("list", help="every mechanism, with its formula, options and source")
-    test = choose.add_parser("check", help="explain an attention, or run the suite of a mechanism or a plugin")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, words: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+
+    add("list", "every mechanism, with its formula, options and source")
+    test = add("check", "explain an attention, or run the suite of a mechanism or a plugin")
     what = test.add_mutually_exclusive_group(required=True)
     what.add_argument("attention", nargs="?", help="a name, name(key=value) or JSON, as in a framework's config")
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
     what.add_argument("--plugin", metavar="NAME", help="run the conformance tests of a plugin, or of a folder of tests")
-    mend = choose.add_parser("doctor", help="which packages work here, and how to mend the others")
-    mend.add_argument(
-        "--timeout", metavar="SECONDS", type=seconds, default=60, help="for one import (default: %(default)g)"
-    )
-    choose.add_parser("run", help="start a training command with the plugins installed (quest run --help)")
-    own = choose.add_parser("new-mechanism", help="write a mechanism of your own, with a reference and tests that pass")
-    own.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
-    own.add_argument("--axis", metavar="AXIS", default="score", help=f"{', '.join(AXES)} (default: %(default)s)")
-    own.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
-    plugins: dict[str, EntryPoint] = {}
-    for entry in entry_points(group="quest.commands"):
-        if entry.name not in (*COMMANDS, *plugins):
-            plugins[entry.name] = entry
-            summary = entry.dist.metadata["Summary"] if entry.dist else ""
-            words = f"{summary} (quest {entry.name} --help)".replace("%", "%%")
-            choose.add_parser(entry.name, help=words, add_help=False)
-    return parser, choose.choices, plugins
+    examine = add("doctor", "which plugins work here, and how to fix the others")
+    examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
+    add("run", "start a training command with the plugins installed (quest run --help)")
+    new = add("new-mechanism", "write a mechanism of your own, with a reference and tests that pass")
+    new.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
+    new.add_argument("--axis", metavar="AXIS", default="score", help=f"{', '.join(AXES)} (default: score)")
+    new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
+    for name, point in others.items():
+        summary = point.dist.metadata["Summary"] if point.dist else point.value
+        add(name, f"{summary} (quest {name} --help)".replace("%", "%%"))
+    return parser
 
 
-def _unknown(command: str, plugins: dict[str, EntryPoint]) -> str:
-    said = f"no command '{command}'; {one_of(command, {*COMMANDS, *plugins, *ELSEWHERE})}"
-    if command in ELSEWHERE:
-        said = f"no command '{command}' is installed"
-    for name, owner in ELSEWHERE.items():
-        if name not in plugins and f"'{name}'" in said:
-            said += f"; {name} comes with {owner}: pip install {owner}"
-    return said
-
-
-def _load(entry: EntryPoint) -> Callable[[list[str]], int]:
+def _load(point: EntryPoint) -> Callable[[list[str]], int]:
     try:
-        command: Callable[[list[str]], int] = entry.load()
+        command: Callable[[list[str]], int] = point.load()
     except Exception as error:
-        owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
-        raise PluginError(f"the command '{entry.name}' of {owner} cannot be imported: {error!r}") from error
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+        raise PluginError(f"the command '{point.name}' of {owner} cannot be imported: {error!r}") from error
     return command
-
-
-def _list(_: argparse.Namespace) -> int:
-    return show()
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -146,10 +118,6 @@ def _check(arguments: argparse.Namespace) -> int:
     return check_plugin(arguments.plugin)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    return doctor(arguments.timeout)
-
-
 def _new_mechanism(arguments: argparse.Namespace) -> int:
     folder = new_mechanism(arguments.name, axis=arguments.axis, out=arguments.out)
     print(f"wrote {folder}; next:")
@@ -160,9 +128,9 @@ def _new_mechanism(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
+    "list": lambda _: show(),
     "check": _check,
-    "doctor": _doctor,
-    "run": _list,  # not reached: `main` hands its arguments to `quest run` unparsed
+    "doctor": lambda arguments: doctor.main(arguments.timeout),
+    "run": lambda _: 0,  # not reached: `_run` passes its arguments to `quest run` unparsed
     "new-mechanism": _new_mechanism,
 }

@@ -16,7 +16,7 @@ LOAD = "from quest_core.hosts.plugins import adapter; adapter({!r})"
 """The command of the child process that imports a plugin, and its host with it."""
 
 
-def doctor(limit: float) -> int:
+def main(limit: float) -> int:
     """Import every plugin in a child process, and every package of mechanisms here, and print what works.
 
     Args:

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from ..hosts.launch import run
-from .options import refuse_misspelt
 
 DESCRIPTION = """\
 Start a training command with QUEST's plugins installed, so that its configs understand `attention`,
@@ -26,7 +25,7 @@ examples:
   quest run -- bash scripts/train.sh                  unless the script overwrites PYTHONPATH
 
 Not served: Python started with -I, -E or -S, which ignores the environment or sitecustomize.
-`quest list` shows what `attention` can be, `quest doctor` which plugins work here.
+`quest list` shows the values of `attention`, `quest doctor` the plugins that work here.
 """
 
 
@@ -44,10 +43,9 @@ def main(argv: Sequence[str]) -> int:
         "--host",
         action="append",
         metavar="NAME",
-        help="install only this plugin, and fail now if it cannot be; may be given again (default: all that work)",
+        help="install only this plugin, and fail if it does not work; repeat it for others (default: all that work)",
     )
     options, command = split(argv)
-    refuse_misspelt(parser, [word for word in options if word.startswith("-")])
     given = parser.parse_args(options)
     if not command:
         parser.error("nothing to run; write for example: quest run -- python train.py")
@@ -56,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return our own options, and the command: what follows '--' or begins with the first other word."""
+    """Return our own options, and the command: the words after '--', or from the first word that is no option."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":
