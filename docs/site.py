@@ -1,14 +1,19 @@
-"""What ./dev docs adds to the pages in docs/: READMEs, the changelog, a page for each public name. See mkdocs.yml.
+"""What ./dev docs adds to the pages in docs/: READMEs, the changelog, results with their reports, and a page for each
+public name. See mkdocs.yml.
 
-A page may link to any file of the repository by its path, to a page of the site by its address, or to a file on
+A report is made from its results.parquet and kept in .cache/reports/ under a hash of what it is made from and with. A
+page may link to any file of the repository by its path, to a page of the site by its address, or to a file on
 GitHub. This hook turns the first two into links within the site where the site has the file.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import re
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = "https://quest-attention.github.io/quest/"
 REPOSITORY = "https://github.com/quest-attention/quest"
 RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
-INTERACTIVE = "interactive.html"  # a benchmark's report.html in the site
+RESULTS = ROOT / "research" / "results"
+CACHE = ROOT / ".cache" / "reports"
+BASELINES = {"gqa": "gqa", "start-grid": "quest", "start-grid/points": "quest", "start-grid/bytes": "quest"}
+BASELINES |= {"start-toy": "quest"}  # a folder of results -> what its report compares with; else standard
 SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
+VEGA, DRAW = "assets/vega.js", "assets/charts.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
 # Public is what these packages define or import as itself, and what the pages and templates of these patterns import or
 # name in full.
@@ -79,7 +88,43 @@ def reference() -> dict[str, str]:
 def sources() -> dict[str, Path]:
     """Pages whose source lies outside of docs/: path in the site -> file."""
     pages = {"index.md": ROOT / "README.md", "changelog.md": ROOT / "CHANGELOG.md"}
-    return pages | {f"hosts/{name.removeprefix('quest-')}.md": path / "README.md" for name, path in plugins().items()}
+    pages |= {f"hosts/{name.removeprefix('quest-')}.md": path / "README.md" for name, path in plugins().items()}
+    return pages | {f"results/{path.relative_to(RESULTS)}": path for path in sorted(RESULTS.rglob("*.md"))}
+
+
+def reports() -> dict[str, Path]:
+    """The folder of each report in the site -> the folder of its results."""
+    return {f"results/{path.parent.relative_to(RESULTS)}": path.parent for path in RESULTS.rglob("results.parquet")}
+
+
+def drawn(folder: Path) -> Path:
+    """The folder with a report's page, its charts and its pictures, which is made unless .cache/ has it."""
+    import quest_bench
+    from quest_bench.report import write_page
+
+    name = str(folder.relative_to(RESULTS))
+    code = Path(quest_bench.__file__).parent
+    inputs = [folder / "results.parquet", folder / "run.json", *sorted(code.rglob("*.py")), *sorted(code.rglob("*.j2"))]
+    made_from = b"".join(path.read_bytes() for path in inputs if path.is_file())
+    out = CACHE / f"{name.replace('/', '-')}-{hashlib.sha256(made_from).hexdigest()[:16]}"
+    if not out.is_dir():
+        started, unfinished = time.monotonic(), out.with_suffix(".tmp")
+        for old in CACHE.glob(f"{name.replace('/', '-')}-{'?' * 16}"):
+            shutil.rmtree(old)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_page(folder, unfinished, BASELINES.get(name, "standard"))
+        unfinished.rename(out)
+        print(f"report of {name}: {time.monotonic() - started:.1f} s", flush=True)
+    return out
+
+
+def studies() -> list[Any]:
+    """One entry for each study: its own page, or its report where it has none. What belongs to it is below it."""
+    names = sorted({path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("results.parquet")})
+    pages = {path.stem: path.name for path in RESULTS.glob("*.md") if path.stem != "README"}
+    pages |= {path.parent.name: f"{path.parent.name}/{path.name}" for path in RESULTS.glob("*/*.md")}
+    pages |= {name: f"{name}/report.md" for name in names if name not in pages}
+    return [{name: f"results/{page}"} for name, page in sorted(pages.items())]
 
 
 def on_config(config: Any) -> Any:
@@ -97,11 +142,7 @@ def on_config(config: Any) -> Any:
             guides = sorted(path.name for path in (ROOT / "docs").glob("writing-*.md"))
             section["Extending"] = [*guides, *section["Extending"]]
         if "Results" in section:
-            others = sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs" / "results").rglob("*.md"))
-            section["Results"] = ["results/README.md"]
-            for page in (p for p in others if p != "results/README.md"):
-                report = page.endswith("/report.md")  # all of them have the same heading
-                section["Results"].append({page.split("/")[1]: page} if report else page)
+            section["Results"] = ["results/README.md", *studies()]
     return config
 
 
@@ -111,10 +152,14 @@ def on_files(files: Files, *, config: Any) -> Files:
         files.append(File.generated(config, path, content=source.read_text()))
     for path, name in reference().items():
         files.append(File.generated(config, path, content=f"::: {name}\n"))
-    for report in sorted((ROOT / "docs" / "results").rglob("report.html")):
-        # report.md becomes report.html, so the interactive report needs another name.
-        uri = str(report.with_name(INTERACTIVE).relative_to(ROOT / "docs"))
-        files.append(File.generated(config, uri, abs_src_path=str(report)))
+    for picture in sorted(RESULTS.rglob("*.png")):
+        files.append(File.generated(config, f"results/{picture.relative_to(RESULTS)}", abs_src_path=str(picture)))
+    for uri, folder in reports().items():
+        for path in sorted(path for path in drawn(folder).rglob("*") if path.is_file()):
+            files.append(File.generated(config, f"{uri}/{path.relative_to(drawn(folder))}", abs_src_path=str(path)))
+    from quest_bench.report import javascript
+
+    files.append(File.generated(config, VEGA, content=javascript()))
     return files
 
 
@@ -127,10 +172,9 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
     def replace(match: re.Match[str]) -> str:
         target, _, anchor = match["target"].partition("#")
         if target.startswith(SITE):
-            path = target.removeprefix(SITE).strip("/")
-            file: Path | None = ROOT / "docs" / f"{path}.md" if path and "." not in path else ROOT / "docs" / path
-            if path.startswith("hosts/"):
-                file = sources().get(f"{path}.md")
+            uri = page_of(target.removeprefix(SITE).strip("/"), files)
+            new = os.path.relpath(uri, Path(own).parent)
+            return f"{match['start']}{new}{'#' + anchor if anchor else ''}{match['end']}"
         elif target.startswith(f"{REPOSITORY}/blob/main/"):
             file = ROOT / target.removeprefix(f"{REPOSITORY}/blob/main/")
         elif target.startswith(RAW):
@@ -139,12 +183,10 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
             return match[0]
         else:
             file = Path(os.path.normpath(source.parent / target))
-        assert file is not None, target
         uri = inside.get(str(file))
-        if uri is None and file.is_relative_to(ROOT / "docs"):
-            uri = str(
-                file.with_name(INTERACTIVE if file.name == "report.html" else file.name).relative_to(ROOT / "docs")
-            )
+        for folder, at in ((ROOT / "docs", ""), (RESULTS, "results/")):
+            if uri is None and file.is_relative_to(folder):
+                uri = f"{at}{file.relative_to(folder)}"
         if uri is None or files.get_file_from_path(uri) is None:
             kind = "tree" if file.is_dir() else "blob"
             new = f"{REPOSITORY}/{kind}/main/{file.relative_to(ROOT)}" if file.exists() else target
@@ -155,9 +197,25 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
     return LINK.sub(replace, text)
 
 
+def page_of(address: str, files: Files) -> str:
+    """The source of the page at an address of this site; raises KeyError if there is none."""
+    for uri in (f"{address}.md", f"{address}/README.md", address or "index.md"):
+        if files.get_file_from_path(uri):
+            return uri
+    raise KeyError(f"{SITE}{address}: the site has no such page")
+
+
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
-    """Replace the script that the theme loads from another server, so that search needs no network."""
-    return output.replace(SHIM, os.path.relpath(LOCAL_SHIM, Path(page.file.dest_uri).parent))
+    """Let search need no network, and let a report's page draw its charts."""
+
+    def here(uri: str) -> str:
+        return os.path.relpath(uri, Path(page.file.dest_uri).parent)
+
+    folder = page.file.src_uri.removesuffix("/report.md")
+    if folder in reports():
+        scripts = "".join(f'<script src="{here(uri)}"></script>' for uri in (f"{folder}/charts.js", VEGA, DRAW))
+        output = output.replace("</body>", f"{scripts}</body>")
+    return output.replace(SHIM, here(LOCAL_SHIM))
 
 
 def on_post_template(output: str, *, template_name: str, config: Any) -> str:

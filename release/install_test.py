@@ -35,7 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "runs" / "install"
-TABLE = ROOT / "docs" / "results" / "install.md"
+TABLE = ROOT / "research" / "results" / "install.md"
 LIMIT_S = 90 * 60
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
@@ -262,7 +262,7 @@ def report(result: dict[str, object]) -> None:
 
 
 def table() -> str:
-    """docs/results/install.md, from the latest result of every README."""
+    """research/results/install.md, from the latest result of every README."""
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     shown = re.compile(
         r"^(torch|tsai|torch-geometric|mmsegmentation|mmcv|ve-fairseq|torch-pointcloud|timm|transformers)=="
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
     parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
     parser.add_argument("--torch", metavar="VERSION", help="constrain PyTorch, for example to a CPU build pip can find")
-    parser.add_argument("--table", action="store_true", help="then write docs/results/install.md from all results")
+    parser.add_argument("--table", action="store_true", help="then write research/results/install.md from all results")
     parser.add_argument("--keep", action="store_true", help="keep the environments and print where they are")
     given = parser.parse_args(arguments)
     if given.list:

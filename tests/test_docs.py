@@ -31,7 +31,7 @@ RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 SHOWN_ELSEWHERE = [ROOT / "README.md", *sorted(ROOT.glob("plugins/quest-*/README.md"))]  # on PyPI and on the site
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "plugins/quest-*/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "research/**/*.md", "examples/**/*.md", "plugins/quest-*/README.md")
     for path in ROOT.glob(pattern)
 )
 
@@ -70,8 +70,10 @@ def exists(url: str) -> bool:
     if url.startswith(f"{SITE}hosts/"):
         return (ROOT / "plugins" / f"quest-{path.removeprefix('hosts/')}" / "README.md").exists()
     if url.startswith(SITE):
-        pages = (ROOT / "docs" / path, ROOT / "docs" / f"{path}.md", ROOT / "docs" / path / "README.md")
-        return path in ("", "changelog") or any(page.exists() for page in pages)
+        folder = ROOT / "research" if path.startswith("results") else ROOT / "docs"
+        pages = (folder / path, folder / f"{path}.md", folder / path / "README.md")
+        made = path.endswith("/report") and (folder / path).with_name("results.parquet").exists()
+        return path in ("", "changelog") or made or any(page.exists() for page in pages)
     if url.startswith((f"{REPOSITORY}blob/main/", f"{REPOSITORY}tree/main/")):
         return (ROOT / url.removeprefix(REPOSITORY).split("/", 2)[2]).exists()
     return not url.startswith(RAW) or (ROOT / url.removeprefix(RAW)).exists()

@@ -48,6 +48,16 @@ def top_level_imports(path: Path) -> Iterator[str]:
             yield (node.module or "").partition(".")[0]
 
 
+# --- what git holds ---------------------------------------------------------------------------------------------------
+
+
+def test_git_holds_no_generated_file() -> None:
+    """Reports are made from results.parquet and run.json, by `quest bench report` or with the site."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = re.compile(r"(^|/)(report\.(html|md)|report/[^/]*\.(png|svg)|vega[^/]*\.js)$|(^|/)(dist|site|\.cache)/")
+    assert [name for name in names.splitlines() if made.search(name)] == []
+
+
 # --- plugins --------------------------------------------------------------------------------------------------------
 
 

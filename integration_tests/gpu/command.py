@@ -60,7 +60,7 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
         "part of the tests that a CPU can run has passed. fetch: with a network, download what --wheels installs.",
         allow_abbrev=False,
     )
-    parser.add_argument("--table", action="store_true", help="then measure, and write docs/results/gpu.md")
+    parser.add_argument("--table", action="store_true", help="then measure, and write research/results/gpu.md")
     help_ = "test every framework, in environments made from this folder of ./dev gpu fetch, without a network"
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=help_)
     options, chosen = parser.parse_known_args(arguments)
@@ -111,7 +111,7 @@ def _has_bench(python: Path) -> bool:
 
 
 def _table(dev: Any, bench: Path, cuda: bool, env: dict[str, str]) -> int:
-    """Run the suite of attention on a GPU and write docs/results/gpu.md; without CUDA, what is to be measured."""
+    """Run the suite of attention on a GPU and write research/results/gpu.md; without CUDA, what is to be measured."""
     writing = [sys.executable, "-m", "integration_tests.gpu.table"]
     if not cuda:
         return int(dev.run([*writing, "--not-measured"], None, env))

@@ -1,6 +1,6 @@
-"""Writes docs/results/gpu.md: the report of `quest bench run gpu/attention`, step times of frameworks, and the tests.
+"""Writes research/results/gpu.md: the report of `quest bench run gpu/attention`, step times of hosts, and the tests.
 
-  python -m integration_tests.gpu.table --run runs/gpu/attention --out docs/results/gpu.md
+  python -m integration_tests.gpu.table --run runs/gpu/attention --out research/results/gpu.md
 
 `./dev gpu --table` runs the CUDA tests, the suite, and then this, which needs PyTorch only. From --steps it reads what
 the tests have left there: step times (integration_tests/gpu/test_<host>.py), and which tests passed.
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/results/gpu.md"), help="the page; the report goes to gpu/"
+        "--out", type=Path, default=Path("research/results/gpu.md"), help="the page; the report goes to gpu/"
     )
     parser.add_argument("--run", type=Path, default=Path("runs/gpu/attention"), help="folder of `quest bench report`")
     parser.add_argument("--steps", type=Path, default=Path("runs/gpu"), help="folder of what the tests have left")

@@ -1,4 +1,4 @@
-"""The page docs/results/gpu.md: nothing hidden, mistakes named; the suite itself is tested by quest-bench."""
+"""The page research/results/gpu.md: nothing hidden, mistakes named; the suite itself is tested by quest-bench."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_committed_page_is_what_the_command_writes() -> None:
     marked = {path.name for path in Path(table.__file__).parent.glob("test_*.py")}
     assert marked == {file.name for file in table.suite()}
     assert all(f"| `{file.name}` |" in text for file in table.suite())
-    page = Path(__file__).parents[2] / "docs" / "results" / "gpu.md"
+    page = Path(__file__).parents[2] / "research" / "results" / "gpu.md"
     if not page.with_suffix("").exists():
         assert page.read_text() == text, "./dev gpu --table writes it"
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 DOCS = Path(__file__).parents[3] / "docs"
-RESULTS = DOCS / "results"
+RESULTS = DOCS.parent / "research" / "results"
 
 
 @pytest.mark.parametrize("script", ["start-domains/compare.py", "stability/combine.py"])

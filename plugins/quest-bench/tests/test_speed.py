@@ -204,7 +204,7 @@ def test_peak_memory_counts_what_is_held_at_once(monkeypatch: pytest.MonkeyPatch
     "attention", ["linear", "cosine", "aft-simple", "aft-local(max_length=4096)", "aft-full(max_length=4096)"]
 )
 def test_peak_memory_grows_with_an_exponent_of_at_most_1_1(attention: str, is_causal: bool) -> None:
-    """At d = 256, forward and backward; docs/results/scaling-cpu goes on to 16384 tokens."""
+    """At d = 256, forward and backward; research/results/scaling-cpu goes on to 16384 tokens."""
     points = []
     for tokens in (1024, 2048, 4096):
         call = scaling.prepare(attention, tokens, "cpu", is_causal)

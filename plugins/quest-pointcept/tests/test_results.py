@@ -1,4 +1,4 @@
-"""The commands of docs/results still run, shortened."""
+"""The commands of research/results still run, shortened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from quest_core.testing.cells import run_committed
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "research" / "results"
 SUITES = ["points/scenes", "time/pointcept"]
 
 

@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/results still run, shortened."""
+"""The commands of the README and of research/results still run, shortened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from models import CONFIGS
 
 from quest_core.testing.cells import run_committed
 
-PLACES = (Path(__file__).parents[1], Path(__file__).parents[3] / "docs" / "results")
+PLACES = (Path(__file__).parents[1], Path(__file__).parents[3] / "research" / "results")
 SUITES = ["transformers/bytes-lm", *(["time/transformers"] if "t5" in CONFIGS else [])]  # which times T5
 
 

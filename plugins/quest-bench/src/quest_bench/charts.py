@@ -13,7 +13,6 @@ import numpy as np
 import vl_convert
 
 from .groups import Group
-from .stats import Ranking
 from .store import Stored
 
 POINTS = 12_000
@@ -259,38 +258,47 @@ def share(groups: Sequence[Group]) -> int:
     return max(40, min(200, POINTS // max(lines, 1)))
 
 
-def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
-    """Paired differences of all tasks, as a share of the baseline's mean, so that tasks share an axis."""
-    values = []
+def forest(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
+    """Return paired differences of all tasks: one chart for each metric, whose tasks share an axis.
+
+    A lower-is-better metric changes its sign. Empty if there are fewer than two tasks.
+    """
+    values: dict[str, list[dict[str, Any]]] = {}
     for group, row in itertools.chain.from_iterable(((group, row) for row in group.rows) for group in groups):
-        one, base = row.comparison, group.row(baseline)
-        if one is None or base is None or not base.score.n or not one.difference.n or base.score.mean == 0:
+        one = row.comparison
+        if one is None or not one.difference.n:
             continue
-        scale = 100 / abs(base.score.mean) * (1 if group.suite.higher_is_better else -1)
-        ends = sorted((scale * one.difference.low, scale * one.difference.high))
-        values.append(
+        sign = 1 if group.suite.higher_is_better else -1
+        ends = sorted((sign * one.difference.low, sign * one.difference.high))
+        unit = f", {group.points}" if group.points else ""
+        title = f"{group.suite.metric}{unit}{'' if sign > 0 else ', lower is better, sign changed'}"
+        values.setdefault(title, []).append(
             {
                 "task": group.title,
                 "attention": row.attention,
-                "gain": _round(scale * one.difference.mean),
+                "gain": _round(sign * one.difference.mean),
                 "low": None if row.failed else _round(ends[0]),
                 "high": None if row.failed else _round(ends[1]),
                 "words": row.verdict,
             }
         )
-    if len({value["task"] for value in values}) < 2:
-        return None
-    names = list(dict.fromkeys(str(value["attention"]) for value in values))
-    domain = [baseline, *names]
+    if len({value["task"] for rows in values.values() for value in rows}) < 2:
+        return []
+    domain = list(dict.fromkeys([baseline, *(str(value["attention"]) for rows in values.values() for value in rows)]))
+    return [_forest(title, rows, domain) for title, rows in values.items()]
+
+
+def _forest(title: str, values: Sequence[Mapping[str, Any]], domain: Sequence[str]) -> dict[str, Any]:
+    names = list(domain[1:])
     y = {"field": "task", "type": "nominal", "sort": None, "title": None}
-    x = {"type": "quantitative", "title": f"% of {baseline}'s mean; right is better"}
-    colour = {**_colour(domain, legend=True), "scale": {"domain": domain}}
+    x = {"type": "quantitative", "title": f"difference in {title}"}
+    colour = {**_colour(domain, legend=True), "scale": {"domain": list(domain)}}
     colour["legend"] = {"values": names}
     common = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": colour}
     return {
         "width": "container",
         "height": (16 + 10 * len(names)) * len({value["task"] for value in values}),
-        "data": {"values": values},
+        "data": {"values": list(values)},
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [3, 3]}, "encoding": {"x": {"datum": 0}}},
             {
@@ -303,56 +311,6 @@ def forest(groups: Sequence[Group], baseline: str) -> dict[str, Any] | None:
                     "x": {**x, "field": "gain"},
                     **common,
                     "tooltip": [{"field": name} for name in ("task", "attention", "gain", "low", "high", "words")],
-                },
-            },
-        ],
-    }
-
-
-def ranks(found: Ranking) -> dict[str, Any]:
-    """The critical-difference diagram (Demšar, JMLR 2006): bars join attentions that are not distinguished."""
-    names = list(found.ranks)
-    points = [
-        {"attention": name, "rank": _round(value), "row": i + 1} for i, (name, value) in enumerate(found.ranks.items())
-    ]
-    bars = [
-        {"from": found.ranks[clique[0]], "to": found.ranks[clique[-1]], "row": -0.4 * i}
-        for i, clique in enumerate(found.cliques)
-    ]
-    x = {"type": "quantitative", "scale": {"domain": [0.9, len(names) + 0.1]}, "title": "average rank, 1 is best"}
-    y = {"field": "row", "type": "quantitative", "axis": None, "scale": {"reverse": True, "zero": False}}
-    return {
-        "width": "container",
-        "height": 60 + 24 * len(names),
-        "layer": [
-            {
-                "data": {"values": bars},
-                "mark": {"type": "rule", "strokeWidth": 5},
-                "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y},
-            },
-            {
-                "data": {"values": points},
-                "mark": {"type": "point", "filled": True, "size": 70, "tooltip": True},
-                "encoding": {"x": {**x, "field": "rank"}, "y": y},
-            },
-            {
-                "data": {"values": points},
-                "mark": {"type": "text", "align": "left", "dx": 9},
-                "encoding": {
-                    "x": {**x, "field": "rank"},
-                    "y": y,
-                    "text": {"field": "attention"},
-                    "opacity": {"condition": {"test": f"datum.rank <= {(len(names) + 1) / 2}", "value": 1}, "value": 0},
-                },
-            },
-            {
-                "data": {"values": points},
-                "mark": {"type": "text", "align": "right", "dx": -9},
-                "encoding": {
-                    "x": {**x, "field": "rank"},
-                    "y": y,
-                    "text": {"field": "attention"},
-                    "opacity": {"condition": {"test": f"datum.rank > {(len(names) + 1) / 2}", "value": 1}, "value": 0},
                 },
             },
         ],

@@ -513,7 +513,7 @@ def speed(
 
     Examples:
 
-    [cyan]quest bench speed --out docs/results/speed-cpu[/]
+    [cyan]quest bench speed --out research/results/speed-cpu[/]
 
     [cyan]quest bench speed --attention quest,qknorm-hs,aft-simple --also FlexAttention --threads 1[/]
     """
@@ -556,7 +556,7 @@ def scaling(
 
     Example:
 
-    [cyan]quest bench scaling --out docs/results/scaling-cpu[/]
+    [cyan]quest bench scaling --out research/results/scaling-cpu[/]
     """
     from . import scaling as bench
 

@@ -1,4 +1,4 @@
-"""From the cells of a run's folder to the tables of its report: rows, comparisons, ranks and conclusions."""
+"""From the cells of a run's folder to the tables of its report: rows, comparisons and conclusions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from quest_core.errors import ConfigError, one_of
 
 from . import store
 from .plan import Record, Suite, catalogue, parse_seeds, reproduce, write_value
-from .stats import Comparison, Estimate, Ranking, compare, correct, estimate, rank, verdict
+from .stats import Comparison, Estimate, compare, correct, estimate, verdict
 from .store import Stored
 from .worker import encode
 
@@ -74,12 +73,7 @@ class Row:
 
     def words(self) -> tuple[str, ...]:
         """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for terminals."""
-        gap = ""
-        if self.difference:
-            gap = signed(self.difference.mean)
-            gap += f" [{interval(self.difference, signs=True)}]" if self.difference.has_interval else ""
-        score = number(self.score.mean) + (f" [{spread_or_failures(self)}]" if self.finished else "")
-        return self.attention, f"{self.finished}/{self.planned}", score, gap, printed(self), self.verdict
+        return self.attention, f"{self.finished}/{self.planned}", mean(self), gain(self), printed(self), self.verdict
 
 
 @dataclass(frozen=True)
@@ -135,6 +129,30 @@ class Group:
         return next((row for row in self.rows if row.attention == attention), None)
 
     @property
+    def points(self) -> str:
+        """The unit of a difference: that of the metric, and "points" for a percentage."""
+        return "points" if self.suite.unit == "%" else str(self.suite.unit or "")
+
+    @property
+    def common(self) -> tuple[int, ...]:
+        """The seeds that every attention finished, apart from attentions that finished none."""
+        done = [{seed for seed, value in row.values.items() if math.isfinite(value)} for row in self.rows]
+        return tuple(sorted(set.intersection(*filter(None, done)))) if any(done) else ()
+
+    @property
+    def cut(self) -> bool:
+        """Whether some attention finished more seeds than all have in common."""
+        return any(row.finished > len(self.common) for row in self.rows)
+
+    def glance(self, attention: str) -> str:
+        """The mean over `common` and half its interval, and how many seeds failed."""
+        row = self.row(attention)
+        if row is None or not row.values:
+            return ""
+        text = spread(estimate([row.values.get(seed, math.nan) for seed in self.common]))
+        return f"{text}, {row.failed} of {row.planned} failed" if row.failed else text
+
+    @property
     def conclusion(self) -> str:
         """The finding in one sentence."""
         base = self.row(self.baseline)
@@ -142,7 +160,7 @@ class Group:
         if not compared:
             missing = "" if base else f", because {self.baseline} was not run"
             return f"Nothing is compared with {self.baseline}{missing}."
-        unit = f" {self.suite.unit}" if self.suite.unit else ""
+        unit = f" {self.points}" if self.points else ""
         parts = []
         for word, mark in (("better", "▲"), ("worse", "▼")):
             found = [row for row in compared if row.mark == mark]
@@ -159,16 +177,13 @@ class Group:
                 continue
             names = [row.attention for row in same]
             seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
-            verb = "is" if len(names) == 1 else "are"
-            text = f"{join(names)} {verb} not distinguished from {self.baseline} by {seeds} seed"
+            text = f"{join(names)}: no significant difference from {self.baseline} over {seeds} seed"
             text += "" if seeds == "1" else "s"
             seen = [row.comparison.detectable for row in same if row.comparison]
             finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
             if finite:
-                ends = f"a difference of {finite[0]}"
-                if len(finite) > 1:
-                    ends = f"differences from {finite[0]} to {finite[-1]}"
-                text += f", which find {ends}{unit} with a power of 80%"
+                ends = " to ".join(dict.fromkeys((finite[0], finite[-1])))
+                text += f", which can miss differences below {ends}{unit}"
             parts.append(text)
         lost = [f"{row.attention} failed on {row.failed} of {row.planned} seeds" for row in self.rows if row.failed]
         text = "; ".join([*parts, *lost])
@@ -231,30 +246,6 @@ def load_cells(out: Path) -> list[Stored]:
         found = "holds no results" if out.is_dir() else "does not exist"
         raise ConfigError(f"{out} {found}; first run: quest bench run SUITE --out {shlex.quote(str(out))}")
     return cells
-
-
-def ranking(groups: Sequence[Group], baseline: str) -> Ranking | None:
-    """Rank the attentions over the tasks, by each suite's own metric.
-
-    Returns:
-        None for fewer than two tasks, for smoke runs, or if a task occurs with several option values, because these are
-        not independent.
-    """
-    first = [group for group in groups if group.first_metric]
-    tasks = Counter((group.suite.name, group.task) for group in first)
-    if any(count > 1 for count in tasks.values()) or any(group.smoke for group in first):
-        return None
-    scores = []
-    for group in first:
-        shared = set.intersection(*(set(row.values) for row in group.rows))
-        means = {}
-        for row in group.rows:
-            values = [row.values[seed] for seed in sorted(shared)]
-            finite = all(map(math.isfinite, values)) and values
-            means[row.attention] = math.fsum(values) / len(values) if finite else math.nan
-        if shared:
-            scores.append((means, group.suite.higher_is_better))
-    return rank([means for means, _ in scores], [higher for _, higher in scores], baseline)
 
 
 def causes(cells: Iterable[Stored]) -> list[tuple[str, list[Stored]]]:
@@ -464,14 +455,20 @@ def interval(of: Estimate, signs: bool = False) -> str:
     return f"{write(of.low)} to {write(of.high)}" if of.has_interval else "–"
 
 
-def spread_or_failures(row: Row) -> str:
-    """The interval of the mean; if a seed failed, the count of failures takes its place."""
-    return f"{row.failed} of {row.planned} failed" if row.failed else interval(row.score)
+def mean(row: Row) -> str:
+    """The mean and its interval, or the count of failed seeds in place of the interval."""
+    shown = f"{row.failed} of {row.planned} failed" if row.failed else interval(row.score)
+    return number(row.score.mean) + (f" ({shown})" if shown != "–" else "")
 
 
-def glance(row: Row) -> str:
-    """The mean and half its interval, or the count of failures."""
-    return f"{number(row.score.mean)}, {spread_or_failures(row)}" if row.failed else spread(row.score)
+def gain(row: Row) -> str:
+    """The paired difference and its interval, or the counts of a sign test in place of the interval."""
+    if not row.comparison or not row.difference:
+        return "–"
+    shown = interval(row.difference, signs=True)
+    if row.comparison.test == "sign":
+        shown = f"{row.comparison.wins} won, {row.comparison.losses} lost"
+    return signed(row.difference.mean) + (f" ({shown})" if shown != "–" else "")
 
 
 def spread(found: Estimate) -> str:

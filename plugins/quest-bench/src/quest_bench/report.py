@@ -1,4 +1,4 @@
-"""The report of a run's folder: report.html (one file, no outside resources), report.md and results.parquet."""
+"""The report of a run's folder: report.html (one file, no outside resources) and report.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import charts, groups, store
 from .charts import Chart, Picture
-from .groups import Group, load_cells, ranking, read_groups
+from .groups import Group, load_cells, read_groups
 from .stats import write_p
 from .store import Stored
 from .worker import utc, whole, write_text
@@ -44,11 +44,58 @@ STYLE: Any = {  # for the figures that a suite draws itself
 
 
 def write_report(out: Path, baseline: str) -> Path:
-    """Write report.html, report.md with report/*.png, and results.parquet; return the path of the HTML.
+    """Write report.html and report.md with report/*.png, and results.parquet if the folder holds cells.
+
+    Returns:
+        The path of the HTML.
 
     Raises:
         ConfigError: the folder has no cell, or none of the chosen baseline.
     """
+    facts = _facts(out, baseline)
+    plots = facts["plots"]
+    pictures = out / "report"
+    pictures.mkdir(exist_ok=True)
+    for plot in plots:
+        with whole(pictures / plot.file) as neighbour:
+            neighbour.write_bytes(plot.png())
+    for old in {*pictures.glob("*.png")} - {pictures / plot.file for plot in plots}:
+        old.unlink()
+    if any(out.glob("cells/*")):  # else results.parquet is what the report is made from
+        store.write_table(load_cells(out), out / "results.parquet")
+    write_text(out / "report.md", _render("report.md.j2", facts))
+    specs = [spec for plot in plots if isinstance(plot, Chart) for spec in plot.specs]
+    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
+    packed = {"script": _script() if specs else "", "specs": _packed(json.dumps(content, separators=(",", ":")))}
+    page = out / "report.html"
+    write_text(page, _render("report.html.j2", facts | packed))
+    return page
+
+
+def write_page(results: Path, out: Path, baseline: str) -> None:
+    """Write the page of a site, whose charts the browser draws: report.md, charts.js, and pictures that suites draw.
+
+    charts.js sets `reportCharts`, the specifications in the order of the page's `data-spec`, and both themes.
+    """
+    facts = _facts(results, baseline)
+    pictures = [plot for plot in facts["plots"] if isinstance(plot, Picture)]
+    specs = [spec for plot in facts["plots"] if isinstance(plot, Chart) for spec in plot.specs]
+    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
+    (out / "report").mkdir(parents=True, exist_ok=True)
+    for plot in pictures:
+        (out / "report" / plot.file).write_bytes(plot.data)
+    write_text(out / "charts.js", f"reportCharts = {json.dumps(content, separators=(',', ':'))};\n")
+    write_text(out / "report.md", _render("report.md.j2", facts | {"site": True, "created": ""}))
+
+
+def javascript() -> str:
+    """Return the library that draws charts, as a script that sets `vegaEmbed`."""
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return f"(() => {{{bundle}}})();"  # a module's own names stay its own
+
+
+def _facts(out: Path, baseline: str) -> dict[str, Any]:
+    """Return what both templates show."""
     found = read_groups(out, baseline)
     cells = load_cells(out)
     table = pd.DataFrame(store.rows(cells))
@@ -57,12 +104,12 @@ def write_report(out: Path, baseline: str) -> Path:
         for place, group in enumerate(found):
             group.plots = _plots(group, table, f"{place + 1:02d}", points)
     runs = store.read_run(out)
-    ranks = ranking(found, baseline)
-    overview = _overview(found, ranks, baseline)
+    overview = _overview(found, baseline)
     states = {state: sum(cell.state == state for cell in cells) for state in ("done", "failed", "unfinished")}
     states["unfinished"] += groups.absent(cells, runs)
     tested = sum(bool(row.comparison and row.comparison.test) for group in found for row in group.rows)
-    facts = {
+    plots = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
+    return {
         "overview": overview,
         "groups": found,
         "attentions": groups.order({cell.cell["attention"] for cell in cells}, baseline, runs),
@@ -74,16 +121,15 @@ def write_report(out: Path, baseline: str) -> Path:
         "mixed": mixed(cells),
         "devices": sorted({cell.result["device"] for cell in cells if cell.result}),
         "baseline": baseline,
-        "ranks": ranks,
         "family": f"{tested} comparison{'s' * (tested != 1)}",
         "created": utc(),
+        "plots": plots,
+        "places": _places(plots),
+        "site": False,
     }
-    every = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
-    specs = [spec for plot in every if isinstance(plot, Chart) for spec in plot.specs]
-    facts["script"] = _script() if specs else ""
-    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
-    facts["specs"] = _packed(json.dumps(content, separators=(",", ":")))
-    facts["places"] = _places(every)
+
+
+def _render(template: str, facts: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("quest_bench"),
         autoescape=lambda name: bool(name and ".html" in name),
@@ -91,23 +137,11 @@ def write_report(out: Path, baseline: str) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = ["number", "signed", "interval", "seconds", "cell", "glance", "spread", "spread_or_failures"]
-    names += ["printed", "paper_words"]
+    names = ["number", "signed", "interval", "seconds", "cell", "spread", "mean", "gain", "printed", "paper_words"]
     environment.filters.update({name: getattr(groups, name) for name in names})
     environment.filters.update(p=write_p, base64=lambda data: base64.b64encode(data).decode())
     environment.globals.update(last_line=store.last_line)
-    pictures = out / "report"
-    pictures.mkdir(exist_ok=True)
-    for plot in every:
-        with whole(pictures / plot.file) as neighbour:
-            neighbour.write_bytes(plot.png())
-    for old in {*pictures.glob("*.png")} - {pictures / plot.file for plot in every}:
-        old.unlink()
-    store.write_table(cells, out / "results.parquet")
-    write_text(out / "report.md", environment.get_template("report.md.j2").render(facts))
-    page = out / "report.html"
-    write_text(page, environment.get_template("report.html.j2").render(facts))
-    return page
+    return environment.get_template(template).render(facts)
 
 
 def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
@@ -136,7 +170,7 @@ def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
 @functools.cache
 def _script() -> str:
     """The library that draws the charts in the page; bundling it takes over a second."""
-    return _packed(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return _packed(javascript())
 
 
 def _packed(text: str) -> str:
@@ -155,21 +189,13 @@ def _places(plots: Sequence[Chart | Picture]) -> dict[str, range]:
     return found
 
 
-def _overview(found: Sequence[Group], ranks: Any, baseline: str) -> list[Chart]:
-    drawn = []
-    spec = charts.forest(found, baseline)
-    if spec:
-        caption = (
-            f"Paired differences from {baseline} with uncorrected 95% intervals. A row with a failed seed has none."
-        )
-        drawn.append(Chart("All tasks", caption, [spec], "00-forest.png"))
-    if ranks:
-        caption = (
-            f"Critical-difference diagram over {ranks.tasks} tasks: Nemenyi's critical difference is "
-            f"{ranks.critical:.2f} ranks at 5%; bars join attentions that are not distinguished."
-        )
-        drawn.append(Chart("Average ranks", caption, [charts.ranks(ranks)], "00-ranks.png"))
-    return drawn
+def _overview(found: Sequence[Group], baseline: str) -> list[Chart]:
+    specs = charts.forest(found, baseline)
+    caption = (
+        f"Paired differences from {baseline}, in the unit of each table, with uncorrected 95% intervals; right is "
+        "better. A row with a failed seed has no interval."
+    )
+    return [Chart("All tasks", caption, specs, "00-forest.png")] if specs else []
 
 
 def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[Chart | Picture]:

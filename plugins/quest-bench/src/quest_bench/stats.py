@@ -1,4 +1,4 @@
-"""Means with t-intervals over seeds, comparisons paired by seed, and ranks over tasks.
+"""Means with t-intervals over seeds, and comparisons paired by seed.
 
 A seed maps to a number. A seed that failed or diverged maps to NaN, and is a loss for its attention. A seed that has
 not finished is absent.
@@ -192,74 +192,13 @@ def verdict(found: Comparison, baseline: str) -> str:
     lost += [f"{baseline} failed on {found.baseline_failed}"] if found.baseline_failed else []
     reason = f"p = {write_p(found.adjusted)}" + (f", sign test: {counts}" if found.test == "sign" else "")
     if found.test == "sign" and not found.wins + found.losses:
-        head = f"equal to {baseline} on every seed" if not lost else f"no seed distinguishes it from {baseline}"
+        head = f"equal to {baseline} on every seed" if not lost else f"no seed differs from {baseline}"
         return "; ".join([head, *lost])
     if not found.mark:
-        return "; ".join([f"not distinguished from {baseline} ({reason})", *lost])
+        return "; ".join([f"no significant difference from {baseline} ({reason})", *lost])
     return "; ".join([f"{'better' if found.better else 'worse'} than {baseline} ({reason})", *lost])
 
 
 def write_p(value: float) -> str:
     """A p-value as text; one below 0.001 as a bound that also reads after "p = "."""
     return "–" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Attentions ranked over tasks (Demšar, JMLR 2006).
-
-    Attributes:
-        tasks: how many tasks every attention was ranked on.
-        ranks: attention -> average rank, 1 is best; ties share their ranks.
-        records: attention -> tasks won, tied and lost against the baseline by the mean over common seeds.
-        critical: the critical difference of Nemenyi's test at 5%: closer average ranks are not distinguished.
-        p: Friedman's test that all attentions rank alike; NaN for fewer than three.
-        cliques: the largest groups of attentions that lie within the critical difference, best first.
-    """
-
-    tasks: int
-    ranks: Mapping[str, float]
-    records: Mapping[str, tuple[int, int, int]]
-    critical: float
-    p: float
-    cliques: Sequence[tuple[str, ...]]
-
-
-def rank(scores: Sequence[Mapping[str, float]], higher: Sequence[bool], baseline: str) -> Ranking | None:
-    """Rank attentions over tasks.
-
-    Args:
-        scores: for each task, attention -> its score; NaN (a seed failed) ranks behind every number.
-        higher: for each task, whether higher is better.
-        baseline: the attention that `records` compares with.
-
-    Returns:
-        None for fewer than two tasks or two attentions that all tasks have.
-    """
-    names = [name for name in (scores[0] if scores else ()) if all(name in one for one in scores)]
-    if len(scores) < 2 or len(names) < 2:
-        return None
-    worth = np.array(
-        [[_worth(one[name], 1 if up else -1) for name in names] for one, up in zip(scores, higher, strict=True)]
-    )
-    ranks = stats.rankdata(-worth, axis=1, method="average").mean(axis=0)
-    k, n = len(names), len(scores)
-    critical = float(stats.studentized_range.ppf(LEVEL, k, np.inf)) * math.sqrt(k * (k + 1) / (12 * n))
-    friedman = math.nan
-    if k > 2:
-        friedman = 1.0 if (worth == worth[:, :1]).all() else float(stats.friedmanchisquare(*worth.T).pvalue)
-    records = {}
-    if baseline in names:
-        base = worth[:, names.index(baseline)]
-        for column, name in enumerate(names):
-            own = worth[:, column]
-            records[name] = (int((own > base).sum()), int((own == base).sum()), int((own < base).sum()))
-    order = sorted(range(k), key=lambda i: ranks[i])
-    cliques: list[tuple[str, ...]] = []
-    reach = 0
-    for start, i in enumerate(order):
-        end = max(j for j, other in enumerate(order) if ranks[other] - ranks[i] <= critical)
-        if end > start and end > reach:
-            cliques.append(tuple(names[j] for j in order[start : end + 1]))
-            reach = end
-    return Ranking(n, {names[i]: float(ranks[i]) for i in order}, records, critical, friedman, cliques)

@@ -18,7 +18,7 @@ from quest_core.compat import is_eager, may_read
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
 200 nodes, forward and backward, packing takes 1.03 of the padded time at 1.0, 0.83 at 1.7 and 0.72 at 2.2
-(docs/results/graph-packing.md)."""
+(research/results/graph-packing.md)."""
 
 
 class GraphAttention(MultiheadAttention):
