@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from quest_core.cli.mechanisms import AXIS_TITLES
-from quest_core.mechanisms import PARTS
-from quest_core.mechanisms.part import Part
+from quest_core.registry import Component, mechanisms, owner
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"
@@ -38,11 +37,11 @@ def support() -> str:
     return "\n".join(lines + [f"{i}. {setting}" for i, setting in enumerate(settings, 1)])
 
 
-def mechanisms() -> str:
+def formulas() -> str:
     """One table for each axis."""
     blocks = []
     for axis, title in AXIS_TITLES.items():
-        rows = [part for part in PARTS if part.axis == axis]
+        rows = [part for part in mechanisms().values() if part.axis == axis and owner(part) == "quest-core"]
         if rows:
             blocks += [f"### {title}", "", "| name | formula | options | causal | parameters | cost | source |"]
             blocks.append("|---|---|---|:-:|:-:|---|---|")
@@ -51,11 +50,11 @@ def mechanisms() -> str:
     return "\n".join(blocks).rstrip()
 
 
-def _row(part: Part) -> str:
+def _row(part: type[Component]) -> str:
     options = ", ".join(f"`{o.name}` = {'null' if o.default is None else str(o.default).lower()}" for o in part.options)
     learns = "yes" if part.learnable else "–"
     causal = "✓" if part.causal else "–"
-    cells = (f"`{part.name}`", part.summary, options or "–", causal, learns, part.complexity, part.source)
+    cells = (f"`{part.name}`", part.formula(), options or "–", causal, learns, part.complexity, part.source)
     return "| " + " | ".join(cells) + " |"
 
 
@@ -88,7 +87,7 @@ def transforms() -> str:
     return "\n".join([*lines, "", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))])
 
 
-TABLES = {"support": support, "mechanisms": mechanisms, "transforms": transforms}
+TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
 PLACES = {
     ROOT / "README.md": ("support",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),

@@ -8,7 +8,6 @@
 
 from . import _torch as _torch
 from .cache import Cache as Cache
-from .catalogue import list_mechanisms as list_mechanisms
 from .checkpoints import AttentionMismatchWarning as AttentionMismatchWarning
 from .config import AttentionConfig as AttentionConfig
 from .config import AttentionSpec as AttentionSpec
@@ -28,7 +27,14 @@ from .hosts.torch import MultiheadAttention as MultiheadAttention
 from .layer import Attention as Attention
 from .mechanism import Mechanism as Mechanism
 from .mechanism import attention as attention
+from .mechanisms.base import Family as Family
+from .mechanisms.base import Grouping as Grouping
+from .mechanisms.base import Normalizer as Normalizer
+from .mechanisms.base import Score as Score
 from .mechanisms.elliptical import chain as chain
+from .registry import Option as Option
+from .registry import list_mechanisms as list_mechanisms
+from .registry import register as register
 from .tools.calibration import CalibrationReport as CalibrationReport
 from .tools.calibration import calibrate as calibrate
 from .tools.monitor import Monitor as Monitor

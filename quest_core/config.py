@@ -5,10 +5,13 @@ All of these mean the same::
     "quest+gqa(kv_heads=4)"
     {"name": "quest+gqa", "kv_heads": 4}
     {"name": "quest", "kv_heads": 4}              # kv_heads without a grouping means gqa
-    '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line hands it over
+    '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line passes it
 
-A name is one or more parts joined by ``+``, at most one for each axis (score, normalizer, grouping); what is
-left out is standard, softmax, mha. Families (linear, aft-simple, ...) are not combined.
+Options are separated by ``,`` or by ``;``, because some command lines (mmengine, Pointcept) split values at commas:
+``quest(init=12;scale=2)``.
+
+A name is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping); the others are
+standard, softmax and mha. Families (linear, aft-simple, ...) are not combined.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ import ast
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from .catalogue import parts
 from .errors import ConfigError, one_of
-from .mechanisms.part import Part
+from .mechanisms.base import Dims
+from .registry import Component, find, mechanisms
 
+C = TypeVar("C", bound=Component)
 DEFAULTS = {"score": "standard", "normalizer": "softmax", "grouping": "mha"}
 
 
@@ -87,16 +91,15 @@ class AttentionConfig:
     def __getitem__(self, axis: str) -> str:
         return dict(self.parts)[axis]
 
-    def specs(self) -> Iterator[Part]:
-        """Return the declared parts, axis by axis."""
-        return (parts()[name] for _, name in self.parts)
+    @property
+    def components(self) -> tuple[type[Component], ...]:
+        """The classes of its score, normalizer and grouping, or of its family."""
+        return tuple(find(name) for _, name in self.parts)
 
     def option(self, key: str) -> Any:
-        """Return the value of an option: the one given or the part's default; None if no part has the option."""
-        given = dict(self.options)
-        if key in given:
-            return given[key]
-        return next((o.default for p in self.specs() for o in p.options if o.name == key), None)
+        """Return the value of an option: the one given or its default; None if no component has the option."""
+        values = {o.name: o.default for component in self.components for o in component.options}
+        return (values | dict(self.options)).get(key)
 
     @property
     def is_standard(self) -> bool:
@@ -112,24 +115,26 @@ class AttentionConfig:
             other = AttentionConfig.parse(spec)
         except ConfigError:
             return False
-        compared = [o.name for part in self.specs() for o in part.options if o.starts is None]
+        compared = [o.name for component in self.components for o in component.options if o.starts is None]
         return self.parts == other.parts and all(self.option(name) == other.option(name) for name in compared)
 
     @property
     def initial_norms(self) -> dict[str, float]:
         """Norms of queries ("q") and keys ("k") in a fresh model, if options set them; see `projections.init_norms`."""
-        named = {o.starts: self.option(o.name) for part in self.specs() for o in part.options if o.starts in ("q", "k")}
+        options = (o for component in self.components for o in component.options)
+        named = {o.starts: self.option(o.name) for o in options if o.starts in ("q", "k")}
         return {role: norm for role, norm in named.items() if role is not None and norm is not None}
 
     def without_initial_norms(self) -> AttentionConfig:
         """Return the same attention without the options that only set initial norms."""
-        names = {o.name for part in self.specs() for o in part.options if o.starts in ("q", "k")}
+        names = {o.name for component in self.components for o in component.options if o.starts in ("q", "k")}
         return replace(self, options=tuple((key, value) for key, value in self.options if key not in names))
 
-    def build_arguments(self, part: Part) -> dict[str, Any]:
-        """Return the options that `part` is built with, with defaults filled in."""
-        given = dict(self.options)  # parts of different packages may have an option of one name, each its default
-        return {o.name: given.get(o.name, o.default) for o in part.options if o.starts not in ("q", "k")}
+    def build(self, component: type[C], dims: Dims | None) -> C:
+        """Return a new `component` with the options of this configuration, defaults filled in."""
+        given = dict(self.options)  # two components may have an option of one name, each with its default
+        arguments = {o.name: given.get(o.name, o.default) for o in component.options if o.starts not in ("q", "k")}
+        return component(dims, **arguments)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a mapping of plain JSON types that :meth:`parse` reads back to an equal configuration."""
@@ -155,14 +160,14 @@ def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
     """Return names and options: 'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
     if not re.fullmatch(rf"{_TERM}(\+{_TERM})*", text):
         raise ConfigError(
-            f"attention {text!r} cannot be read; write a name, name(key=value, ...) or names joined by '+', such as "
-            "'quest+gqa(kv_heads=4)'"
+            f"attention {text!r} cannot be read; write a name, name(key=value, ...), name(key=value; ...) or names "
+            "joined by '+', such as 'quest+gqa(kv_heads=4)'"
         )
     names: list[str] = []
     options: dict[str, Any] = {}
     for name, inside in re.findall(_TERM, text):
         names.append(name)
-        for item in filter(None, map(str.strip, inside.split(","))):
+        for item in filter(None, map(str.strip, re.split("[,;]", inside))):
             key, _, value = (piece.strip() for piece in item.partition("="))
             if not value:
                 raise ConfigError(f"attention {text!r}: {item!r} is not key=value")
@@ -190,44 +195,46 @@ def _write_value(value: Any) -> str:
 
 
 def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
-    known = parts()
     written = "+".join(names)
-    chosen: dict[str, str] = {}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"attention: {known.unknown(name)}")
-        axis = known[name].axis
+    chosen: dict[str, type[Component]] = {}
+    for component in map(find, names):
+        axis = component.axis
         if axis in chosen:
             raise ConfigError(
-                f"attention '{written}' names two choices for the {axis}: '{chosen[axis]}' and '{name}'; keep one"
+                f"attention '{written}' names two choices for the {axis}: '{chosen[axis].name}' and "
+                f"'{component.name}'; keep one"
             )
-        chosen[axis] = name
-    if "family" in chosen:
-        if len(chosen) > 1:
-            others = ", ".join(f"'{n}'" for a, n in chosen.items() if a != "family")
-            raise ConfigError(
-                f"attention '{written}': '{chosen['family']}' never forms attention weights, so it is not combined; "
-                f"drop {others}"
-            )
-    else:
+        chosen[axis] = component
+    if "family" not in chosen:
         if "grouping" not in chosen and "kv_heads" in options:
-            chosen["grouping"] = "gqa"
-        chosen = DEFAULTS | chosen
-
-    specs = {o.name: o for axis in chosen for o in known[chosen[axis]].options}
+            chosen["grouping"] = find("gqa")
+        chosen = {axis: find(name) for axis, name in DEFAULTS.items()} | chosen
+    elif len(chosen) > 1:
+        others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
+        raise ConfigError(
+            f"attention '{written}': '{chosen['family'].name}' never forms attention weights, so it is not combined; "
+            f"drop {others}"
+        )
     checked: dict[str, Any] = {}
     for key, value in options.items():
-        if key not in specs:
-            elsewhere = sorted({o.name for p in known.values() for o in p.options} - set(specs))
-            hint = ""
-            for near in difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.7):
-                holders = sorted(p.name for p in known.values() if any(o.name == near for o in p.options))
-                hint = f"; '{near}' belongs to {', '.join(holders)}"
-            raise ConfigError(f"attention '{written}' has no option '{key}'; {one_of(key, specs)}{hint}")
-        holders = [f"'{name}'" for name in chosen.values() if any(o.name == key for o in known[name].options)]
-        if len(holders) > 1:
-            raise ConfigError(
-                f"attention '{written}': option '{key}' belongs to {' and '.join(holders)}; rename it in one Part"
-            )
-        checked[key] = specs[key].check(value, written)
-    return AttentionConfig(tuple(chosen.items()), tuple(sorted(checked.items())))
+        found = [(component.name, o) for component in chosen.values() for o in component.options if o.name == key]
+        if not found:
+            raise ConfigError(f"attention '{written}' has no option '{key}'; {_nearest(key, chosen.values())}")
+        if len(found) > 1:
+            owners = " and ".join(f"'{name}'" for name, _ in found)
+            raise ConfigError(f"attention '{written}': option '{key}' belongs to {owners}; rename it in one class")
+        checked[key] = found[0][1].check(value, written)
+    return AttentionConfig(
+        tuple((axis, component.name) for axis, component in chosen.items()), tuple(sorted(checked.items()))
+    )
+
+
+def _nearest(key: str, chosen: Iterable[type[Component]]) -> str:
+    """Return which options `chosen` has, and which mechanism has an option that is spelled like `key`."""
+    own = {o.name for component in chosen for o in component.options}
+    owners: dict[str, list[str]] = {}
+    for component in mechanisms().values():
+        for option in component.options:
+            owners.setdefault(option.name, []).append(component.name)
+    near = difflib.get_close_matches(key, sorted(owners.keys() - own), n=1, cutoff=0.7)
+    return one_of(key, own) + "".join(f"; '{name}' belongs to {', '.join(sorted(owners[name]))}" for name in near)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
-from .catalogue import parts
 from .checkpoints import CheckpointGuard
 from .checks import check_inputs
 from .compat import (
@@ -25,7 +24,7 @@ from .compat import (
     transform,
 )
 from .config import AttentionConfig, AttentionSpec
-from .errors import ConfigError, InputError, PluginError, UnsupportedError
+from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import (
     Dims,
     Family,
@@ -33,7 +32,6 @@ from .mechanisms.base import (
     Normalizer,
     Score,
 )
-from .mechanisms.part import Part
 from .ops import (
     apply_weights,
     drop,
@@ -42,11 +40,7 @@ from .ops import (
     logits,
     merge_causal,
 )
-from .packages import cause
 from .projections import HeadSizes
-
-# The class of the parts of each axis.
-CLASSES: dict[str, type] = {"score": Score, "normalizer": Normalizer, "grouping": Grouping, "family": Family}
 
 
 class Observation(NamedTuple):
@@ -91,8 +85,8 @@ class Mechanism(CheckpointGuard):
     Attributes:
         config: what was asked for.
         dims: the heads and features that its parts were built for; None for a function.
-        reads: names of `mechanisms.part.READS`, as its parts declare them.
-        chained, fused, grid, unit_keys: as its parts declare them.
+        reads: names of `registry.READS`, as its components declare them.
+        chained, fused, on_grid, unit_keys: as its components declare them.
         hides_by_infinity: set by an adapter whose additive masks hide by −inf only; they are not searched for lowest
             finite values then.
         takes_unit_keys: whether `forward` may be given unit keys.
@@ -130,7 +124,7 @@ class Mechanism(CheckpointGuard):
             dims = Dims(num_heads, groups, head_dim, standard_scale)
         else:
             _refuse_state(config)
-        specs = list(config.specs())
+        parts = config.components
         super().__init__(config, keeps=dims is not None)
         self._name = str(config)
         self.observer: Callable[[Observation], None] | None = None
@@ -139,21 +133,21 @@ class Mechanism(CheckpointGuard):
         self.keys_divided = True
         if config.family is None:
             self.family: Family | None = None
-        for part in specs:
-            self.add_module(part.axis, _build(part, dims, config.build_arguments(part)))
-        self._key_features = specs[0].key_features
+        for part in parts:
+            self.add_module(part.axis, config.build(part, dims))
+        self._key_features = parts[0].key_features
         self.dims = dims
-        self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in specs))
-        self.chained = any(part.chained for part in specs)
-        self.fused = any(part.fused for part in specs)
-        self.grid = any(part.grid for part in specs)
-        self.unit_keys = any(part.unit_keys for part in specs)
-        self.takes_unit_keys = self.unit_keys and not any(part.reads for part in specs if part.axis != "normalizer")
-        self._learns = any(part.learnable for part in specs)
-        self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in specs if not part.causal]
-        self._no_cache = [part.name for part in specs if not part.cached]
-        self._no_dropout = [part.name for part in specs if not part.drops]
-        self._mixing = [part.name for part in specs if "tokens" in part.reads]
+        self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in parts))
+        self.chained = any(part.chained for part in parts)
+        self.fused = any(part.fused for part in parts)
+        self.on_grid = any(part.on_grid for part in parts)
+        self.unit_keys = any(part.unit_keys for part in parts)
+        self.takes_unit_keys = self.unit_keys and not any(part.reads for part in parts if part.axis != "normalizer")
+        self._learns = any(part.learnable for part in parts)
+        self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in parts if not part.causal]
+        self._no_cache = [part.name for part in parts if not part.cached]
+        self._no_dropout = [part.name for part in parts if not part.dropout]
+        self._mixing = [part.name for part in parts if "tokens" in part.reads]
 
     def forward(
         self,
@@ -450,7 +444,7 @@ class Mechanism(CheckpointGuard):
 
 def _refuse_state(config: AttentionConfig) -> None:
     """Raise ConfigError if an attention keeps something, which a function cannot do."""
-    for part in config.specs():
+    for part in config.components:
         if part.learnable or part.stateful or part.chained:
             keeps = "learnable parameters" if part.learnable else "a state"
             raise ConfigError(
@@ -468,26 +462,8 @@ def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     config = AttentionConfig.parse(attention)
     if config.family:
         return num_heads
-    part = parts()[config["grouping"]]
-    grouping: Grouping = _build(part, None, config.build_arguments(part))
-    return grouping.kv_heads(num_heads)
-
-
-def _build(part: Part, dims: Dims | None, options: Mapping[str, Any]) -> Any:
-    """Return the module of a part; PluginError, which names it, if it cannot be built or is of another class."""
-    failure: BaseException | None = None
-    try:
-        made = part.build(dims, **options)
-        if isinstance(made, CLASSES[part.axis]):
-            return made
-        wrong = f"it returns {type(made).__name__}"
-    except (TypeError, SystemExit) as error:
-        failure, wrong = error, cause(error)
-    call = ", ".join(["dims", *(f"{name}={value!r}" for name, value in options.items())])
-    raise PluginError(
-        f"'{part.name}' of {parts().owner(part.name)} cannot be built: {wrong}; build({call}) must return a "
-        f"quest_core.mechanisms.{CLASSES[part.axis].__name__}"
-    ) from failure
+    grouping = next(part for part in config.components if issubclass(part, Grouping))
+    return config.build(grouping, None).kv_heads(num_heads)
 
 
 def head_sizes(
@@ -510,11 +486,11 @@ def head_sizes(
         ConfigError: its kv_heads does not divide `num_heads`.
     """
     config = AttentionConfig.parse(attention)
-    specs = list(config.specs())
+    parts = config.components
     groups, shared = kv_heads(config, num_heads), None if host_kv_heads == num_heads else host_kv_heads
-    if shared is not None and not any(part.reshapes for part in specs):
+    if shared is not None and not any(part.reshapes for part in parts):
         groups = shared
-    return HeadSizes(num_heads, groups, head_dim, specs[0].key_features or head_dim, value_dim or head_dim, shared)
+    return HeadSizes(num_heads, groups, head_dim, parts[0].key_features or head_dim, value_dim or head_dim, shared)
 
 
 def attention(

@@ -19,19 +19,16 @@ class HostAdapter(Adapter):
 """
 
 COSINE = """
+from quest_core import Score, register
 from quest_core.ops import unit
-from quest_core.mechanisms import scores
-from quest_core.mechanisms.part import Part
-from quest_core.mechanisms.scores import Standard
 
-class Cosine10(Standard):
+@register("{name}", source="a test")
+class Cosine10(Score):
+    "10 cos(q, k)."
+
     def default_scale(self, head_dim): return 10.0
     def query(self, q): return unit(q)
     def key(self, k): return unit(k)
-
-def part(name): return Part(name, "score", "10 cos(q, k)", "a test", Cosine10)
-
-PARTS = [part("{name}")]
 """
 
 

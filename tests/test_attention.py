@@ -10,9 +10,13 @@ import torch
 
 import quest_core
 from quest_core import Attention, Cache, checkpoints
-from quest_core.mechanisms.scores import PARTS
+from quest_core.registry import mechanisms
 
-MECHANISMS = [*(part.name for part in PARTS), "quest+gqa(kv_heads=2)", "qknorm+mqa"]
+MECHANISMS = [
+    *(name for name, part in mechanisms().items() if part.axis == "score" and not part.chained),
+    "quest+gqa(kv_heads=2)",
+    "qknorm+mqa",
+]
 
 
 @pytest.mark.parametrize("attention", MECHANISMS)

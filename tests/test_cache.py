@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import Attention, Cache
-from quest_core.mechanisms import PARTS
+from quest_core.registry import mechanisms
 
 KEPT = [
     "elliptical",
@@ -72,8 +72,8 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def test_every_mechanism_that_decodes_is_covered() -> None:
-    covered = {part.name for name in KEPT + SUMMED for part in quest_core.AttentionConfig.parse(name).specs()}
-    missing = {part.name for part in PARTS if part.causal and part.cached} - covered
+    covered = {part.name for name in KEPT + SUMMED for part in quest_core.AttentionConfig.parse(name).components}
+    missing = {part.name for part in mechanisms().values() if part.causal and part.cached} - covered
     assert missing <= {"qnorm", "qknorm-ds"}  # their cache is that of qknorm
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quest_core import AttentionConfig, ConfigError, list_mechanisms
-from quest_core.mechanisms import PARTS, Option, Part, Score
-from quest_core.testing.mechanisms import known
+from quest_core import AttentionConfig, ConfigError
+from quest_core.mechanisms import Normalizer, Option, Score
+from quest_core.registry import mechanisms, register, temporary
 
 SAME = [
     "quest+gqa(kv_heads=4)",
@@ -20,6 +20,7 @@ SAME = [
     {"name": "quest", "kv_heads": 4},
     {"name": "quest", "kv_heads": 4.0},
     {"name": "quest(kv_heads=4)"},
+    "quest+gqa(kv_heads=4;)",
     '{"name": "quest", "kv_heads": 4}',
 ]
 
@@ -41,7 +42,7 @@ def test_defaults_are_standard_softmax_mha() -> None:
 def configs(draw: st.DrawFn) -> AttentionConfig:
     chosen = []
     for axis in ("score", "normalizer", "grouping"):
-        chosen.append(draw(st.sampled_from([p for p in PARTS if p.axis == axis])))
+        chosen.append(draw(st.sampled_from([p for p in mechanisms().values() if p.axis == axis])))
     options: dict[str, object] = {}
     for option in (o for part in chosen for o in part.options):
         value = {int: st.integers(1, 64), float: st.floats(1e-3, 1e3), bool: st.booleans(), str: None}[option.kind]
@@ -63,8 +64,8 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
 def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
     """A checkpoint spells its attention as text, which the model that wrote it must read."""
     spec = {"name": "aft-conv", "grid": text}
-    if set(text) & set("(),"):
-        with pytest.raises(ConfigError, match=r"takes a text without \( \) , or null"):
+    if set(text) & set("(),;"):
+        with pytest.raises(ConfigError, match=r"takes a text without \( \) , ; or null"):
             AttentionConfig.parse(spec)
     else:
         config = AttentionConfig.parse(spec)
@@ -83,6 +84,7 @@ def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
         ({"name": "quest", "kv_head": 2}, r"no option 'kv_head'.*'kv_heads' belongs to dgqa, gqa"),
         ("quest+gqa(kv_heads=0)", "'kv_heads' is 0, but takes a whole number of at least 1 or null"),
         ("quest+gqa(kv_heads=two)", "'kv_heads' is 'two', but takes a whole number"),
+        ("quest(scale=-1)", "'scale' is -1, but takes a number of at least 1e-06 or null"),
         ("quest(scale=true)", "'scale' is True, but takes a number"),
         ("quest(scale=nan)", "'scale' is 'nan', but takes a number"),
         ({"name": "quest", "scale": 10**400}, "'scale' is 10+, but takes a number"),
@@ -107,16 +109,24 @@ def test_mistakes_are_named(spec: object, message: str) -> None:
 
 
 def test_an_option_that_two_packages_have_keeps_both_defaults_and_cannot_be_given() -> None:
-    score = Part("one", "score", "", "", Score, (Option("p", float, 2.0, ""),))
-    normalizer = Part("other", "normalizer", "", "", Score, (Option("p", float, 1.5, ""),))
-    with known(score), known(normalizer):
+    class Raised:
+        def __init__(self, dims: None, *, p: float) -> None:
+            super().__init__(dims)  # type: ignore[call-arg]
+            self.p = p
+
+    class One(Raised, Score): ...
+
+    class Other(Raised, Normalizer): ...
+
+    with temporary():
+        register("one", source="", options=(Option("p", float, 2.0, ""),))(One)
+        register("other", source="", options=(Option("p", float, 1.5, ""),))(Other)
         config = AttentionConfig.parse("one+other")
-        assert [config.build_arguments(part) for part in (score, normalizer)] == [{"p": 2.0}, {"p": 1.5}]
+        assert [config.build(part, None).p for part in (One, Other)] == [2.0, 1.5]
         assert AttentionConfig.parse("one(p=3)").option("p") == 3
         with pytest.raises(ConfigError, match="option 'p' belongs to 'one' and 'other'"):
             AttentionConfig.parse("one+other(p=3)")
 
 
-def test_available_lists_every_part() -> None:
-    assert set(list_mechanisms()) == {part.name for part in PARTS}
-    assert "quest" in list_mechanisms()
+def test_semicolons_separate_options_on_command_lines_that_split_at_commas() -> None:
+    assert AttentionConfig.parse("quest(init=12;scale=2)") == AttentionConfig.parse("quest(init=12, scale=2)")

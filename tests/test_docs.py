@@ -114,7 +114,7 @@ FROM_TOP_TO_BOTTOM = {
     "writing-a-mechanism.md": "",  # only its dialogue; the Python blocks are excerpts of a package
 }
 EXCERPTS = {
-    "writing-a-mechanism.md": "tests/test_new_mechanism.py",
+    "writing-a-mechanism.md": "tests/test_registry.py",
     "writing-an-adapter.md": "tests/test_docs.py",
     "distributed.md": "integration_tests/distributed/test_docs.py",
 }

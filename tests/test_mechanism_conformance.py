@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import PARTS, POINTWISE, Cache, Dims, Family, Normalizer, Option, Part, Score, local, visible
+from quest_core.mechanisms import Cache, Dims, Family, Normalizer, Option, Score, local, visible
+from quest_core.registry import Component, mechanisms, register, temporary
 from quest_core.testing import MechanismError, check_mechanism
-from quest_core.testing.mechanisms import known
 from quest_core.testing.versions import PREFIX, has_half
 
 OPERATORS = pytest.mark.needs_torch("2.4", "torch.library.custom_op")
@@ -23,10 +25,10 @@ BY_OPERATOR = ("aft-simple", "aft-full", "aft-local")
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(p, id=p.name, marks=OPERATORS if p.name in BY_OPERATOR else ()) for p in PARTS]
+    "name", [pytest.param(name, marks=OPERATORS if name in BY_OPERATOR else ()) for name in mechanisms()]
 )
-def test_every_mechanism_of_quest_core_passes(part: Part) -> None:
-    check_mechanism(part)
+def test_every_mechanism_of_quest_core_passes(name: str) -> None:
+    check_mechanism(mechanisms()[name])
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,9 @@ class OnTheCpu(Score):
 class Soft(Normalizer):
     """A softmax that is right."""
 
+    causal = cross = cached = dropout = True
+    reads = ("tokens",)
+
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
@@ -317,14 +322,22 @@ class SomeQuery(Score):
         return q + seen.to(k.dtype) @ k / seen.sum(-1, keepdim=True).clamp(min=1), k
 
 
-def toy(build: Any, axis: str = "score", **declared: Any) -> Part:
-    return Part("toy", axis, "a toy", "a test", build, **declared)
+def toy(base: type[Component], **declared: Any) -> type[Component]:
+    return type("Toy", (base,), declared)
 
 
-LINEAR = {"causal": True, "cross": True, "cached": True, "reads": ("tokens",)}
+@contextlib.contextmanager
+def known(cls: type[Component], **arguments: Any) -> Iterator[type[Component]]:
+    """Register a class as 'toy' inside the block."""
+    with temporary():
+        yield register("toy", source="a test", **arguments)(cls)
+
+
+POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "reads": ()}
+LINEAR = {**POINTWISE, "reads": ("tokens",)}
 NORMALISER = {**POINTWISE, "dropout": True}
 WEIGHTED = {**LINEAR, "dropout": True}
-WRONG: dict[str, tuple[Part, set[str]]] = {
+WRONG: dict[str, tuple[type[Component], set[str]]] = {
     "statistics over tokens": (
         toy(Deviation, **POINTWISE),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "chunked_prefill", "masks"},
@@ -353,13 +366,12 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
     "buffers": (toy(Counting, **POINTWISE), {"state"}),
     "parameters": (toy(Untrained, **POINTWISE), {"declarations", "gradients"}),
     "keys of another norm": (toy(Score, unit_keys=True, **POINTWISE), {"declarations"}),
-    "another axis": (toy(Score, "normalizer"), {"declarations"}),
     "reference": (toy(Score, reference=lambda q, k: 2 * q @ k.mT, **POINTWISE), {"reference"}),
     "masks": (
-        toy(lambda dims: Squares(), "normalizer", **NORMALISER),
+        toy(Squares, **NORMALISER),
         {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
     ),
-    "softmax": (toy(lambda dims: Squares(), "normalizer", fused=True, **NORMALISER), {"fused_is_softmax"}),
+    "softmax": (toy(Squares, fused=True, **NORMALISER), {"fused_is_softmax"}),
     "in place": (toy(InPlace, **POINTWISE), {"inputs_are_left_alone"}),
     "batch statistics in training": (toy(BatchStatistics, **POINTWISE), {"calls_repeat"}),
     "growth": (toy(Hoarder, **POINTWISE), {"state"}),
@@ -377,19 +389,19 @@ WRONG: dict[str, tuple[Part, set[str]]] = {
         {"reference"},
     ),
     "another device": (toy(OnTheCpu, **POINTWISE), {"devices"}),
-    "finite biases": (toy(lambda dims: WithoutBias(), "normalizer", **WEIGHTED), {"masks"}),
-    "blind rows of a bias": (toy(lambda dims: BlindToBias(), "normalizer", **WEIGHTED), {"blind_rows"}),
+    "finite biases": (toy(WithoutBias, **WEIGHTED), {"masks"}),
+    "blind rows of a bias": (toy(BlindToBias, **WEIGHTED), {"blind_rows"}),
     "the first diagonal": (
-        toy(lambda dims: FirstRows(), "normalizer", **WEIGHTED),
+        toy(FirstRows, **WEIGHTED),
         {"queries_are_independent", "chunked_prefill"},
     ),
-    "sums on the module": (toy(lambda dims: OnTheModule(), "family", **LINEAR), {"caches_are_independent"}),
-    "heads first in the cache": (toy(lambda dims: HeadsFirst(), "family", **LINEAR), {"caches_are_independent"}),
+    "sums on the module": (toy(OnTheModule, **LINEAR), {"caches_are_independent"}),
+    "heads first in the cache": (toy(HeadsFirst, **LINEAR), {"caches_are_independent"}),
     "a family": (
-        toy(lambda dims: Mean(), "family", compares=True, **LINEAR),
+        toy(Mean, compares=True, **LINEAR),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "queries_choose_among_keys"},
     ),
-    "a grid": (toy(lambda dims: Mean(), "family", grid=True, **LINEAR), {"declarations", "hosts_set_the_grid"}),
+    "a grid": (toy(Mean, on_grid=True, **LINEAR), {"declarations", "hosts_set_the_grid"}),
     "a chain": (toy(Score, chained=True, **POINTWISE), {"declarations"}),
 }
 
@@ -403,23 +415,31 @@ DIVIDED = pytest.mark.needs_torch("2.5", "torch.distributed.tensor")
 def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     if name == "norms in float16" and not has_half():
         pytest.skip(f"{PREFIX}has no float16 products on a CPU")
-    part, checks = WRONG[name]
-    outcomes = check_mechanism(part, checks=sorted(checks), raises=False)
+    wrong, checks = WRONG[name]
+    with known(toy(wrong)) as mechanism:
+        outcomes = check_mechanism(mechanism, checks=sorted(checks), raises=False)
     assert [outcome.check for outcome in outcomes if outcome.passed] == []
     assert all(len(outcome.message) > 20 for outcome in outcomes)
 
 
 def test_a_normalizer_that_is_right_passes() -> None:
-    check_mechanism(toy(lambda dims: Soft(), "normalizer", **WEIGHTED))
+    with known(Soft) as mechanism:
+        check_mechanism(mechanism)
 
 
 def test_failures_say_what_where_and_how_to_declare_it() -> None:
     checks = ("shapes", "heads_are_independent")
-    with pytest.raises(MechanismError, match="attention 'toy' fails 1 of 2 checks:\n- heads_are") as error:
-        check_mechanism(toy(AcrossHeads, **POINTWISE), checks=checks)
-    assert "in the Part of 'toy' add 'heads'" in str(error.value)
-    with pytest.raises(MechanismError, match="the future leaks. Mend it, or in the Part of 'toy' drop causal"):
-        check_mechanism(toy(Deviation, **POINTWISE), checks=["no_query_sees_the_future"])
+    with (
+        known(toy(AcrossHeads, **POINTWISE)) as mechanism,
+        pytest.raises(MechanismError, match="attention 'toy' fails 1 of 2 checks:\n- heads_are") as error,
+    ):
+        check_mechanism(mechanism, checks=checks)
+    assert "in the class of 'toy' add 'heads'" in str(error.value)
+    with (
+        known(toy(Deviation, **POINTWISE)),
+        pytest.raises(MechanismError, match="the future leaks. Mend it, or in the class of 'toy' drop causal"),
+    ):
+        check_mechanism("toy", checks=["no_query_sees_the_future"])
     with pytest.raises(ConfigError, match="check 'shape' does not exist; .*did you mean 'shapes'"):
         check_mechanism("quest", checks=["shape"])
 
@@ -429,7 +449,7 @@ def test_what_is_not_declared_is_refused_by_name(build: Any) -> None:
     q = torch.randn(1, 4, 5, 8)
     with known(toy(build)):
         assert quest_core.attention(q, q, q, "toy").isfinite().all()
-        with pytest.raises(UnsupportedError, match="'toy' cannot be causal: its Part does not declare causal=True"):
+        with pytest.raises(UnsupportedError, match="'toy' cannot be causal: its class does not declare causal = True"):
             quest_core.attention(q, q, q, "toy", is_causal=True)
         with pytest.raises(UnsupportedError, match="'toy' cannot decode"):
             quest_core.Mechanism("toy").decode(q, q, q, Cache())
@@ -442,19 +462,9 @@ def test_what_is_not_declared_is_refused_by_name(build: Any) -> None:
         assert why == "'toy' is not possible here: it needs ordered tokens"
 
 
-def test_a_mechanism_is_known_only_while_it_is_checked() -> None:
-    part = toy(Score, **POINTWISE)
-    with known(part), known(part):
-        quest_core.AttentionConfig.parse("toy")
-        with pytest.raises(ConfigError, match="mechanism 'toy' exists already"), known(toy(Deviation)):
-            pass
-    with pytest.raises(ConfigError, match="'toy' is not a mechanism"):
-        check_mechanism("toy")
-
-
 def test_a_mask_of_the_past_is_refused_where_causality_is_not_declared() -> None:
     q = torch.randn(1, 4, 5, 8)
-    why = "'toy' cannot be causal: its Part does not declare causal=True"
+    why = "'toy' cannot be causal: its class does not declare causal = True"
     with known(toy(SomeQuery)), pytest.raises(UnsupportedError, match=why):
         quest_core.attention(q, q, q, "toy", attn_mask=torch.ones(5, 5, dtype=torch.bool).tril())
 
@@ -465,31 +475,35 @@ def test_the_random_state_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- parts that cannot be -------------------------------------------------------------------------------------------
+# --- classes that cannot be registered -------------------------------------------------------------------------------
+
+
+class Elsewhere(Score): ...
 
 
 @pytest.mark.parametrize(
-    ("declared", "message"),
+    ("name", "base", "declared", "options", "message"),
     [
-        ({"axis": "scroe"}, "axis is 'scroe'; .*did you mean 'score'"),
-        ({"name": "a b"}, "name is 'a b'; it is letters"),
-        ({"name": 7}, "name is 7; it is a text"),
-        ({"build": None}, "build is None; it is a function"),
-        ({"options": [Option("p", int, 1, "a number")]}, "options is .*; it is a tuple of Option"),
-        ({"options": (Option("p", int, 1, "a"), Option("p", int, 1, "b"))}, "options of different names"),
-        ({"causal": 1}, "causal is 1; it is True or False"),
-        ({"reads": ["tokens"]}, "reads is .*; it is a tuple of tokens, queries"),
-        ({"reads": ("token",)}, "reads is .*; it is a tuple of tokens, queries"),
-        ({"cached": True}, "cached is True; it is for causal mechanisms only"),
-        ({"dropout": True}, "dropout is True; it is for the axis normalizer only; this is a score"),
-        ({"key_features": 1}, "key_features is 1; it is for the axis family only"),
-        ({"reference": 3}, "reference is 3; it is a function"),
+        ("a b", Score, {}, (), "Toy.: name must be letters"),
+        ("toy", Component, {}, (), "base class must be Score, Normalizer"),
+        ("toy", Score, {"name": "toy"}, (), "Toy is registered already, so make a subclass"),
+        ("toy", Score, {}, (Option("p", int, 1, "a"), Option("p", int, 1, "b")), "options of different names"),
+        ("toy", Score, {}, (Option("p", int, 1.5, "a"),), "option 'p' is 1.5, but takes a whole number"),
+        ("toy", Score, {"reads": ["tokens"]}, (), "reads must be a tuple of tokens, queries"),
+        ("toy", Score, {"reads": ("token",)}, (), "reads must be a tuple of tokens, queries"),
+        ("toy", Score, {"cached": True}, (), "cached must be for causal mechanisms only"),
+        ("Else.Where", Score, {}, (), "Toy: name 'Else.Where' is taken by 'else-where' of .*Elsewhere"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(declared: dict[str, Any], message: str) -> None:
-    fields = {"name": "toy", "axis": "score", "summary": "a toy", "source": "a test", "build": Score, **declared}
-    with pytest.raises(ConfigError, match=message):
-        Part(**fields)
+def test_classes_that_cannot_be_registered(
+    name: str, base: type[Component], declared: dict[str, Any], options: tuple[Option, ...], message: str
+) -> None:
+    with temporary():
+        register("else-where", source="")(type("Elsewhere", (Elsewhere,), {}))
+        before = dict(mechanisms())
+        with pytest.raises(ConfigError, match=message):
+            register(name, source="", options=options)(toy(base, **declared))
+        assert mechanisms() == before
 
 
 def test_a_mechanism_from_elsewhere_is_treated_as_ours_that_declares_the_same() -> None:
@@ -518,7 +532,7 @@ def test_a_mechanism_from_elsewhere_is_treated_as_ours_that_declares_the_same() 
         assert first.previous == (None,)
         assert second.previous == (first,)
     for compares in (False, True):
-        with known(toy(lambda dims: Mean(), "family", compares=compares, **LINEAR)):
+        with known(toy(Mean, compares=compares, **LINEAR)):
             why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(rotary=True))
         assert (why is None) == compares
         assert (

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.compat import VERSION
 from quest_core.errors import UnsupportedError
-from quest_core.mechanisms.scores import PARTS
 from quest_core.ops import unit
+from quest_core.registry import mechanisms
 from quest_core.testing import references as reference
 from quest_core.testing import versions
 
-SCORES = [part.name for part in PARTS]
-FREE = [part.name for part in PARTS if not part.learnable]
+SCORES = [name for name, part in mechanisms().items() if part.axis == "score" and not part.chained]
+FREE = [name for name in SCORES if not mechanisms()[name].learnable]
 
 
 def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from distributions import ADAPTER, COSINE, write_distribution
+from distributions import ADAPTER, write_distribution
 from torch import nn
 
 import quest_core
-from quest_core import PluginError, catalogue, cli
+from quest_core import PluginError, cli
 from quest_core.cli import doctor
 from quest_core.hosts import plugins
-from quest_core.mechanisms.part import Part
 
 Install = Callable[..., None]
 
@@ -48,7 +46,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         )
 
     yield write
-    catalogue.parts.cache_clear()
     plugins.Plugin.load.cache_clear()
     for module in set(sys.modules) - before:
         if module.startswith("plugin_"):
@@ -113,20 +110,6 @@ def test_a_plugin_that_is_not_installed(install: Install) -> None:
     install("mini")
     with pytest.raises(PluginError, match="no plugin for 'minni' is installed; did you mean 'mini'"):
         plugins.adapter("minni")
-
-
-def test_installed_packages_add_mechanisms(install: Install) -> None:
-    install(
-        "mech",
-        adapter=COSINE.format(name="cosine10"),
-        entry_points={"quest.attention": {"mech": "plugin_mech.adapter:PARTS"}},
-    )
-    catalogue.parts.cache_clear()
-    assert "cosine10" in quest_core.list_mechanisms()
-    assert isinstance(catalogue.parts()["cosine10"], Part)
-    q, k, v = torch.randn(3, 1, 2, 4, 8)
-    want = (10 * torch.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)).softmax(-1) @ v
-    torch.testing.assert_close(quest_core.attention(q, k, v, "cosine10"), want)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import PluginError, QuestError
-from ..mechanisms.part import AXES
 from . import doctor, run
 from .mechanisms import check, explain, show
-from .template import new_mechanism
+from .new import copy_example
 
 EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
@@ -24,7 +23,7 @@ EPILOG = """examples:
   quest check --mechanism quest               does the mechanism keep what it declares?
   quest doctor                                which plugins work here, and how to fix the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
-  quest new-mechanism power --axis score      a mechanism of your own, with its reference and tests
+  quest new-mechanism mine                    copy an example: a mechanism with its reference and tests
   quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
 """
 
@@ -85,9 +84,8 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     examine = add("doctor", "which plugins work here, and how to fix the others")
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     add("run", "start a training command with the plugins installed (quest run --help)")
-    new = add("new-mechanism", "write a mechanism of your own, with a reference and tests that pass")
+    new = add("new-mechanism", "copy an example: a mechanism with a reference and tests that pass")
     new.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
-    new.add_argument("--axis", metavar="AXIS", default="score", help=f"{', '.join(AXES)} (default: score)")
     new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
     for name, point in others.items():
         summary = point.dist.metadata["Summary"] if point.dist else point.value
@@ -119,7 +117,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _new_mechanism(arguments: argparse.Namespace) -> int:
-    folder = new_mechanism(arguments.name, axis=arguments.axis, out=arguments.out)
+    folder = copy_example("third_party_mechanism", "power", arguments.name, arguments.out)
     print(f"wrote {folder}; next:")
     print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
     print(f"  python -m pytest {shlex.quote(str(folder))}")

@@ -9,8 +9,8 @@ import sys
 import torch
 
 from .. import __version__
-from ..catalogue import parts
 from ..hosts.plugins import Plugin, is_importable, plugins
+from ..registry import installed
 
 LOAD = "from quest_core.hosts.plugins import adapter; adapter({!r})"
 """The command of the child process that imports a plugin, and its host with it."""
@@ -28,14 +28,11 @@ def main(limit: float) -> int:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["CPU"]
     python = platform.python_version()
     print(f"quest-core {__version__}, Python {python}, torch {torch.__version__}, {', '.join(devices)}")
-    installed = plugins()
-    if not installed:
+    found = plugins()
+    if not found:
         print("no plugin is installed; plain PyTorch needs none; for tsai: pip install 'quest-tsai[host]'")
-    problems = [_report(str(plugin), plugin.host(), *examine(plugin, limit)) for plugin in installed]
-    problems += [
-        _report(f"{package.entry.owner} (mechanisms)", "", package.problem, package.entry.fix)
-        for package in parts().packages
-    ]
+    problems = [_report(str(plugin), plugin.host(), *examine(plugin, limit)) for plugin in found]
+    problems += [_report(f"{one.owner} (mechanisms)", "", one.problem, one.fix) for one in installed()]
     return 1 if any(problems) else 0
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ..catalogue import parts
 from ..config import AttentionConfig
 from ..mechanism import Mechanism
-from ..mechanisms import PARTS
+from ..registry import installed, mechanisms, owner
 from ..testing import check_mechanism
 from ..testing.mechanisms import DIM, HEADS, brief
 from ..testing.truth import missing
@@ -23,15 +22,15 @@ def show() -> int:
     """Print every mechanism: those of quest-core, then those of each other distribution under its name."""
     for axis, title in AXIS_TITLES.items():
         print(title)
-        for part in PARTS:
-            if part.axis == axis:
+        for part in mechanisms().values():
+            if part.axis == axis and owner(part) == "quest-core":
                 print(*rows(part), sep="\n")
         print()
-    for package in parts().packages:
-        problem = f": not usable: {package.problem}; fix: {package.entry.fix}" if package.problem else ""
-        print(f"From {package.entry.owner}{problem}")
-        for part in package.parts:
-            print(*rows(part), sep="\n")
+    for package in installed():
+        print(f"Not usable: {package}" if package.problem else f"From {package.owner}")
+        for part in mechanisms().values():
+            if owner(part) == package.owner:
+                print(*rows(part), sep="\n")
         print()
     print("Join one of each with '+': quest+gqa(kv_heads=4). What is left out is standard, softmax, mha.")
     return 0
@@ -41,15 +40,15 @@ def explain(text: str) -> int:
     """Print what an attention means: its parts with formula and source, its options, and what it refuses."""
     config = AttentionConfig.parse(text)
     print(f"valid: {config}")
-    for (axis, name), part in zip(config.parts, config.specs(), strict=True):
-        print(f"  {axis:<11} {name:<12} {part.summary}")
-        print(f"    {part.source}; from {parts().owner(name)}")
+    for part in config.components:
+        print(f"  {part.axis:<11} {part.name:<12} {part.formula()}")
+        print(f"    {part.source}; from {owner(part)}")
         for option in part.options:
             value = config.option(option.name)
             print(f"    {option.name} = {'null' if value is None else value}: {option.doc}; takes {option.allowed}")
-    refused = [f"  refuses {words}: '{part.name}'" for part in config.specs() for words in refusals(part)]
+    refused = [f"  refuses {words}: '{part.name}'" for part in config.components for words in refusals(part)]
     print(*(refused or ["  refuses nothing that a host may ask for"]), sep="\n")
-    shapes = [part.name for part in config.specs() if part.learnable]
+    shapes = [part.name for part in config.components if part.learnable]
     print(f"  parameters: {'added by ' + ', '.join(shapes) if shapes else 'none of its own'}")
     return 0
 
@@ -67,5 +66,5 @@ def check(text: str) -> int:
     print(f"{len(outcomes)} checks, {failed} failed" if failed else f"{len(outcomes)} checks, all passed")
     if not failed:
         for name in missing(Mechanism(config, num_heads=HEADS, head_dim=DIM, projected=True)):
-            print(f"not compared with a formula, because the Part of '{name}' has no reference")
+            print(f"not compared with a formula, because '{name}' has no reference")
     return 1 if failed else 0

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from ..mechanisms.part import Part
+from ..registry import Component
 
 
-def rows(part: Part) -> list[str]:
+def rows(part: type[Component]) -> list[str]:
     """Return what `quest list` shows of a mechanism: a line, then one for each option."""
-    said = {
+    properties = {
         "learnable": part.learnable,
         "changes projection shapes": part.reshapes,
         "not causal": not part.causal,
         "ordered tokens only": "order" in part.reads,
     }
-    marks = ", ".join(words for words, applies in said.items() if applies)
-    lines = [
-        f"  {part.name:<16} {part.summary:<42} {part.source}" + (f"  [{marks}]" if marks else ""),
+    marks = ", ".join(words for words, applies in properties.items() if applies)
+    return [
+        f"  {part.name:<16} {part.formula():<42} {part.source}" + (f"  [{marks}]" if marks else ""),
         *(f"    {o.name} = {'null' if o.default is None else o.default}: {o.doc}" for o in part.options),
     ]
-    return ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]  # of any package
 
 
-def refusals(part: Part) -> list[str]:
+def refusals(part: type[Component]) -> list[str]:
     """Return what a mechanism refuses, each in a few words."""
-    said = {
+    properties = {
         f"causal attention ({part.causal_reason})": not part.causal,
         "cross-attention": not part.cross,
         "decoding with a cache": not part.cached,
-        "attention dropout": not part.drops,
-        "returning the attention weights": not part.weights,
+        "attention dropout": not part.dropout,
+        "returning the attention weights": part.axis == "family",
         "sets and graphs, whose tokens have no order": "order" in part.reads,
-        "rotary positions": not (part.compares or part.weights),
+        "rotary positions": not part.compares,
         "hosts whose projections cannot change their shape": part.reshapes,
     }
-    return [words for words, applies in said.items() if applies]
+    return [words for words, applies in properties.items() if applies]

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..catalogue import parts
 from ..config import AttentionConfig
 from ..errors import InjectionError, UnsupportedError
 from ..notices import LOGGER, Forward
 from ..projections import Projected
+from ..registry import list_mechanisms
 from .patching import Patches
 
 
@@ -177,16 +177,16 @@ class Adapter(ABC):
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Return why a mechanism cannot give what a site asks for, or None if it can."""
-    for part in config.specs():
+    for part in config.components:
         for needs, gives, why in (
             (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),
-            (asked.weights, part.weights, "the host reads attention weights and it has none"),
-            (asked.dropout, part.drops, "it has no weights for the attention dropout, which would have to be 0"),
+            (asked.weights, part.axis != "family", "the host reads attention weights and it has none"),
+            (asked.dropout, part.dropout, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
-            (asked.rotary, part.compares or part.weights, "its queries do not meet keys, where rotary positions act"),
+            (asked.rotary, part.compares, "its queries do not meet keys, where rotary positions act"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
         ):
             if needs and not gives:
@@ -205,7 +205,9 @@ def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
     why = adapter.refusal(site, config)
     if why is None:
         return
-    known = dict.fromkeys(str(AttentionConfig.parse(name)) for name in parts())  # softmax and mha are standard
+    known = dict.fromkeys(
+        str(AttentionConfig.parse(name)) for name in list_mechanisms()
+    )  # softmax and mha are standard
     able = [name for name in known if adapter.refusal(site, AttentionConfig.parse(name)) is None]
     where = f" at '{site.path}'" if site.path else ""
     raise UnsupportedError(

@@ -14,7 +14,6 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ..catalogue import parts
 from ..checkpoints import ENTRY, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
@@ -23,6 +22,7 @@ from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
+from ..registry import mechanisms
 from .adapter import Adapter, Site, require
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
@@ -126,7 +126,7 @@ class Request:
                     )
             return None
         config = AttentionConfig.parse(attention)
-        misplaced = sorted({option.name for part in parts().values() for option in part.options} & set(others))
+        misplaced = sorted({option.name for part in mechanisms().values() for option in part.options} & set(others))
         if misplaced:
             inner = {"name": str(config), **{name: options[name] for name in misplaced}}
             raise ConfigError(f"{where} has no option {misplaced[0]!r}; write attention={inner!r}")
@@ -286,7 +286,7 @@ def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) ->
         InjectionError: it does, and no layer follows another.
         UnsupportedError: it does, and one layer has several places.
     """
-    if not any(part.chained for part in config.specs()):
+    if not any(part.chained for part in config.components):
         return {}
     stacks = {site.path: site.stack or stack_of(site.path) for site in sites}
     if len(set(stacks.values())) == len(stacks):

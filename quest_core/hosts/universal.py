@@ -300,7 +300,7 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
         groups = call.kv_heads
     if groups != call.kv_heads:
         return f"the host projects {call.kv_heads} key/value heads, and '{config}' asks for {groups}"
-    for part in config.specs():
+    for part in config.components:
         if call.repeated and (part.learnable or part.stateful or part.chained):
             return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
         if call.axes != 4 and (part.learnable or part.stateful):

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..compat import no_autocast
 from ..errors import InputError, UnsupportedError
-from ..ops import (
-    local,
-    result_type,
-    widen,
-)
+from ..ops import local, result_type, widen
+from ..registry import Option, register
 from .aft_ops import aft_biased, finite, refuse_transforms
-from .base import (
-    Dims,
-    Family,
-)
-from .part import MIXING, Option, Part
+from .base import Dims, Family
+
+QUERY = Option("query", bool, True, "gate the average with σ(query); false is the paper's ablation")
+_LENGTH = Option("max_length", int, 1024, "the most tokens T_max that positions are learned for", 1)
+_RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a T_max×T_max table", 1, nullable=True)
+_WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
 
 
 def masked(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -91,8 +89,16 @@ def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     return torch.cat([cache["state_k"], keys], 2), torch.cat([cache["state_v"], values], 2)
 
 
+@register("aft-simple", source="[A] eq. 5", options=(QUERY,))
 class AttentionFreeSimple(Family):
-    """No bias: one weight for a key and feature, the same for all queries. [A] equation 5."""
+    """σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t').
+
+    There is no bias: a key and feature have one weight, the same for all queries.
+    """
+
+    causal = cross = cached = True
+    reads = ("tokens",)
+    complexity = "O(T·d) time and memory, O(d) state while decoding"
 
     def __init__(self, dims: Dims | None, *, query: bool) -> None:
         super().__init__(dims)
@@ -125,10 +131,16 @@ class AttentionFreeSimple(Family):
         return averages("aft-simple(is_causal=True)", keys, values, None, None, True, 1)
 
 
+@register("aft-full", source="[A] eq. 2, 7", options=(_LENGTH, _RANK, QUERY))
 class AttentionFreeFull(Family):
-    """A learned bias w_tt' for every two positions. [A] equation 2, with w = u vᵀ by equation 7."""
+    """σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt').
 
-    name = "aft-full"
+    w_tt' is a learned bias for each pair of positions, w = u vᵀ.
+    """
+
+    causal = cross = cached = learnable = True
+    reads = ("tokens", "order")
+    complexity = "O(T²·(d + r)) time, O(T·(d + r)) memory"
     query_positions: Any  # u [T_max, r], or None
     key_positions: Any  # v [T_max, r], or None
     table: Any  # w [T_max, T_max] where `rank` is None, else None
@@ -200,10 +212,15 @@ class AttentionFreeFull(Family):
         return gate(q, merged(keys + bias.T, values)[1], self.query)
 
 
+@register("aft-local", source="[A] eq. 4, 7", options=(_LENGTH, _RANK, QUERY, _WINDOW))
 class AttentionFreeLocal(AttentionFreeFull):
-    """The bias only inside a window, the sum still over all positions. [A] equation 4."""
+    """aft-full with w_tt' = 0 where |t − t'| ≥ window.
 
-    name = "aft-local"
+    The sum is over all positions.
+    """
+
+    cross = False
+    complexity = "O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding"
 
     def __init__(self, dims: Dims | None, *, window: int, **positions: Any) -> None:
         super().__init__(dims, **positions)
@@ -237,45 +254,3 @@ class AttentionFreeLocal(AttentionFreeFull):
             keys, values = (torch.cat([x, y[:, :, far:]], 2) for x, y in zip(one, (keys, values), strict=True))
         cache["state_k"], cache["state_v"] = keys, values  # [B, H, window, D] or fewer
         return out
-
-
-QUERY = Option("query", bool, True, "gate the average with σ(query); false is the paper's ablation")
-_LENGTH = Option("max_length", int, 1024, "the most tokens T_max that positions are learned for", 1)
-_RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a T_max×T_max table", 1, nullable=True)
-_WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
-
-_POSITIONS: dict[str, Any] = {"learnable": True, "causal": True, "cached": True, "reads": ("tokens", "order")}
-
-PARTS = (
-    Part(
-        "aft-full",
-        "family",
-        "σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt')",
-        "[A] eq. 2, 7",
-        AttentionFreeFull,
-        (_LENGTH, _RANK, QUERY),
-        cross=True,
-        complexity="O(T²·(d + r)) time, O(T·(d + r)) memory",
-        **_POSITIONS,
-    ),
-    Part(
-        "aft-local",
-        "family",
-        "aft-full with w_tt' = 0 where |t − t'| ≥ window",
-        "[A] eq. 4, 7",
-        AttentionFreeLocal,
-        (_LENGTH, _RANK, QUERY, _WINDOW),
-        complexity="O(T·window·(d + r)) time, O(T·(d + r)) memory; O(window·d) state while decoding",
-        **_POSITIONS,
-    ),
-    Part(
-        "aft-simple",
-        "family",
-        "σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t')",
-        "[A] eq. 5",
-        AttentionFreeSimple,
-        (QUERY,),
-        complexity="O(T·d) time and memory, O(d) state while decoding",
-        **MIXING,
-    ),
-)

@@ -14,19 +14,11 @@ from torch import Tensor, nn
 
 from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..ops import (
-    block_rows,
-    local,
-    recomputed,
-    widen,
-)
+from ..ops import block_rows, local, recomputed, widen
+from ..registry import Option, register
 from .aft import QUERY, gate, masked, nothing
 from .aft_ops import finite, safe_range
-from .base import (
-    Dims,
-    Family,
-)
-from .part import Option, Part
+from .base import Dims, Family
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32
@@ -91,8 +83,29 @@ def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) ->
     return sums[..., :-1] / torch.where(weight > 0, weight, 1)
 
 
+@register(
+    "aft-conv",
+    source="[A] eq. 6, 8, 9, 10",
+    options=(
+        Option("window", int, 11, "positions s of the bias along each axis, odd; the paper's models use 11", 1),
+        Option("dims", int, 2, "axes of the grid: 1, 2 or 3", 1),
+        Option("grid", str, None, "its extents, '14x14' or '*x14'; null: a line, square or cube", nullable=True),
+        Option("prefix", int, 0, "leading tokens off the grid (class token, registers), without a bias", 0),
+        Option("gumbel", bool, False, "one position a head: Gumbel softmax while training, hard in evaluation"),
+        QUERY,
+    ),
+)
 class AttentionFreeConv(Family):
-    """One bias for each head and relative position on a 1d, 2d or 3d grid. [A] equation 6."""
+    """σ(Q) ⊙ (conv(exp(K) V, exp(w) − 1) + Σ exp(K) V) / (conv(exp(K), exp(w) − 1) + Σ exp(K)).
+
+    w is one bias per head and relative position on a 1d, 2d or 3d grid.
+    """
+
+    learnable = reshapes = on_grid = True
+    causal_reason = "its convolution looks both ways along every axis of the grid"
+    reads = ("tokens", "order", "length", "random")
+    key_features = 1
+    complexity = "O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile"
 
     def __init__(
         self,
@@ -241,29 +254,3 @@ def _read_grid(text: str | None, axes: int) -> tuple[int | None, ...] | None:
 def position_entropy(model: nn.Module) -> Tensor | float:
     """Return equation 9 summed over all aft-conv of a model, 0 without any: the paper's loss has 0.001 of it."""
     return sum((part.entropy() for part in model.modules() if isinstance(part, AttentionFreeConv)), 0.0)
-
-
-PARTS = (
-    Part(
-        "aft-conv",
-        "family",
-        "σ(Q) ⊙ (conv(exp(K) V, exp(w) − 1) + Σ exp(K) V) / (conv(exp(K), exp(w) − 1) + Σ exp(K))",
-        "[A] eq. 6, 8, 9, 10",
-        AttentionFreeConv,
-        (
-            Option("window", int, 11, "positions s of the bias along each axis, odd; the paper's models use 11", 1),
-            Option("dims", int, 2, "axes of the grid: 1, 2 or 3", 1),
-            Option("grid", str, None, "its extents, '14x14' or '*x14'; null: a line, square or cube", nullable=True),
-            Option("prefix", int, 0, "leading tokens off the grid (class token, registers), without a bias", 0),
-            Option("gumbel", bool, False, "one position a head: Gumbel softmax while training, hard in evaluation"),
-            QUERY,
-        ),
-        learnable=True,
-        reshapes=True,
-        causal_reason="its convolution looks both ways along every axis of the grid",
-        reads=("tokens", "order", "length", "random"),
-        key_features=1,
-        grid=True,
-        complexity="O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile",
-    ),
-)

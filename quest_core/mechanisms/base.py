@@ -1,4 +1,4 @@
-"""What a part of a mechanism implements: one class for each axis.
+"""What a mechanism implements: one class for each axis. Its promises are those of `quest_core.registry.Component`.
 
 A mechanism is score × normalizer × grouping. The score prepares queries and keys so that the logits are
 ``scale · q kᵀ``; the normalizer turns logits into weights and applies them to the values; the grouping says which
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache import Cache
 from ..ops import apply_weights, drop, logits, merge_causal
+from ..registry import Component
 
 
 @dataclass(frozen=True)
 class Dims:
-    """What a part may need to know when it is built.
+    """What a component may need to know when it is built.
 
     Attributes:
         num_heads: query heads H.
@@ -32,18 +33,14 @@ class Dims:
     standard_scale: float | None = None
 
 
-class Axis(nn.Module):
-    """What `Part.build` returns. A subclass with options or parameters overrides `__init__`."""
-
-    def __init__(self, dims: Dims | None = None) -> None:
-        super().__init__()
-
-
-class Score(Axis):
+class Score(Component):
     """How q and k meet. A subclass overrides `default_scale`, and `query` and `key` or, to see values, `prepare`."""
 
+    axis = "score"
+    dropout = compares = True
+
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
-        super().__init__(dims)
+        super().__init__()
         self.given_scale = scale
 
     def scale(self, head_dim: int) -> float:
@@ -81,8 +78,14 @@ class Score(Axis):
         return self.query(q), self.key(k)
 
 
-class Normalizer(Axis):
+class Normalizer(Component):
     """How logits become weights. A subclass overrides `weights`, and `forward` if the weights need not be formed."""
+
+    axis = "normalizer"
+    compares = True
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
 
     def forward(
         self,
@@ -114,8 +117,14 @@ class Normalizer(Axis):
         raise NotImplementedError
 
 
-class Grouping(Axis):
+class Grouping(Component):
     """Which key/value head a query head uses. By default query head h uses head h · G // H."""
+
+    axis = "grouping"
+    dropout = compares = True
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
 
     def kv_heads(self, num_heads: int) -> int:
         """Return the number of key/value heads G for H query heads."""
@@ -145,11 +154,16 @@ class Grouping(Axis):
     """Whether H/G consecutive query heads share a key/value head, unless `assign` says another one."""
 
 
-class Family(Axis):
+class Family(Component):
     """A mechanism that never forms the N×M weights and is therefore not combined.
 
     A subclass computes `forward` and, where it can be causal, `decode`. Masks reach it as a key mask only.
     """
+
+    axis = "family"
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Return the output [B, H, N, D] of q [B, H, N, D], k [B, H, M, Dk] and v [B, H, M, D].

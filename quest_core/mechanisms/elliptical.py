@@ -19,30 +19,29 @@ from torch import Tensor, nn
 
 from ..compat import is_compiling, is_eager, is_recomputing, no_autocast, wider
 from ..errors import UnsupportedError
-from ..ops import (
-    unit,
-    visible,
-)
-from .base import (
-    Dims,
-    Score,
-)
-from .part import MIXING, Part
+from ..ops import unit, visible
+from ..registry import register
+from .base import Dims, Score
 from .scores import SCALE, STARTS, Standard
 
 Arrange: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@register("elliptical", source="Elliptical Attention, NeurIPS 2024", options=(SCALE,))
 class Elliptical(Standard):
-    """(q ⊙ m) kᵀ / √D ([E]), with m from how much each feature of the values has changed since the last layer.
+    """(q ⊙ m) kᵀ / √D.
 
-    m is the mean over the keys that the query sees of abs(v − v of the previous layer), divided by its largest feature;
-    when nothing has changed it is 1. No gradient flows through it. A cache keeps the change of every token.
+    m says how much each feature of the values has changed since the last layer: the mean over the keys that the query
+    sees of abs(v − v of the previous layer), divided by its largest feature; when nothing has changed it is 1. No
+    gradient flows through it. A cache keeps the change of every token.
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
 
     Values are handed over once, within one forward pass and one thread. A layer that finds none refuses to run: its
     predecessor was skipped, or is an unused copy.
     """
+
+    causal = cross = cached = chained = stops_gradient = True
+    reads = ("tokens",)
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
@@ -190,8 +189,14 @@ def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Ten
     return torch.where(changed, mean / torch.where(changed, top, 1), 1)
 
 
+@register("elliptical-quest", source="QUEST, A.5.2", options=STARTS)
 class EllipticalQuest(Elliptical):
-    """(q ⊙ m) k̄ᵀ ([Q], A.5.2: S q̄ M k̄ᵀ with S = diag(‖q‖)); the first layer of a chain is quest."""
+    """(q ⊙ m) k̄ᵀ.
+
+    In the paper S q̄ M k̄ᵀ with S = diag(‖q‖). The first layer of a chain is quest.
+    """
+
+    unit_keys = True
 
     def default_scale(self, head_dim: int) -> float:
         return 1.0
@@ -239,14 +244,3 @@ def chain(model: nn.Module, stacks: Mapping[str, str] | None = None) -> None:
             if f"{name}.".startswith(f"{path}."):
                 score.follow(latest.get(stack))
                 latest[stack] = score
-
-
-_CHAINED = {"chained": True, "stops_gradient": True, **MIXING}
-_SOURCE = "Elliptical Attention, NeurIPS 2024"
-
-PARTS = (
-    Part("elliptical", "score", "(q ⊙ m) kᵀ / √D", _SOURCE, Elliptical, (SCALE,), **_CHAINED),
-    Part(
-        "elliptical-quest", "score", "(q ⊙ m) k̄ᵀ", "QUEST, A.5.2", EllipticalQuest, STARTS, unit_keys=True, **_CHAINED
-    ),
-)

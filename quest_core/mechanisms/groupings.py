@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,24 +10,24 @@ from torch import Tensor
 
 from ..compat import is_exporting_to_onnx, is_recomputing, transform, wider
 from ..errors import ConfigError, UnsupportedError
-from ..ops import (
-    visible,
-)
-from .base import (
-    Dims,
-    Grouping,
-)
-from .part import CAUSAL, POINTWISE, Option, Part
+from ..ops import visible
+from ..registry import Option, register
+from .base import Dims, Grouping
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
 EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32
 
 
+@register("gqa", source="Ainslie et al., 2023", options=(KV_HEADS,))
 class Grouped(Grouping):
-    """H/G consecutive query heads share a key/value head (Ainslie et al., 2023; [G], section 2); mqa: all of them."""
+    """H/G query heads share a k/v head.
 
-    name: ClassVar[str] = "gqa"
+    The heads of a group are consecutive.
+    """
+
+    causal = cross = cached = reshapes = True
+    reads: ClassVar[tuple[str, ...]] = ()
     shares = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
@@ -54,10 +53,22 @@ class Grouped(Grouping):
         return f"kv_heads is {kv_heads}, which does not divide the {num_heads} heads; choose from: {fitting}"
 
 
-class MultiHead(Grouped):
-    """Every query head has a key/value head of its own, or those of a host that shares them in equal groups."""
+@register("mqa", source="Shazeer, 2019")
+class MultiQuery(Grouped):
+    """all query heads share one k/v head."""
 
-    name: ClassVar[str] = "mha"
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__(dims, kv_heads=1)
+
+
+@register("mha", source="Vaswani et al., 2017")
+class MultiHead(Grouped):
+    """one k/v head per query head.
+
+    A host's own k/v heads, if it shares them in equal groups.
+    """
+
+    reshapes = False
 
     def __init__(self, dims: Dims | None) -> None:
         super().__init__(dims, kv_heads=None if dims is None else dims.kv_heads)
@@ -121,11 +132,16 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     return norms
 
 
+@register("kdgqa", source="Key-Driven GQA, equations 1-3", options=(KV_HEADS, MIN_QUERIES))
 class KeyDriven(Grouped):
-    """Key heads with larger norms serve more query heads, decided in every forward pass ([G], equations 1-3)."""
+    """k/v heads with larger key norms serve more query heads.
 
-    name: ClassVar[str] = "kdgqa"
-    shares = False
+    Each forward pass assigns them.
+    """
+
+    causal = cached = shares = False
+    causal_reason = "its head sizes depend on all keys, those of the future too"
+    reads: ClassVar[tuple[str, ...]] = ("tokens", "unseen", "heads", "samples")
 
     def __init__(self, dims: Dims | None, *, min_queries: int, **heads: Any) -> None:
         super().__init__(dims, **heads)
@@ -144,8 +160,21 @@ class KeyDriven(Grouped):
         return head_index(allocate(scaled, num_heads, self.min_queries), num_heads)
 
 
+@register(
+    "dgqa",
+    source="Key-Driven GQA, section 3.2",
+    options=(
+        KV_HEADS,
+        MIN_QUERIES,
+        Option("window", int, 300, "training steps for which sizes are kept", 1),
+        Option("evolution", str, "ema", "by norms' moving average or change", choices=("ema", "difference")),
+        Option("alpha", float, None, "weight of current norms in ema's average; null: 0.9", 0.0, nullable=True),
+    ),
+)
 class DynamicKeyDriven(KeyDriven):
-    """As KeyDriven, but sizes follow how the norms evolve, and stay for `window` training steps ([G], section 3.2).
+    """as kdgqa, by how key norms evolve in training.
+
+    Sizes stay for `window` training steps.
 
     The state lives in float32 buffers, so that it is saved and resumed, and survives averaging of checkpoints.
     Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the keys and
@@ -160,7 +189,8 @@ class DynamicKeyDriven(KeyDriven):
             parallelism), give each layer the group of ranks that hold it.
     """
 
-    name: ClassVar[str] = "dgqa"
+    causal = cached = stateful = True
+    reads = ("heads", "samples")
     process_group: torch.distributed.ProcessGroup | None
     norms: Tensor
     sizes: Tensor
@@ -232,16 +262,27 @@ class DynamicKeyDriven(KeyDriven):
         return self
 
 
+@register(
+    "pgqa",
+    source="Key-Driven GQA, section 3.3",
+    options=(
+        KV_HEADS,
+        Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it"),
+    ),
+)
 class Perturbed(Grouped):
-    """gqa, and noise is subtracted from each group's attention map so that its heads grow apart ([G], section 3.3).
+    """gqa, minus noise of each group's mean and deviation.
 
-    The noise is Gaussian with the mean and standard deviation of the weights of that sample's group over its heads,
-    queries and visible keys, without those of padding; it is zero where query and key index agree and where a key is
-    hidden. No gradient flows through it.
+    The noise lets the attention maps of a group's heads grow apart. It is Gaussian with the mean and standard deviation
+    of the weights of that sample's group over its heads, queries and visible keys, without those of padding; it is zero
+    where query and key index agree and where a key is hidden. No gradient flows through it.
     """
 
-    name: ClassVar[str] = "pgqa"
-    needs_weights = True
+    causal = cached = False
+    causal_reason = "its noise depends on the weights of all queries, those of the future too"
+    reads = ("tokens", "queries", "unseen", "group", "random")
+    complexity = "O(N·M·D) time, O(N·M) memory"
+    stops_gradient = needs_weights = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None, noise_in_eval: bool) -> None:
         super().__init__(dims, kv_heads=kv_heads)
@@ -268,59 +309,3 @@ class Perturbed(Grouped):
         same = torch.eye(n, m, dtype=torch.bool, device=weights.device)
         perturbed: Tensor = weights - noise.masked_fill(same | ~seen, 0)
         return perturbed
-
-
-_One = partial(Grouped, kv_heads=1)
-_SHARED = {"reshapes": True, **POINTWISE}
-
-PARTS = (
-    Part("mha", "grouping", "one k/v head a query head", "Vaswani et al., 2017", MultiHead, **POINTWISE),
-    Part(
-        "gqa", "grouping", "H/G query heads share a k/v head", "Ainslie et al., 2023", Grouped, (KV_HEADS,), **_SHARED
-    ),
-    Part(
-        "kdgqa",
-        "grouping",
-        "k/v heads with larger key norms serve more query heads",
-        "Key-Driven GQA, equations 1-3",
-        KeyDriven,
-        (KV_HEADS, MIN_QUERIES),
-        reshapes=True,
-        cross=True,
-        reads=("tokens", "unseen", "heads", "samples"),
-        causal_reason="its head sizes depend on all keys, those of the future too",
-    ),
-    Part(
-        "dgqa",
-        "grouping",
-        "as kdgqa, by how key norms evolve in training",
-        "Key-Driven GQA, section 3.2",
-        DynamicKeyDriven,
-        (
-            KV_HEADS,
-            MIN_QUERIES,
-            Option("window", int, 300, "training steps for which sizes are kept", 1),
-            Option("evolution", str, "ema", "by norms' moving average or change", choices=("ema", "difference")),
-            Option("alpha", float, None, "weight of current norms in ema's average; null: 0.9", 0.0, nullable=True),
-        ),
-        reshapes=True,
-        stateful=True,
-        reads=("heads", "samples"),
-        **CAUSAL,
-    ),
-    Part(
-        "pgqa",
-        "grouping",
-        "gqa, minus noise of each group's mean and deviation",
-        "Key-Driven GQA, section 3.3",
-        Perturbed,
-        (KV_HEADS, Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it")),
-        reshapes=True,
-        cross=True,
-        reads=("tokens", "queries", "unseen", "group", "random"),
-        stops_gradient=True,
-        causal_reason="its noise depends on the weights of all queries, those of the future too",
-        complexity="O(N·M·D) time, O(N·M) memory",
-    ),
-    Part("mqa", "grouping", "all query heads share one k/v head", "Shazeer, 2019", _One, **_SHARED),
-)

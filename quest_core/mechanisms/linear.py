@@ -22,23 +22,20 @@ from torch import Tensor, nn
 
 from ..cache import Cache
 from ..compat import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
-from ..ops import (
-    local,
-    result_type,
-    unit,
-    widen,
-)
-from .base import (
-    Dims,
-    Family,
-)
-from .part import MIXING, Part
+from ..ops import local, result_type, unit, widen
+from ..registry import register
+from .base import Dims, Family
 
 CHUNK = 64  # tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them
 
 
+@register("linear", source="Your Attention Matters, eq. 6; Katharopoulos et al., 2020")
 class Linear(Family):
-    """φ(q)(φ(k)ᵀ v) / φ(q)·Σφ(k) with φ(x) = elu(x) + 1 ([R], eq. 6; Katharopoulos et al., 2020)."""
+    """φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1."""
+
+    causal = cross = cached = compares = True
+    reads = ("tokens",)
+    complexity = "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
@@ -64,11 +61,14 @@ class Linear(Family):
         return total[..., :-1] * (near * (weight * near).masked_fill(blind, math.inf).reciprocal())
 
 
+@register("cosine", source="Cottention; Your Attention Matters, eq. 11")
 class Cosine(Linear):
-    """q̄ (k̄ᵀ v) / n^σ(m_h), n the number of keys that the query sees ([C]; [R], eq. 11).
+    """q̄ (k̄ᵀv) / n^σ(m), n the visible keys.
 
-    m_h is learnable, one a head, and starts at 0.5. Weights can be negative and do not sum to 1.
+    m is learnable, one per head, and starts at 0.5. Weights can be negative and do not sum to 1.
     """
+
+    learnable = True
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
@@ -190,27 +190,3 @@ def _last_rows(x: Tensor, rows: int) -> Tensor:
         return F.pad(x, (0, 0, 1, 0)).index_select(2, (index + 1).clamp(min=0))
     # Contiguous once, or each product would copy again.
     return F.pad(x, (0, 0, -start, 0)).contiguous()
-
-
-_COMPLEXITY = "O((N + M)·D²) time, O((N + M)·D) memory; constant memory a decoded token"
-_SUMS: dict[str, Any] = {"complexity": _COMPLEXITY, "compares": True, **MIXING}
-
-PARTS = (
-    Part(
-        "linear",
-        "family",
-        "φ(q)(φ(k)ᵀv) / φ(q)·Σφ(k), φ(x) = elu(x) + 1",
-        "Your Attention Matters, eq. 6; Katharopoulos et al., 2020",
-        Linear,
-        **_SUMS,
-    ),
-    Part(
-        "cosine",
-        "family",
-        "q̄ (k̄ᵀv) / n^σ(m), n the visible keys",
-        "Cottention; Your Attention Matters, eq. 11",
-        Cosine,
-        learnable=True,
-        **_SUMS,
-    ),
-)

@@ -26,19 +26,24 @@ from ..ops import (
     visible,
     widen,
 )
-from .base import (
-    Dims,
-    Normalizer,
-)
-from .part import MIXING, POINTWISE, Option, Part
+from ..registry import Option, register
+from .base import Dims, Normalizer
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
 # Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
+IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
 
 
+@register("softmax", source="Vaswani et al., 2017")
 class Softmax(Normalizer):
-    """exp(l) / Σ exp(l) over the visible keys, by scaled_dot_product_attention."""
+    """exp(l) / Σ exp(l).
+
+    The sum is over the visible keys; scaled_dot_product_attention computes it.
+    """
+
+    causal = cross = cached = dropout = fused = True
+    reads = ()
 
     def forward(
         self,
@@ -99,13 +104,24 @@ class Softmax(Normalizer):
         return logits.softmax(-1).masked_fill(blind, 0)
 
 
+@register(
+    "sigmoid",
+    source="Your Attention Matters, eq. 5; Ramapuram et al., 2024",
+    options=(Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
+)
 class Sigmoid(Normalizer):
-    """σ(l + b): every weight on its own, so that a row need not sum to 1 ([R], eq. 5; Ramapuram et al., 2024).
+    """σ(l + b), b = −log of the visible keys.
+
+    Each weight is computed independently, so a row need not sum to 1.
 
     Args:
         bias: the constant b; None means −log of the number of keys that the row sees, which lets weights start out
             summing to about 1.
     """
+
+    causal = cross = cached = dropout = True
+    reads = ("tokens",)
+    complexity = IN_BLOCKS
 
     def __init__(self, dims: Dims | None, *, bias: float | None) -> None:
         super().__init__(dims)
@@ -136,8 +152,16 @@ class Sigmoid(Normalizer):
         return weights.to(logits.dtype)
 
 
+@register(
+    "sinkhorn",
+    source="Your Attention Matters, eq. 7–10; Sinkformers",
+    options=(
+        Option("iterations", int, 3, "half-steps, rows first; 1 is softmax, an odd number ends on rows", 1),
+        Option("eps", float, 1.0, "temperature ε that the logits are divided by", 1e-6),
+    ),
+)
 class Sinkhorn(Normalizer):
-    """Weights whose rows sum to 1 and whose columns share their mass evenly ([R], eq. 7–10; [S]).
+    """rows of exp(l/ε) to sum 1, columns to sum N/M, in turn.
 
     From exp(l/ε), half-steps alternate, rows first: scale every row to sum 1, then every column to sum N/M. Rows that
     see no key and columns that no row sees are padding: they take no mass, and N and M count only the others. An odd
@@ -151,6 +175,11 @@ class Sinkhorn(Normalizer):
         iterations: half-steps.
         eps: ε, the temperature.
     """
+
+    cross = dropout = True
+    causal_reason = "a lower-triangular doubly stochastic matrix is the identity"
+    reads = ("tokens", "queries", "unseen")
+    complexity = f"O(iterations·{IN_BLOCKS[2:]}"
 
     def __init__(self, dims: Dims | None, *, iterations: int, eps: float) -> None:
         super().__init__(dims)
@@ -241,38 +270,3 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
         seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)
     ]
     return rows - columns
-
-
-_IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
-_FUSED = {"dropout": True, "fused": True, **POINTWISE}
-
-PARTS = (
-    Part("softmax", "normalizer", "exp(l) / Σ exp(l)", "Vaswani et al., 2017", Softmax, **_FUSED),
-    Part(
-        "sigmoid",
-        "normalizer",
-        "σ(l + b), b = −log of the visible keys",
-        "Your Attention Matters, eq. 5; Ramapuram et al., 2024",
-        Sigmoid,
-        (Option("bias", float, None, "the constant b; null means −log of the row's visible keys", nullable=True),),
-        complexity=_IN_BLOCKS,
-        dropout=True,
-        **MIXING,
-    ),
-    Part(
-        "sinkhorn",
-        "normalizer",
-        "rows of exp(l/ε) to sum 1, columns to sum N/M, in turn",
-        "Your Attention Matters, eq. 7–10; Sinkformers",
-        Sinkhorn,
-        (
-            Option("iterations", int, 3, "half-steps, rows first; 1 is softmax, an odd number ends on rows", 1),
-            Option("eps", float, 1.0, "temperature ε that the logits are divided by", 1e-6),
-        ),
-        causal_reason="a lower-triangular doubly stochastic matrix is the identity",
-        cross=True,
-        dropout=True,
-        reads=("tokens", "queries", "unseen"),
-        complexity=f"O(iterations·{_IN_BLOCKS[2:]}",
-    ),
-)

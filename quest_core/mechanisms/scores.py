@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops import (
-    local,
-    unit,
-)
-from .base import (
-    Dims,
-    Score,
-)
-from .part import POINTWISE, Option, Part
+from ..ops import local, unit
+from ..registry import Option, register
+from .base import Dims, Score
 
-SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", nullable=True)
+SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", 1e-6, nullable=True)
 _START = "expected norm of a head's {} in a fresh model; null keeps the host's initialization"
 QUERY_START = Option("init", float, None, _START.format("queries"), 1e-6, nullable=True, starts="q")
 KEY_START = Option("key_init", float, None, _START.format("keys"), 1e-6, nullable=True, starts="k")
+STARTS = (SCALE, QUERY_START, KEY_START)
+_C_Q = Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own")
 
 
+@register("standard", source="Vaswani et al., 2017", options=(SCALE,))
 class Standard(Score):
-    """q kᵀ / √D (Vaswani et al., 2017)."""
+    """q kᵀ / √D."""
+
+    causal = cross = cached = True
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
@@ -37,22 +37,53 @@ class Standard(Score):
         return 1 / math.sqrt(head_dim) if self.standard_scale is None else self.standard_scale
 
 
+@register("quest", source="QUEST, section 2.1", options=STARTS)
 class Quest(Score):
-    """q k̄ᵀ with no other scale: each query keeps its own sharpness, no key can grow loud ([Q], section 2.1)."""
+    """q k̄ᵀ.
+
+    There is no other scale: a key's norm does not change how much attention it gets, and a query's norm sets how
+    sharply it attends.
+    """
+
+    causal = cross = cached = unit_keys = True
+    reads = ()
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
 
 
+@register(
+    "qnorm",
+    source="QUEST, table 1",
+    options=(SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init")),
+)
 class QNorm(Score):
-    """q̄ kᵀ with no other scale ([Q], the ablation of table 1)."""
+    """q̄ kᵀ."""
+
+    causal = cross = cached = True
+    reads = ()
 
     def query(self, q: Tensor) -> Tensor:
         return unit(q)
 
 
+@register(
+    "qknorm-hs",
+    source="QUEST, table 1; Swin v2",
+    options=(
+        SCALE,
+        Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
+        Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
+    ),
+)
 class QKNormHS(Score):
-    """C_h · q̄ k̄ᵀ, one learnable scale a head, stored as its logarithm and capped ([Q], table 1, after Swin v2)."""
+    """C_h · q̄ k̄ᵀ.
+
+    C_h is one learnable scale per head, stored as its logarithm and capped.
+    """
+
+    causal = cross = cached = learnable = unit_keys = True
+    reads = ()
 
     def __init__(self, dims: Dims, *, scale: float | None, init: float, cap: float) -> None:
         super().__init__(dims, scale=scale)
@@ -70,17 +101,22 @@ class QKNormHS(Score):
         return unit(k)
 
 
+@register("qknorm", source="QUEST, table 1, last row", options=(SCALE, _C_Q))
 class QKNorm(Score):
-    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ with C_q, C_k learnable for every head and feature ([Q], table 1, last row).
+    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C for each head.
 
-    With `shared`, one vector serves all heads.
+    C_q and C_k are learnable for every feature.
     """
 
-    def __init__(self, dims: Dims, *, scale: float | None, init: float | None, shared: bool = False) -> None:
+    causal = cross = cached = learnable = True
+    reads = ()
+    shared: ClassVar[bool] = False  # whether one vector serves all heads
+
+    def __init__(self, dims: Dims, *, scale: float | None, init: float | None) -> None:
         super().__init__(dims, scale=scale)
         # √D·cos at the start: D^¼ on either side.
         start = dims.head_dim**0.25 if init is None else init
-        heads_q, heads_k = ((), ()) if shared else ((dims.num_heads,), (dims.kv_heads,))
+        heads_q, heads_k = ((), ()) if self.shared else ((dims.num_heads,), (dims.kv_heads,))
         self.query_scale = nn.Parameter(torch.full((*heads_q, dims.head_dim), start))  # [H, D] or [D]
         self.key_scale = nn.Parameter(torch.full((*heads_k, dims.head_dim), start))  # [G, D] or [D]
 
@@ -91,24 +127,8 @@ class QKNorm(Score):
         return unit(k) * local(self.key_scale).unsqueeze(-2).to(k.dtype)
 
 
-QKNormDS = partial(QKNorm, shared=True)
+@register("qknorm-ds", source="QUEST, table 1; ViT-22B", options=(SCALE, _C_Q))
+class QKNormDS(QKNorm):
+    """(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C shared by heads."""
 
-STARTS = (SCALE, QUERY_START, KEY_START)
-_QNORMSTARTS = (SCALE, replace(QUERY_START, name="query_init"), replace(KEY_START, name="init"))
-_C_H = (
-    SCALE,
-    Option("init", float, 10.0, "starting value of the scale C_h of every head", 1e-6, starts="own"),
-    Option("cap", float, 100.0, "largest value of C_h", minimum=1e-6),
-)
-_C_Q = Option("init", float, None, "starting value of C_q and C_k; null means D^¼", 1e-6, nullable=True, starts="own")
-_LEARNED = {"learnable": True, **POINTWISE}
-_QK = "(C_q ⊙ q̄)(C_k ⊙ k̄)ᵀ, C "
-
-PARTS = (
-    Part("standard", "score", "q kᵀ / √D", "Vaswani et al., 2017", Standard, (SCALE,), **POINTWISE),
-    Part("quest", "score", "q k̄ᵀ", "QUEST, section 2.1", Quest, STARTS, unit_keys=True, **POINTWISE),
-    Part("qnorm", "score", "q̄ kᵀ", "QUEST, table 1", QNorm, _QNORMSTARTS, **POINTWISE),
-    Part("qknorm-hs", "score", "C_h · q̄ k̄ᵀ", "QUEST, table 1; Swin v2", QKNormHS, _C_H, unit_keys=True, **_LEARNED),
-    Part("qknorm-ds", "score", _QK + "shared by heads", "QUEST, table 1; ViT-22B", QKNormDS, (SCALE, _C_Q), **_LEARNED),
-    Part("qknorm", "score", _QK + "for each head", "QUEST, table 1, last row", QKNorm, (SCALE, _C_Q), **_LEARNED),
-)
+    shared = True

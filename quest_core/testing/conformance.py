@@ -7,7 +7,6 @@ another mechanism differs from `standard` only inside the module that the refere
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import io
 import pickle
@@ -24,13 +23,12 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import Adapter, Mechanism
-from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY, decode, set_attention_from
 from quest_core.hosts.adapter import refusal
 from quest_core.hosts.inject import REPORT
-from quest_core.mechanisms import PARTS, POINTWISE, Part, Score
+from quest_core.mechanisms.base import Score
 from quest_core.notices import LOGGER
-from quest_core.testing.mechanisms import known
+from quest_core.registry import Component, find, mechanisms, owner, register, temporary
 from quest_core.testing.truth import computed_by_truth, missing
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
@@ -38,18 +36,22 @@ CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 
 
 class _Cubed(Score):
+    """q · k³."""
+
+    causal = cross = cached = True
+    reads = ()
+
     def key(self, k: Tensor) -> Tensor:
         return k**3
 
-
-ELSEWHERE = Part(
-    "conformance-cubed", "score", "q · k³", "a test", _Cubed, reference=lambda q, k: q @ (k * k * k).mT, **POINTWISE
-)
+    @staticmethod
+    def reference(q: Tensor, k: Tensor) -> Tensor:
+        return q @ (k * k * k).mT
 
 
 def from_elsewhere() -> list[str]:
     """Return the name of a score that no adapter knows, and those of all mechanisms of other distributions."""
-    return [ELSEWHERE.name, *(name for name in parts() if parts().owner(name) != "quest-core")]
+    return ["conformance-cubed", *(name for name, part in mechanisms().items() if owner(part) != "quest-core")]
 
 
 class AdapterConformance(ABC):
@@ -235,9 +237,11 @@ class AdapterConformance(ABC):
 
     @pytest.mark.parametrize("name", from_elsewhere())
     def test_a_mechanism_from_elsewhere_runs_or_is_refused_by_name(self, name: str) -> None:
-        """By its Part only: a score that no adapter knows, and what other distributions have installed."""
-        with known(ELSEWHERE):
-            grouping = any(option.name == "kv_heads" for option in parts()[name].options)
+        """By its declarations only: a score that no adapter knows, and what other distributions have installed."""
+        with temporary():
+            if name == "conformance-cubed":
+                register(name, source="a test")(type("Cubed", (_Cubed,), {}))
+            grouping = any(option.name == "kv_heads" for option in find(name).options)
             attention = (self.grouped(name) if grouping else None) or name
             config = quest_core.AttentionConfig.parse(attention)
             if any(self.adapter.refusal(site, config) for site in self.adapter.sites(self.stock())):
@@ -287,7 +291,7 @@ class AdapterConformance(ABC):
 
     def test_families_train_or_are_refused_by_name(self) -> None:
         """Mechanisms without weights refuse to drop them, to pass them on and to return them."""
-        families = [part for part in parts().values() if part.axis == "family"]
+        families = [part for part in mechanisms().values() if part.axis == "family"]
         for part in families:
             config = quest_core.AttentionConfig.parse(part.name)
             able = all(self.adapter.refusal(site, config) is None for site in self.adapter.sites(self.stock()))
@@ -318,8 +322,8 @@ class AdapterConformance(ABC):
         self.adapter.install()
         assert [vars(owner)[name] for owner, name, _ in made] == patched, "install() twice changes the host twice"
         self.adapter.uninstall()
-        for owner, name, original in made:
-            assert vars(owner).get(name) is original, f"{owner}.{name} is not restored"
+        for place, name, original in made:
+            assert vars(place).get(name) is original, f"{place}.{name} is not restored"
         self.adapter.install()
         assert len(LOGGER.handlers) == handlers, "uninstall() leaves a handler of notices"
 
@@ -504,9 +508,10 @@ class AdapterConformance(ABC):
     def test_a_name_decides_nothing(self) -> None:
         """A mechanism of another name that declares the same is taken or refused alike."""
         sites = list(self.adapter.sites(self.stock()))
-        for part in PARTS:
-            twin = dataclasses.replace(part, name=f"conformance-{part.name}")
-            with known(twin):
+        for part in list(mechanisms().values()):
+            with temporary():
+                twin: type[Component] = type("Twin", (part,), {})
+                register(f"conformance-{part.name}", source="a test", options=part.options)(twin)
                 for site in sites:
                     ours, theirs = (
                         self.adapter.refusal(site, quest_core.AttentionConfig.parse(name))

@@ -1,4 +1,4 @@
-"""check_mechanism: whether a mechanism is right, and whether it keeps what its Part declares.
+"""check_mechanism: whether a mechanism is right, and whether it keeps what its class declares.
 
 Every check is a method of `MechanismConformance`, so that the same suite runs as a function and in pytest.
 """
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..cache import Cache
-from ..catalogue import parts
 from ..checkpoints import ENTRY
 from ..compat import is_compiling
 from ..config import AttentionConfig, AttentionSpec
@@ -27,8 +26,7 @@ from ..mechanism import Mechanism, kv_heads
 from ..mechanisms.base import (
     Dims,
 )
-from ..mechanisms.part import READS, Part
-from ..packages import cause
+from ..registry import READS, Component
 from .truth import missing, truth
 
 HEADS, DIM, TOKENS = 4, 8, 9  # 9 tokens are a line, and a square for mechanisms on grids
@@ -57,16 +55,16 @@ class MechanismError(AssertionError):
 
 
 def check_mechanism(
-    attention: AttentionSpec | Part | Mechanism, *, checks: Collection[str] = (), raises: bool = True
+    attention: AttentionSpec | type[Component] | Mechanism, *, checks: Collection[str] = (), raises: bool = True
 ) -> list[Outcome]:
     """Test a mechanism and everything that its parts declare.
 
     >>> check_mechanism("quest+gqa(kv_heads=2)")
-    >>> check_mechanism(PART)  # need not be installed
-    >>> for outcome in check_mechanism(PART, raises=False): print(outcome.check, outcome.passed)
+    >>> check_mechanism(Power)  # a class with @register; its package need not be installed
+    >>> for outcome in check_mechanism(Power, raises=False): print(outcome.check, outcome.passed)
 
     Args:
-        attention: a specification, a Part, or a Mechanism, of which the configuration counts.
+        attention: a specification, a registered class, or a Mechanism, of which the configuration counts.
         checks: the names of the checks to run; all by default.
         raises: whether a failed check is an error.
 
@@ -115,10 +113,15 @@ def brief(outcomes: Iterable[Outcome]) -> Iterator[str]:
         said.setdefault(outcome.message, f"as {outcome.check.replace('_', ' ')}")
 
 
-def _name(attention: AttentionSpec | Part | Mechanism) -> str:
+def _name(attention: AttentionSpec | type[Component] | Mechanism) -> str:
     if isinstance(attention, Mechanism):
         return str(attention.config)
-    return attention.name if isinstance(attention, Part) else str(attention)
+    return attention.name if isinstance(attention, type) else str(attention)
+
+
+def cause(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class _Found(AssertionError):
@@ -129,29 +132,27 @@ class MechanismConformance:
     """The checks of `check_mechanism`, one test each: inherit, name the class ``Test...``, and set `mechanism`.
 
     >>> class TestPower(MechanismConformance):
-    ...     mechanism = POWER
+    ...     mechanism = Power
 
     Attributes:
-        mechanism: a specification, a Part, or a Mechanism.
+        mechanism: a specification, a registered class, or a Mechanism.
         tolerance: the error allowed in float32, relative to the largest output; bfloat16 gets 1000 times as much.
     """
 
-    mechanism: ClassVar[AttentionSpec | Part | Mechanism]
+    mechanism: ClassVar[AttentionSpec | type[Component] | Mechanism]
     tolerance: ClassVar[float] = 1e-4
 
     def setup_method(self) -> None:
-        """Make the mechanism known by its name, if it is a Part that is not installed."""
         self.default_dtype = torch.get_default_dtype()
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(torch.random.fork_rng(devices=[]))
         given = self.mechanism
-        if isinstance(given, Part):
-            self._exit.enter_context(known(given))
+        if isinstance(given, type):
             needs = any(option.name == "kv_heads" for option in given.options)
             self.config = AttentionConfig.parse(f"{given.name}(kv_heads=2)" if needs else given.name)
         else:
             self.config = AttentionConfig.parse(given.config if isinstance(given, Mechanism) else given)
-        self.parts = list(self.config.specs())
+        self.parts = list(self.config.components)
         self.reads = frozenset(name for part in self.parts for name in part.reads)
         self.groups = kv_heads(self.config, HEADS)
         self.stateful = any(part.stateful for part in self.parts)
@@ -226,7 +227,7 @@ class MechanismConformance:
     def declare(self, what: str) -> str:
         """How a failure is mended where the mechanism is right and its declaration is not."""
         names = ", ".join(map(repr, self.config.name.split("+")))
-        return f"Mend it, or in the Part of {names} {what}"
+        return f"Mend it, or in the class of {names} {what}"
 
     def reading(self, what: str) -> str:
         return self.declare(f"add '{what}' ({READS[what]}) to reads")
@@ -265,7 +266,7 @@ class MechanismConformance:
     # --- what is declared ------------------------------------------------------------------------------------------
 
     def test_declarations(self) -> None:
-        """The modules are what the Part says: parameters, shapes, unit keys, a chain of layers, a grid."""
+        """The modules are what the classes declare: parameters, shapes, unit keys, a chain of layers, a grid."""
         made = self.build()
         if self.config.family is None:
             head = made.last.grouping.assign(self.inputs()[1], HEADS, None)
@@ -277,15 +278,18 @@ class MechanismConformance:
             module: Any = getattr(made.last, part.axis)
             names = [name for name, _ in module.named_parameters()]
             if bool(names) != part.learnable:
-                raise _Found(f"'{part.name}' has parameters {names}; say learnable={bool(names)} in its Part")
+                raise _Found(f"'{part.name}' has parameters {names}; declare learnable = {bool(names)}")
             if hasattr(module, "follow") != part.chained:
-                raise _Found(f"'{part.name}': say chained=True in its Part, if and only if its module has `follow`")
-            if part.grid and not ({"dims", "grid", "prefix"} <= {option.name for option in part.options}):
+                raise _Found(f"'{part.name}': declare chained = True if and only if it has the method `follow`")
+            if part.on_grid and not ({"dims", "grid", "prefix"} <= {option.name for option in part.options}):
                 raise _Found(f"'{part.name}' has a grid; give it the options dims, grid and prefix")
         if (self.groups != HEADS or self.parts[0].key_features is not None) and not any(p.reshapes for p in self.parts):
-            raise _Found(f"'{self.config}' has {self.groups} key heads for {HEADS}; say reshapes=True in its Part")
+            raise _Found(f"'{self.config}' has {self.groups} key heads for {HEADS}; declare reshapes = True")
         if not (made.last.chained or self.stateful or any(part.learnable for part in self.parts)):
-            tensors, fix = self.inputs(), self.declare("say learnable=True, so that it is never built without dims")
+            tensors, fix = (
+                self.inputs(),
+                self.declare("declare learnable = True, so that it is never built without dims"),
+            )
             torch.manual_seed(0)
             try:
                 got = Mechanism(self.config).eval()(*tensors)
@@ -301,7 +305,7 @@ class MechanismConformance:
 
     def test_hosts_set_the_grid(self) -> None:
         """A family with a grid uses the extents and the prefix that a host assigns, and no other number of tokens."""
-        if not self.can("grid"):
+        if not self.can("on_grid"):
             return
         family: Any = self.build().last.family
         axes = [1] * (self.config.option("dims") - 1)
@@ -593,7 +597,7 @@ class MechanismConformance:
 
     def test_dropout(self) -> None:
         made, (q, k, v) = self.build(), self.inputs()
-        if not all(part.drops for part in self.parts):
+        if not all(part.dropout for part in self.parts):
             with self.refused("dropout_p=0.5", "dropout"):
                 made.last(q, k, v, dropout_p=0.5)
             return
@@ -1010,26 +1014,3 @@ class _Fused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func is nn.functional.scaled_dot_product_attention
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def known(part: Part) -> Iterator[None]:
-    """Inside the block `part` can be named, as if its package were installed.
-
-    Raises:
-        ConfigError: another mechanism has its name.
-    """
-    catalogue = parts()
-    other = catalogue.get(part.name)
-    if other is part:
-        yield
-        return
-    if other is not None:
-        raise ConfigError(
-            f"mechanism '{part.name}' exists already, in {catalogue.owner(part.name)}; choose another name"
-        )
-    catalogue.own[part.name], catalogue.owners[part.name] = part, "this process"
-    try:
-        yield
-    finally:
-        del catalogue.own[part.name], catalogue.owners[part.name]

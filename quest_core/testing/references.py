@@ -5,7 +5,7 @@ arXiv 2604.00199, [R] Your Attention Matters, [E] Elliptical Attention, [G] Key-
 [A] An Attention Free Transformer, arXiv 2105.14103.
 
 `REFERENCES` holds them by the names of mechanisms, with these arguments: https://quest-attention.github.io/quest/writing-a-mechanism/
-A part of another package brings its own: `Part.reference`.
+A mechanism of another package brings its own: `reference`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..mechanisms.part import Part
+from ..registry import Component
 
 
 def unit(x: Tensor) -> Tensor:
@@ -405,6 +405,6 @@ REFERENCES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def reference_of(part: Part) -> Callable[..., Tensor] | None:
-    """Return the formula of a part: its own `reference`, or ours."""
-    return part.reference or REFERENCES.get(part.name)
+def reference_of(part: type[Component]) -> Callable[..., Tensor] | None:
+    """Return the formula of a mechanism: its own `reference`, or ours."""
+    return getattr(part, "reference", None) or REFERENCES.get(part.name)

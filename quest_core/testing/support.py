@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import QuestError
-from ..mechanisms import PARTS
+from ..registry import mechanisms, owner
 
 Train = Callable[..., None]
 
 
 def specs() -> dict[str, str]:
     """Every mechanism but the defaults `softmax` and `mha`: its name and the shortest text that configures it."""
-    shown = [part for part in PARTS if part.name not in ("softmax", "mha")]
+    ours = [part for part in mechanisms().values() if owner(part) == "quest-core"]
+    shown = [part for part in ours if part.name not in ("softmax", "mha")]
     needs_heads = {part.name for part in shown if any(o.name == "kv_heads" for o in part.options)}
     return {part.name: f"{part.name}(kv_heads=2)" if part.name in needs_heads else part.name for part in shown}
 

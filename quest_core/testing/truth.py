@@ -17,7 +17,7 @@ from ..mechanisms.base import (
     Dims,
     Normalizer,
 )
-from ..mechanisms.part import Part
+from ..registry import Component
 from .references import reference_of, visible
 
 
@@ -28,7 +28,7 @@ def missing(mechanism: Mechanism) -> list[str]:
     """
     return [
         part.name
-        for part in mechanism.config.specs()
+        for part in mechanism.config.components
         if reference_of(part) is None and (part.axis != "grouping" or mechanism.grouping.needs_weights)
     ]
 
@@ -51,7 +51,7 @@ def truth(
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         hides = attn_mask <= torch.finfo(attn_mask.dtype).min / 2
         attn_mask = attn_mask.double().masked_fill(hides, -math.inf)
-    by_axis = {part.axis: part for part in mechanism.config.specs()}
+    by_axis = {part.axis: part for part in mechanism.config.components}
     n, m, heads = q.shape[2], k.shape[2], q.shape[1]
     seen = visible(n, m, attn_mask, is_causal)
     if mechanism.family is not None:
@@ -126,7 +126,7 @@ class _Methods:
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
-        score = next(part for part in self.mechanism.config.specs() if part.axis == "score")
+        score = next(part for part in self.mechanism.config.components if part.axis == "score")
         out: Tensor = _call(score, self.mechanism.score, self.mechanism, q, k[:, head], head=head)
         return out
 
@@ -135,12 +135,12 @@ class _Weights(Normalizer):
     """The normalizer of a mechanism by reference."""
 
     def __init__(self, mechanism: Mechanism) -> None:
-        super().__init__()
+        super().__init__(None)
         self.mechanism = (mechanism,)  # not a submodule, because it holds this one
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         (mechanism,) = self.mechanism
-        part = next(part for part in mechanism.config.specs() if part.axis == "normalizer")
+        part = next(part for part in mechanism.config.components if part.axis == "normalizer")
         if mask is not None and mask.dtype != torch.bool:
             logits = logits + mask
         seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
@@ -149,7 +149,12 @@ class _Weights(Normalizer):
 
 
 def _call(
-    part: Part, module: nn.Module, mechanism: Mechanism, *tensors: Any, head: Tensor | None = None, **given: Any
+    part: type[Component],
+    module: nn.Module,
+    mechanism: Mechanism,
+    *tensors: Any,
+    head: Tensor | None = None,
+    **given: Any,
 ) -> Any:
     """The reference of `part` of some tensors, and of what else it names: what is `given`, options, sizes, parameters
     and buffers."""
@@ -158,7 +163,8 @@ def _call(
     known = {"training": module.training, **given}
     if mechanism.dims is not None:
         known |= vars(mechanism.dims)
-    known |= mechanism.config.build_arguments(part)
+    given_options = dict(mechanism.config.options)
+    known |= {o.name: given_options.get(o.name, o.default) for o in part.options}
     shared = _key_heads(part, module, mechanism) if head is not None else {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         x = x.double() if x.is_floating_point() else x
@@ -168,15 +174,13 @@ def _call(
     return reference(*tensors, **{name: known[name] for name in named if name in known})
 
 
-def _key_heads(part: Part, module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
+def _key_heads(part: type[Component], module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """The axis of each parameter that counts key/value heads: it doubles if they do, and the query heads do not."""
     dims = mechanism.dims
     if dims is None:
         return {}
     with torch.device("meta"):
-        wide = part.build(
-            Dims(dims.num_heads, 2 * dims.kv_heads, dims.head_dim), **mechanism.config.build_arguments(part)
-        )
+        wide = mechanism.config.build(part, Dims(dims.num_heads, 2 * dims.kv_heads, dims.head_dim))
     return {
         name: axis
         for name, x in wide.named_parameters()

@@ -136,8 +136,8 @@ def calibrate(
 
 def refuse_uncalibratable(target: AttentionConfig) -> None:
     """Raise ConfigError unless `calibrate` can fit this attention to standard attention."""
-    mixing = [part.name for part in target.specs() if "heads" in part.reads]
-    if not (next(target.specs()).unit_keys and _leaves(target, "query")):
+    mixing = [part.name for part in target.components if "heads" in part.reads]
+    if not (target.components[0].unit_keys and _leaves(target, "query")):
         raise _uncalibratable(target, "its score is not quest")
     if mixing:
         raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
@@ -163,9 +163,9 @@ def _source(model: nn.Module) -> AttentionConfig:
 
 def _leaves(config: AttentionConfig, role: str) -> bool:
     """Return whether the dot products take "query" or "key" as the projections made it."""
-    part, x = next(config.specs()), torch.ones(1, 1, 1, 1)
+    part, x = config.components[0], torch.ones(1, 1, 1, 1)
     pointwise = part.axis == "score" and not part.reads
-    return pointwise and getattr(part.build(Dims(1, 1, 1), **config.build_arguments(part)), role)(x) is x
+    return pointwise and getattr(config.build(part, Dims(1, 1, 1)), role)(x) is x
 
 
 def _refuse_shared(model: nn.Module, paths: list[str]) -> None:

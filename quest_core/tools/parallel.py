@@ -19,10 +19,10 @@ from ..mechanism import Mechanism
 from ..mechanisms.base import (
     Dims,
 )
-from ..mechanisms.part import READS
 from ..ops import (
     local,
 )
+from ..registry import READS
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class HeadParallel(ParallelStyle):
         fixes = {"heads": "gqa or mha, or divide the data"}
         if shared:
             fixes["group"] = f"a number of kv_heads that {ranks} divides, or mqa"
-        for part, read in itertools.product(config.specs(), fixes):
+        for part, read in itertools.product(config.components, fixes):
             if read in part.reads:
                 raise UnsupportedError(
                     f"attention '{config}': '{part.name}' reads {READS[read]}, which tensor parallelism divides "

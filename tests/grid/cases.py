@@ -101,7 +101,7 @@ class Layers(nn.Module):
     def __init__(self, config: AttentionConfig, heads: int, dim: int, *, is_causal: bool) -> None:
         super().__init__()
         self.is_causal = is_causal
-        self.chained = any(part.chained for part in config.specs())
+        self.chained = any(part.chained for part in config.components)
         count = 2 if self.chained else 1
         self.layers = nn.ModuleList(quest_core.Mechanism(config, num_heads=heads, head_dim=dim) for _ in range(count))
         if self.chained:

@@ -169,7 +169,7 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
             options.append("query=false")
         spec = f"{family}({', '.join(options)})" if options else family
     config = AttentionConfig.parse(spec)
-    parts = list(config.specs())
+    parts = list(config.components)
     if pick((True, True, False)) or not all(part.cross for part in parts):
         m = n
     is_causal = all(part.causal for part in parts) and pick((True, False))
@@ -312,7 +312,7 @@ class MadeOf(Made):
         dtype = {torch.float32: torch.float64}.get(one.dtype, torch.float32) if one.mask_wide else one.dtype
         seen = torch.rand(shape) > 0.4
         if shape[-2]:
-            free = all(part.causal for part in self.config.specs())  # others refuse a mask that hides the future
+            free = all(part.causal for part in self.config.components)  # others refuse a mask that hides the future
             seen[..., 0, :] = bool(one.seed % 2) or not free
         if one.mask == "boolean":
             return seen

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quest_core
-from quest_core.mechanisms import PARTS
+from quest_core.registry import mechanisms
 from quest_core.testing import versions
 
 from .cases import CAUSAL, DTYPES, LAYOUTS, STRUCTURED, SUBJECTS, Cell, Subject, check, gradients, masks_of
@@ -84,9 +84,9 @@ def test_structured_masks(subject: Subject, mask: str) -> None:
 
 
 def test_what_is_declared_of_unseen_keys() -> None:
-    declared = {part.name for part in PARTS if "unseen" in part.reads}
+    declared = {name for name, part in mechanisms().items() if "unseen" in part.reads}
     assert declared == set(UNSEEN)
-    assert not any(part.causal for part in PARTS if part.name in declared)
+    assert not any(mechanisms()[name].causal for name in declared)
 
 
 OVERLAPPING = {  # shape, strides

@@ -1,17 +1,18 @@
-"""power: everything that its Part declares, and a model that runs with it."""
+"""Every promise of the mechanism, and a model that trains with it."""
 
 import torch
 
 import quest_core
 from quest_core.testing import MechanismConformance
-from quest_power import PARTS
+from quest_power import Power
 
 
 class TestPower(MechanismConformance):
-    mechanism = PARTS[0]
+    mechanism = Power
 
 
-def test_it_is_installed_and_runs_in_a_model() -> None:
+def test_it_is_installed_and_trains_in_a_model() -> None:
+    assert "power" in quest_core.list_mechanisms()
     model = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
     model, report = quest_core.inject(model, "power")
     assert len(report.replacements) == 1

@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import quest_core
 from quest_bench import worker
 from quest_bench.cli import app_main, portable
 from quest_bench.plan import catalogue, select
 from quest_bench.run import Lines, Outcome, Runner
 from quest_bench.store import NEEDED, load_all
 from quest_bench.worker import Server, _numbers, decode, encode, whole, write_json
+from quest_core.registry import installed, temporary
 
 
 def results(out: Path) -> dict[str, float]:
@@ -109,13 +109,17 @@ def test_run_resume_and_extend(fake: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 SCORE = """
-from quest_core.mechanisms import POINTWISE, Part, Score
+from quest_core import Score, register
 
+@register("cubed", source="a test")
 class Cubed(Score):
+    "q · k³."
+
+    causal = cross = cached = True
+    reads = ()
+
     def key(self, k):
         return k**3
-
-PARTS = (Part("cubed", "score", "q · k³", "a test", Cubed, **POINTWISE),)
 """
 
 
@@ -126,14 +130,12 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
     about.mkdir()
     (tmp_path / "site" / "quest_cubed.py").write_text(SCORE)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-cubed\nVersion: 3.4\n")
-    (about / "entry_points.txt").write_text("[quest.attention]\ncubed = quest_cubed:PARTS\n")
-    quest_core.catalogue.parts.cache_clear()
-    try:
+    (about / "entry_points.txt").write_text("[quest.attention]\ncubed = quest_cubed\n")
+    with temporary():
+        installed.cache_clear()
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
         assert app_main(toy) == 0
         assert app_main(["speed", "--attention", "cubed", "--smoke", "--rounds", "2", "--out", "speed"]) == 0
-    finally:
-        quest_core.catalogue.parts.cache_clear()
     standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
     assert standard.result is not None
     assert cubed.result is not None
@@ -151,7 +153,7 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(
     site = tmp_path / "site"
     begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
     begun.parent.mkdir(exist_ok=True)
-    begun.write_text("PARTS = ()\n")
+    begun.write_text("")
     for words in (["init"], ["add", str(begun)], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "a"]):
         subprocess.run(["git", "-C", str(site), *words], check=True, capture_output=True)
     (first,) = worker.commits(["quest_power"]).values()
@@ -170,9 +172,9 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-power\nVersion: 3.4\n")
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    (about / "entry_points.txt").write_text(f"[quest.attention]\ncubed = {module}:PARTS\n")
-    quest_core.catalogue.parts.cache_clear()
-    try:
+    (about / "entry_points.txt").write_text(f"[quest.attention]\ncubed = {module}\n")
+    with temporary():
+        installed.cache_clear()
         command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
         assert app_main([*command, "0"]) == 0
         (one,) = load_all(Path("out"))
@@ -181,10 +183,8 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(
         (site / file).write_text(SCORE)
         assert app_main([*command, "0-1"]) == 0
         assert "finished cells have another commit of quest-power and are kept" in capfd.readouterr().out
-    finally:
-        quest_core.catalogue.parts.cache_clear()
-        for name in [name for name in sys.modules if name.startswith("quest_power")]:
-            del sys.modules[name]
+    for name in [name for name in sys.modules if name.startswith("quest_power")]:
+        del sys.modules[name]
     assert app_main(["report", "out"]) == 0
     assert "> Mixed commit of quest-power: " in Path("out/report.md").read_text()
 

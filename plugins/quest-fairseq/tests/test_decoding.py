@@ -11,8 +11,8 @@ from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 
 import quest_core
-from quest_core.mechanisms import PARTS
 from quest_core.mechanisms.elliptical import Elliptical
+from quest_core.registry import mechanisms
 from quest_fairseq import FairseqAdapter
 from quest_fairseq.attention import Attention
 
@@ -26,7 +26,7 @@ def spec(part) -> str:
     return f"{part.name}(kv_heads=2)" if any(o.name == "kv_heads" for o in part.options) else part.name
 
 
-CAUSAL = [spec(part) for part in PARTS if part.causal and part.name not in ("softmax", "mha")]
+CAUSAL = [spec(part) for part in mechanisms().values() if part.causal and part.name not in ("softmax", "mha")]
 CAUSAL += ["quest+gqa(kv_heads=2)", "quest+sigmoid+dgqa(kv_heads=2)", "elliptical-quest+gqa(kv_heads=2)"]
 CROSS = [name for name in CAUSAL if name not in ("aft-full", "aft-local")]
 

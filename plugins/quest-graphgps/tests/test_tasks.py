@@ -17,7 +17,7 @@ from torch_geometric.data import Batch, Data
 
 from quest_core.benchmarks import STATE, Cell
 from quest_core.errors import ConfigError
-from quest_core.mechanisms.part import Option
+from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
 from quest_graphgps.bench import gated, superpixels, tasks
 from quest_graphgps.bench.data import (

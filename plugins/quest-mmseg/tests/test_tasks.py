@@ -21,7 +21,7 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
-from quest_core.mechanisms.part import Option
+from quest_core.registry import Option
 from quest_mmseg.bench import scenes, tasks
 from quest_mmseg.bench.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
 from quest_mmseg.bench.suites import SUITES

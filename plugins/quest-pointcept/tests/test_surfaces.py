@@ -35,8 +35,8 @@ from torch_pointcloud.models.utonia import UtoniaSegmentation
 import quest_core
 import quest_pointcept
 from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
-from quest_core.catalogue import parts
 from quest_core.mechanisms import elliptical
+from quest_core.registry import mechanisms as registered
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import HERE as CONFIGS
 from quest_pointcept.configs import install_configs
@@ -230,10 +230,10 @@ NEEDS = {
     "pgqa": "(kv_heads=2)",
     "aft-conv": "(dims=1, window=5)",
 }
-SCORES = [part.name for part in parts().values() if part.axis == "score"]
-NORMALISERS = [part.name for part in parts().values() if part.axis == "normalizer"]
-GROUPINGS = [part.name for part in parts().values() if part.axis == "grouping"]
-FAMILIES = [part.name for part in parts().values() if part.axis == "family"]
+SCORES = [part.name for part in registered().values() if part.axis == "score"]
+NORMALISERS = [part.name for part in registered().values() if part.axis == "normalizer"]
+GROUPINGS = [part.name for part in registered().values() if part.axis == "grouping"]
+FAMILIES = [part.name for part in registered().values() if part.axis == "family"]
 
 
 def spelt(name):

@@ -16,7 +16,7 @@ import torch
 
 from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError, PluginError
-from quest_core.mechanisms.part import Option
+from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
 from quest_pointcept.bench import scenes, tasks
 from quest_pointcept.bench.suites import SUITES

@@ -24,8 +24,8 @@ from tsai.models.TSTPlus import TSTPlus
 import quest_core
 import quest_tsai
 from quest_core import ConfigError, UnsupportedError
-from quest_core.catalogue import parts
 from quest_core.hosts.torch import MultiheadAttention as TorchAttention
+from quest_core.registry import mechanisms as registered
 from quest_tsai import surfaces
 from quest_tsai.layers import Replacement
 
@@ -516,7 +516,7 @@ OPTIONS = {"gqa": "(kv_heads=2)", "kdgqa": "(kv_heads=2)", "dgqa": "(kv_heads=2)
 @pytest.mark.parametrize("res_attention", [True, False])
 @pytest.mark.parametrize("name", quest_core.list_mechanisms())
 def test_every_mechanism_trains_or_is_refused_by_name(name, res_attention):
-    part = next(iter(p for p in parts().values() if p.name == name))
+    part = next(iter(p for p in registered().values() if p.name == name))
     attention = f"quest+{name}{OPTIONS.get(name, '')}" if part.axis in ("normalizer", "grouping") else name
     x = torch.randn(2, 3, 12)
     x[0, :, 9:] = float("nan")

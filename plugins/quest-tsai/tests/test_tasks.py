@@ -17,7 +17,7 @@ from tsai.basics import TSClassification, get_ts_dls
 
 from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError
-from quest_core.mechanisms.part import Option
+from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
 from quest_tsai.bench.data import tasks
 from quest_tsai.bench.suites import SUITES

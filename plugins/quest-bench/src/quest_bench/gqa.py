@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.catalogue import parts
 from quest_core.checkpoints import set_attention_from
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.mechanism import Observation
+from quest_core.registry import find
 from quest_core.testing.timing import beside_stock
 
 from .images import VisionTransformer, accuracy, read
@@ -96,7 +96,7 @@ def _phases(
     downstream: Half,
 ) -> Result:
     half = grouped[-1]
-    multi_head = not any(part.reshapes for part in config.specs())
+    multi_head = not any(part.reshapes for part in config.components)
     own = {count: with_heads(config, count) for count in ([half] if multi_head else grouped)}
     plain = with_heads(regrouped(config, "gqa"), half)
     is_gqa = own[half] == plain
@@ -196,7 +196,7 @@ def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
 
 def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:
     """Return the same score and normalizer with another grouping, without the options of the old one."""
-    old = {option.name for option in parts()[config["grouping"]].options}
+    old = {option.name for option in find(config["grouping"]).options}
     names = [name for axis, name in config.parts if axis != "grouping"]
     kept = {name: value for name, value in config.options if name not in old}
     return AttentionConfig.parse({"name": "+".join([*names, grouping]), **kept})
@@ -204,7 +204,7 @@ def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:
 
 def with_heads(config: AttentionConfig, kv_heads: int) -> AttentionConfig:
     """Return the attention with this number of key/value heads; one without a grouping is returned as it is."""
-    if not any(part.reshapes for part in config.specs()):
+    if not any(part.reshapes for part in config.components):
         return config
     return AttentionConfig.parse({**config.to_dict(), "kv_heads": kv_heads})
 

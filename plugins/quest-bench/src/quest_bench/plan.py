@@ -327,7 +327,7 @@ def parse_attentions(text: str) -> list[str]:
 def check_calls(attentions: Iterable[AttentionSpec], command: str, *, equal_shapes: bool = False) -> None:
     """Raise ConfigError for an attention that a command cannot call on its own, or, if asked, with equal shapes."""
     for config in map(AttentionConfig.parse, attentions):
-        for part in config.specs():
+        for part in config.components:
             why = "reads what the attention layer before it left behind" if part.chained else ""
             if equal_shapes and (part.reshapes or part.key_features is not None):
                 why = "takes keys of another shape than the queries"

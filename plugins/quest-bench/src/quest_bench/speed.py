@@ -88,7 +88,7 @@ def broadcast_aft(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 def averages(attention: quest_core.AttentionSpec) -> bool:
     """Return whether queries do not meet keys in an attention, so that `broadcast_aft` is the naive form of it."""
-    return not any(part.compares or part.weights for part in quest_core.AttentionConfig.parse(attention).specs())
+    return not any(part.compares for part in quest_core.AttentionConfig.parse(attention).components)
 
 
 def broadcast_fits(batch: int, heads: int, n: int, dim: int) -> bool:

@@ -202,7 +202,7 @@ class Models:
                 f"attention '{config}': toy/spurious studies the scores of one softmax head; name only a score, "
                 "for example 'quest'"
             )
-        if any(part.chained for part in config.specs()):
+        if any(part.chained for part in config.components):
             raise ConfigError(
                 f"attention '{config}' reads what the previous layer left behind, but toy/spurious has one layer"
             )

@@ -289,15 +289,12 @@ def _versions(suite: str) -> dict[str, str]:
 
 def mechanisms(attention: str) -> tuple[dict[str, str], dict[str, str]]:
     """Versions and commits of the distributions, other than quest-core, that an attention comes from."""
-    from quest_core.catalogue import parts
     from quest_core.config import AttentionConfig
+    from quest_core.registry import owner
 
-    names = {name for _, name in AttentionConfig.parse(attention).parts} - parts().own.keys()
-    if not names:  # the other packages are not imported
-        return {}, {}
-    found = [one.entry for one in parts().packages if names & {part.name for part in one.parts}]
-    versions = {entry.distribution: entry.version for entry in found}
-    return versions, commits(entry.value.partition(":")[0] for entry in found)
+    others = [part for part in AttentionConfig.parse(attention).components if owner(part) != "quest-core"]
+    versions = dict(owner(part).split(" ") for part in others)
+    return versions, commits(part.__module__.partition(".")[0] for part in others)
 
 
 @functools.cache

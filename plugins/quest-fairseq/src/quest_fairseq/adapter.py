@@ -59,7 +59,7 @@ class FairseqAdapter(Adapter):
         """Also refuse options of fairseq that need its own attention."""
         module, asked = site.module, site.capabilities
         if asked == TRANSFORMER_XL:
-            if any(part.chained for part in config.specs()):
+            if any(part.chained for part in config.components):
                 return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
             return refusal(config, asked)
         noisy = [name for name in ("q", "k", "v", "out") if getattr(module, f"{name}_proj")._forward_pre_hooks]
@@ -71,7 +71,7 @@ class FairseqAdapter(Adapter):
         ):
             if there:
                 return f"{option}; leave the option out"
-        if asked.causal and asked.cross and any("order" in part.reads for part in config.specs()):
+        if asked.causal and asked.cross and any("order" in part.reads for part in config.components):
             return (
                 f"'{config.name}' counts the positions of queries, and in cross-attention a decoder brings its queries "
                 "one by one"

@@ -61,7 +61,7 @@ def read(options: Any) -> Request:
 
     def sized(attention: Any) -> AttentionConfig:
         config = parse(attention)
-        learns = any(option.name == "max_length" for part in config.specs() for option in part.options)
+        learns = any(option.name == "max_length" for part in config.components for option in part.options)
         return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
 
     trained = getattr(options, "attention_from", None)

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from quest_core.catalogue import parts
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
 from quest_core.hosts.inject import KEYS, Request
+from quest_core.registry import mechanisms
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
@@ -53,7 +53,7 @@ def declare(cfg: Any) -> None:
     """Add `attention` and its companions to the sections of a config that lack them."""
     from yacs.config import CfgNode
 
-    names = list(dict.fromkeys(option.name for part in parts().values() for option in part.options))
+    names = list(dict.fromkeys(option.name for part in mechanisms().values() for option in part.options))
     for section in SECTIONS:
         if section not in cfg or "attention_from" in cfg[section]:
             continue
@@ -107,7 +107,7 @@ def requested(cfg: Any) -> Request | None:
         UnsupportedError: `gt.attention` with a model or gt.layer_type whose attention cannot be replaced.
     """
     local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
-    meant = difflib.get_close_matches(kind.lower(), parts(), n=1, cutoff=0.75)
+    meant = difflib.get_close_matches(kind.lower(), mechanisms(), n=1, cutoff=0.75)
     if meant:
         if kind != "Quest" or _given(cfg.gt.attention):
             raise ConfigError(

@@ -100,7 +100,7 @@ class MmsegAdapter(Adapter):
             return f"its learned bias by relative position is added to the scores, and '{config}' has none"
         if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
             return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
-        if any(part.grid for part in config.specs()):
+        if any(part.on_grid for part in config.components):
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:
                 return f"the model sets the grid and the class tokens; leave out {', '.join(given)}"

@@ -34,7 +34,7 @@ HIDES = -100.0
 def grids(module: nn.Module) -> Iterator[Any]:
     """Yield the families in `module` whose tokens lie on the grid of patches, such as aft-conv."""
     for found in module.modules():
-        if isinstance(found, Mechanism) and found.grid:
+        if isinstance(found, Mechanism) and found.on_grid:
             yield found.family
 
 

@@ -51,7 +51,7 @@ class PointceptAdapter(Adapter):
                 return f"{name} has no fused kernel; build with {flash[0]}=False"
         if family and getattr(host, "rpe", None) is not None:
             return f"the relative position bias is added to scores, and '{family}' has none; build without it"
-        if any(part.grid for part in config.specs()):
+        if any(part.on_grid for part in config.components):
             given = {key: config.option(key) for key in ("dims", "grid", "prefix")}
             if given != {"dims": 1, "grid": None, "prefix": 0}:
                 return f"the points of a patch lie on a line; write {family}(dims=1), without grid and prefix"

@@ -57,11 +57,11 @@ class SerializedAttention(HostAttention):
         made.flash_dtype = half if any(getattr(host, name, False) for name in FLASH) else None
         # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
         # to the smallest cloud of the batch.
-        ordered = hasattr(host, "enable_flash") and any("order" in part.reads for part in config.specs())
+        ordered = hasattr(host, "enable_flash") and any("order" in part.reads for part in config.components)
         made.packed = ordered or made.flash_dtype is not None
         # A frozen encoder stays frozen, also where the mechanism learns.
         made.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
-        made.chained = any(part.chained for part in config.specs())
+        made.chained = any(part.chained for part in config.components)
         return made.train(host.training)  # type: ignore[no-any-return]
 
     def attend(

@@ -101,7 +101,7 @@ class TimmAdapter(Adapter):
         stacked = getattr(_replacement(site.module), "stacked", False) and re.search(
             r"^(\w+\.)?blocks\.\d+\.attn$", site.path
         )
-        if any(part.chained for part in config.specs()) and not stacked:
+        if any(part.chained for part in config.components) and not stacked:
             return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
         return refusal(config, site.capabilities)
 

@@ -68,7 +68,7 @@ class TransformersAdapter(Adapter):
         if window is not None and config.family:
             return f"it looks at all tokens, and the model has a sliding window of {window}"
         kinds = sorted(set(getattr(module.config, "layer_types", None) or ()))
-        if len(kinds) > 1 and any(part.chained for part in config.specs()):
+        if len(kinds) > 1 and any(part.chained for part in config.components):
             return f"it compares the tokens of one layer with those of the next, and a cache holds others ({kinds})"
         try:
             wanted = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads).kv_heads

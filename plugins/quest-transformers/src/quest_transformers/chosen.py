@@ -125,7 +125,7 @@ def fulfil(
 
 
 def _chained(config: AttentionConfig) -> bool:
-    return any(part.chained for part in config.specs())
+    return any(part.chained for part in config.components)
 
 
 def _along(model: nn.Module, path: str) -> list[nn.Module]:

@@ -86,7 +86,7 @@ class TsaiAdapter(Adapter):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
         if hasattr(site.module, "Er") and config.family:
             return f"ConvTran adds relative positions to the scores, and '{config}' has none"
-        regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.specs())
+        regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.components)
         if regrouped and hasattr(site.module, "relative_bias_table"):
             return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"
         return refusal(config, site.capabilities)

@@ -1,0 +1,69 @@
+"""`quest new-mechanism` and `quest new-plugin`: copy an example distribution under another name."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from ..errors import ConfigError, PluginError
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "dist")
+
+
+def copy_example(example: str, old: str, name: str, out: Path) -> Path:
+    """Copy a folder of examples/ to the new folder ``out/quest-NAME``: all of it or, on any error, nothing.
+
+    In files and in their names ``quest_old``, ``Old`` and ``old`` become ``quest_name``, ``Name`` and ``name``.
+
+    Args:
+        example: the folder, such as "third_party_mechanism".
+        old: the name in the example, one lower-case word that occurs in no other meaning.
+        name: lower-case letters, digits and single hyphens, starting with a letter.
+        out: an existing folder.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ConfigError: the name is not valid, or the new folder exists or cannot be written.
+    """
+    snake, camel = name.replace("-", "_"), "".join(word.capitalize() for word in name.split("-"))
+    if not _NAME.fullmatch(name) or name.startswith("quest-") or keyword.iskeyword(camel):
+        raise ConfigError(
+            f"name is {name!r}; expected lower-case letters, digits and single hyphens, starting with a letter, "
+            "without 'quest-', and no keyword of Python, such as 'my-lab'"
+        )
+    target = out / f"quest-{name}"
+    if target.exists():
+        raise ConfigError(f"'{target}' exists; remove it, or choose another name or --out")
+
+    def rename(text: str) -> str:
+        for was, now in ((f"quest_{old}", f"quest_{snake}"), (old.capitalize(), camel), (old, name)):
+            text = text.replace(was, now)
+        return text
+
+    try:
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            made = Path(scratch, target.name)
+            shutil.copytree(_source(example), made, ignore=_LEFT_OUT)
+            for path in sorted(made.rglob("*"), reverse=True):  # a folder is renamed after what it contains
+                if path.is_file():
+                    path.write_text(rename(path.read_text(encoding="utf-8")), encoding="utf-8")
+                path.rename(path.with_name(rename(path.name)))
+            made.rename(target)
+    except OSError as error:
+        raise ConfigError(f"'{target}' cannot be written: {error.strerror}") from error
+    return target
+
+
+def _source(example: str) -> Path:
+    """Return the folder of an example: inside an installed quest_core, or beside it in a checkout."""
+    core = Path(__file__).parents[1]
+    for folder in (core / "examples" / example, core.parent / "examples" / example):
+        if folder.is_dir():
+            return folder
+    raise PluginError(f"quest-core lacks the example '{example}'; fix: pip install --force-reinstall quest-core")
