@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ else:
     import tomli as tomllib
 
 import quest_core
+from devtools import environments, running
+from integration_tests.gpu import command as gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU_COMMAND = ROOT / "integration_tests" / "gpu" / "command.py"
 SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
 HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
@@ -142,8 +144,7 @@ def test_workflows_call_commands_of_dev_that_exist() -> None:
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
     help_ = subprocess.run([sys.executable, ROOT / "dev", "--help"], capture_output=True, text=True, check=True).stdout
     used = set(re.findall(r"(?:\./|python3 )dev ([\w-]+)", text))
-    assert used == {"lint", "docs", "release", "test", "install-test", "environments"}
-    assert [name for name in used if name not in help_] == []
+    assert [name for name in used if f"./dev {name}" not in help_] == []
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -214,29 +215,67 @@ def test_scripts_are_executable(script: str) -> None:
 
 
 def test_dev_needs_nothing_but_the_standard_library() -> None:
-    assert set(top_level_imports(ROOT / "dev")) - {"integration_tests"} <= sys.stdlib_module_names
-    assert set(top_level_imports(GPU_COMMAND)) <= sys.stdlib_module_names
-
-
-def test_dev_help_teaches_every_command() -> None:
-    # -I and -S: no site-packages, as on a machine where nothing is installed yet.
-    command = [sys.executable, "-I", "-S", str(ROOT / "dev"), "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "gpu", "gpu fetch"):
-        assert f"./dev {name}" in text
-
-
-def test_dev_refuses_what_it_does_not_know() -> None:
-    command = [sys.executable, str(ROOT / "dev"), "setup", "quest-nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "quest-nothing" in done.stderr
-    assert "core" in done.stderr
+    own = {"devtools", "integration_tests"}
+    for name in ("dev", "integration_tests/gpu/command.py", "devtools/environments.py", "devtools/running.py"):
+        assert set(top_level_imports(ROOT / name)) - own <= sys.stdlib_module_names, name
 
 
 def dev(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "dev"), *map(str, arguments)]
+    # -I and -S: no site-packages, as on a machine where nothing is installed yet.
+    command = [sys.executable, *(() if "gpu" in arguments else ("-I", "-S")), str(ROOT / "dev"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_dev_help_teaches_every_command() -> None:
+    text = dev("--help").stdout
+    for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "gpu", "gpu fetch"):
+        assert f"./dev {name}" in text
+    assert "no command 'tset'" in dev("tset").stderr
+
+
+def test_sessions_and_environments_are_those_of_the_help() -> None:
+    sessions = re.search(r"SESSIONS = (\(.*\))", (ROOT / "dev").read_text())
+    assert sessions
+    defined = re.findall(r"^@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(sessions[1])) == set(defined)
+    names = json.loads(dev("environments").stdout)
+    assert names[:3] == ["core", "quest-fairseq", "quest-graphgps"]
+    assert "core-oldest" in names
+    with pytest.raises(environments.Failure, match="unknown environment 'quest-nothing'; choose from: core, "):
+        environments.environment("quest-nothing")
+
+
+@pytest.mark.parametrize(
+    ("said", "environ", "wanted"),
+    [
+        ("", {}, {}),
+        ("global.index-url='https://a/simple'", {}, {"UV_DEFAULT_INDEX": "https://a/simple"}),
+        (":env:.index-url='https://b'\nglobal.index-url='https://a'", {}, {"UV_DEFAULT_INDEX": "https://b"}),
+        ("install.extra-index-url='\\nhttps://a\\nhttps://b'", {}, {"UV_INDEX": "https://a https://b"}),
+        ("global.extra-index-url='file:///nothing/simple https://b'", {}, {"UV_INDEX": "https://b"}),
+        ("global.find-links='/ /nothing https://b'", {}, {"UV_FIND_LINKS": "/,https://b"}),
+        ("global.cert='/c.pem'", {}, {"SSL_CERT_FILE": "/c.pem"}),
+        ("global.cert='/c.pem'", {"SSL_CERT_FILE": "/d.pem"}, {}),
+    ],
+)
+def test_uv_installs_from_where_pip_does(said: str, environ: dict[str, str], wanted: dict[str, str]) -> None:
+    """noxfile.py imports nox, which the core's environment lacks: only the function is read."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("is_missing", "uv_settings")]
+    names: dict[str, Any] = {"ast": ast, "re": re, "Path": Path, "Mapping": Mapping, "ROOT": ROOT, "running": running}
+    exec(compile(tree, "noxfile.py", "exec"), names)
+    settings = names["uv_settings"](said, environ | {"XDG_CACHE_HOME": str(ROOT)})
+    assert settings == wanted | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
+
+
+def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    assert running.run([sys.executable, "-c", script], tmp_path / "log") == 0
+    pid = int((tmp_path / "log").read_text().split()[-1])
+    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
@@ -250,7 +289,6 @@ def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
-@pytest.mark.needs_torch("2.5", "torch.nn.attention.flex_attention")
 def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "suite_of_quest_bench")
     assert done.returncode == 77, done.stdout + done.stderr
@@ -261,37 +299,68 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
 
 def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> None:
     """`./dev gpu` and `./dev gpu --wheels` name their stages differently; the table adds up what lies there."""
-    dev, command = runpy.run_path(str(ROOT / "dev")), runpy.run_path(str(GPU_COMMAND))
     kept = tmp_path / "kept"
     kept.mkdir()
     for old in ("gpu.xml", "tsai.json"):
         (kept / old).write_text("")
     report = tmp_path / "gpu-core.xml"
     report.write_text("<testsuite/>")
-    stages = [dev["Stage"]("gpu core", report=report), dev["Stage"]("gpu quest-tsai", report=tmp_path / "none.xml")]
-    command["keep_reports"]([*stages, dev["Stage"]("an environment that could not be made")], kept)
+    stages = [running.Stage("gpu core", report=report), running.Stage("gpu quest-tsai", report=tmp_path / "none.xml")]
+    gpu.keep_reports([*stages, running.Stage("an environment that could not be made")], kept)
     assert {path.name for path in kept.iterdir()} == {"gpu-core.xml", "tsai.json"}
 
 
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
-    assert runpy.run_path(str(GPU_COMMAND))["link_pytorch"](tmp_path)
+    assert gpu.link_pytorch(tmp_path)
     code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
     command = [sys.executable, "-S", "-c", code]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout == "None\n", done.stderr
 
 
-def test_a_further_environment_may_say_what_takes_the_place_of_the_host() -> None:
-    dev = runpy.run_path(str(ROOT / "dev"))
-    names = [name for name in dev["further"]() if dev["base"](name) != "core"]
-    for name in names:
-        made, replaced = dev["environment"](name), dev["further"]()[name] / "requirements.txt"
-        plugin = ROOT / "plugins" / dev["base"](name)
-        extras = "[test]" if replaced.exists() else "[host,test]"
-        assert f"{plugin}{extras}" in made.requirements
-        assert (str(replaced) in made.requirements) == (replaced in made.sources) == replaced.exists()
-    assert "quest-mmseg-onedl" in names
+@pytest.mark.parametrize("name", ["core", *environments.hosts(), *environments.further()])
+def test_an_environment_holds_what_its_folder_says(name: str) -> None:
+    made, hosted = environments.environment(name), environments.base(name) != "core"
+    assert (str(environments.EXAMPLE) in made.requirements) == hosted  # its conformance suite runs the example
+    if hosted:
+        plugin = environments.home(environments.base(name))
+        replaced = environments.further().get(name, plugin) / "requirements.txt"
+        assert f"{plugin}{'[test]' if replaced.exists() else '[host,test]'}" in made.requirements
+        assert (str(replaced) in made.requirements) == replaced.exists()
+    assert made.fingerprint() == environments.environment(name).fingerprint() != made.fingerprint("more")
+
+
+def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
+    (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
+    made = environments.environment("core-oldest")
+    assert made.requirements == ("-e", f"{ROOT}[test,dev,docs]")
+    assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
+    assert environments.suites("core-oldest") == [[ROOT / "tests"]]
+    assert "core-newest" in environments.further()
+
+
+def test_a_path_chooses_the_environments_of_its_own() -> None:
+    core, mmseg, other = (
+        str(ROOT / path) for path in ("tests/test_config.py", "plugins/quest-mmseg/tests", "integration_tests/gpu")
+    )
+    chosen = environments.selection([core, "-k", "grammar", f"{mmseg}/"])
+    assert chosen == {"core": [core], "quest-mmseg": [f"{mmseg}/"]}
+    everywhere = environments.selection([f"{core}::test_grammar", mmseg, other], everywhere=True)
+    assert everywhere["core"] == [f"{core}::test_grammar", other]
+    assert everywhere["core-oldest"] == everywhere["core-newest"] == [f"{core}::test_grammar"]
+    assert everywhere["quest-mmseg-onedl"] == [mmseg]
+    assert "quest-tsai" not in everywhere
+    assert not environments.selection(["--co"], everywhere=True)
+
+
+def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
+    folder = ROOT / "integration_tests"
+    assert environments.owner(folder / "gpu" / "test_pointcept_patches.py") == "quest-pointcept"
+    hosts = {name.replace("-", "_") for name in environments.hosts()}
+    for path in folder.rglob("test_*.py"):
+        imported = {name.partition(".")[0] for name in top_level_imports(path)} & hosts
+        assert imported <= {environments.owner(path).replace("-", "_")}, path
 
 
 def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
@@ -300,51 +369,6 @@ def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
         needed = project(path.parent)["optional-dependencies"]["test"]
         assert "quest-core[test]" in needed, path
         assert [requirement for requirement in needed if requirement.startswith("pytest")] == [], path
-
-
-def test_the_example_of_a_mechanism_is_installed_beside_every_host() -> None:
-    """Its suite of adapters then runs the example; the core writes the example itself and needs its name free."""
-    dev = runpy.run_path(str(ROOT / "dev"))
-    example = ROOT / "examples" / "third_party_mechanism"
-    for name in ("core", *dev["hosts"](), *dev["further"]()):
-        made = dev["environment"](name)
-        hosted = dev["base"](name) != "core"
-        assert (str(example) in made.requirements) == (example / "pyproject.toml" in made.sources) == hosted, name
-
-
-def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
-    dev = runpy.run_path(str(ROOT / "dev"))
-    (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
-    made = dev["environment"]("core-oldest")
-    assert made.requirements == ("-e", f"{ROOT}[test,dev,docs]")
-    assert made.for_pytorch
-    assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
-    files = [path for paths in dev["test_paths"]("core-oldest").values() for path in paths]
-    assert [ROOT / "tests" / "grid", *sorted((ROOT / "tests").glob("test_*.py"))] == files
-    assert "core-newest" in dev["further"]()
-
-
-def test_a_path_chooses_the_further_environments_of_its_own() -> None:
-    selection = runpy.run_path(str(ROOT / "dev"))["selection"]
-    core, mmseg, other = (
-        str(ROOT / path) for path in ("tests/test_config.py", "plugins/quest-mmseg/tests", "integration_tests/gpu")
-    )
-    assert selection(False, [core, "-k", "grammar", f"{mmseg}/"]) == {"core": [core], "quest-mmseg": [f"{mmseg}/"]}
-    everywhere = selection(True, [f"{core}::test_grammar", mmseg, other])
-    assert everywhere["core"] == [f"{core}::test_grammar", other]
-    assert everywhere["core-oldest"] == everywhere["core-newest"] == [f"{core}::test_grammar"]
-    assert everywhere["quest-mmseg-onedl"] == [mmseg]
-    assert "quest-tsai" not in everywhere
-    assert not selection(True, ["--co"])
-
-
-def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
-    dev = runpy.run_path(str(ROOT / "dev"))
-    assert dev["owner"](ROOT / "integration_tests" / "gpu" / "test_pointcept_patches.py") == "quest-pointcept"
-    for path in (ROOT / "integration_tests").rglob("test_*.py"):
-        hosts = {name.replace("-", "_") for name in dev["hosts"]()}
-        imported = {name.partition(".")[0] for name in top_level_imports(path)} & hosts
-        assert imported <= {dev["owner"](path).replace("-", "_")}, path
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------

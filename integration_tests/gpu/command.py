@@ -1,7 +1,6 @@
 """`./dev gpu`: the CUDA tests, the table of measurements, and the wheels for a machine without a network.
 
-Standard library only, because the machine may have nothing but PyTorch. The functions take the module `dev`, which
-makes environments and runs pytest.
+Standard library only, because the machine may have nothing but PyTorch, and pip in place of uv.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from devtools import environments, running
+from devtools.environments import BENCH, CORE, PLUGINS, Failure, is_path, owner
+from devtools.running import Stage, clean_environment, run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
@@ -41,16 +42,17 @@ ATTENTIONS = (
 )
 SUITE = ["run", "gpu/attention", "--attention", ",".join(ATTENTIONS), "--seeds", "0-2"]
 """Arguments of `quest bench`, without the folder."""
+CORE_REQUIREMENTS = ("-e", f"{ROOT}[test]", "-e", str(PLUGINS / BENCH))  # the table is a suite of quest-bench
 
 
-def gpu(dev: Any, arguments: Sequence[str]) -> int:
+def gpu(arguments: Sequence[str]) -> int:
     """Run `./dev gpu` and return its exit status.
 
     Raises:
-        Failure: of `dev`; the PyTorch, the wheels, pytest or an argument is missing.
+        Failure: the PyTorch, the wheels, pytest or an argument is missing.
     """
     if arguments[:1] == ["fetch"]:
-        return fetch(dev, arguments[1:])
+        return fetch(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="./dev gpu",
         usage="path/to/python dev gpu [--wheels FOLDER] [--table] [PYTEST ...]\n"
@@ -64,37 +66,38 @@ def gpu(dev: Any, arguments: Sequence[str]) -> int:
     help_ = "test every framework, in environments made from this folder of ./dev gpu fetch, without a network"
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=help_)
     options, chosen = parser.parse_known_args(arguments)
-    version, cuda = _pytorch(dev)
-    bench = Path(sys.executable) if options.wheels is None else dev.STATE / "gpu" / dev.CORE / "bin" / "python"
+    version, cuda = _pytorch()
+    bench = Path(sys.executable) if options.wheels is None else running.STATE / "gpu" / CORE / "bin" / "python"
     if options.table and cuda and options.wheels is None and not _has_bench(bench):
-        raise dev.Failure(  # before the minutes that the tests take
+        raise Failure(  # before the minutes that the tests take
             f"--table runs a suite of quest-bench, which {sys.executable} lacks; install it (pip install -e . -e "
             "plugins/quest-bench), or carry it along: ./dev gpu fetch FOLDER, then ./dev gpu --wheels FOLDER --table"
         )
     sources = [
         str(ROOT),
-        *(str(dev.PLUGINS / name / "src") for name in dev.plugins()),
+        *(str(PLUGINS / name / "src") for name in environments.plugins()),
         os.environ.get("PYTHONPATH", ""),
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sources))}
-    selection = ["-m", "gpu" if cuda else "not gpu", *(argument for argument in chosen if not dev.is_path(argument))]
-    paths: list[Path | str] = [argument for argument in chosen if dev.is_path(argument)]
-    dev.LOGS.mkdir(parents=True, exist_ok=True)
+    selection = ["-m", "gpu" if cuda else "not gpu", *(argument for argument in chosen if not is_path(argument))]
+    paths: list[Path | str] = [argument for argument in chosen if is_path(argument)]
     if options.wheels is not None:
-        stages = _stages(dev, options.wheels, version, paths, selection)
+        stages = _stages(options.wheels, version, paths, selection)
     elif subprocess.run([sys.executable, "-c", "import pytest, pytest_timeout"], capture_output=True).returncode:
-        raise dev.Failure(
+        raise Failure(
             f"{sys.executable} lacks pytest or pytest-timeout; install them, or carry them along: ./dev gpu fetch "
             "FOLDER where there is a network, and then ./dev gpu --wheels FOLDER"
         )
     else:
         # Plugins are read from their sources: this python need not have them installed, and may be offline.
-        stages = [dev.run_tests("gpu", Path(sys.executable), paths or [FOLDER], selection, live=True, env=env)]
+        stages = [running.pytest_stage("gpu", sys.executable, paths or [FOLDER], selection, live=True, env=env)]
     if cuda and not chosen:
         keep_reports(stages, RESULTS)
-    status: int = dev.summary(stages)
+    ok, closing = running.summary(stages)
+    print(closing, flush=True)
+    status = 0 if ok else 1
     if options.table:
-        status = _table(dev, bench, cuda, env) or status
+        status = _table(bench, cuda, env) or status
     if not cuda:
         print(
             f"./dev gpu: no CUDA device: the PyTorch {version} of {sys.executable} sees none. What ran above is the "
@@ -110,19 +113,19 @@ def _has_bench(python: Path) -> bool:
     return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
 
 
-def _table(dev: Any, bench: Path, cuda: bool, env: dict[str, str]) -> int:
+def _table(bench: Path, cuda: bool, env: dict[str, str]) -> int:
     """Run the suite of attention on a GPU and write research/results/gpu.md; without CUDA, what is to be measured."""
     writing = [sys.executable, "-m", "integration_tests.gpu.table"]
     if not cuda:
-        return int(dev.run([*writing, "--not-measured"], None, env))
-    run, quest = RESULTS / "attention", [str(bench), "-m", "quest_bench.cli"]
-    measured = dev.run([*quest, *SUITE, "--out", str(run)], None, env)  # 1: some cells failed, which the report shows
+        return int(run([*writing, "--not-measured"], None, env))
+    folder, quest = RESULTS / "attention", [str(bench), "-m", "quest_bench.cli"]
+    measured = run([*quest, *SUITE, "--out", str(folder)], None, env)  # 1: some cells failed, which the report shows
     if measured > 1:
         return int(measured)
-    return int(dev.run([*quest, "report", str(run)], None, env) or dev.run([*writing, "--run", str(run)], None, env))
+    return int(run([*quest, "report", str(folder)], None, env) or run([*writing, "--run", str(folder)], None, env))
 
 
-def keep_reports(stages: Sequence[Any], folder: Path) -> None:
+def keep_reports(stages: Sequence[Stage], folder: Path) -> None:
     """Copy the reports of a whole run for the table, which counts all that it finds, and remove older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for older in folder.glob("*.xml"):
@@ -132,13 +135,13 @@ def keep_reports(stages: Sequence[Any], folder: Path) -> None:
             shutil.copy(stage.report, folder)
 
 
-def _pytorch(dev: Any) -> tuple[str, bool]:
+def _pytorch() -> tuple[str, bool]:
     """Return the version of the running python's PyTorch, and whether it sees a CUDA device."""
     code = "import json, torch; print(json.dumps([torch.__version__, torch.cuda.is_available()]))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if answer.returncode:
         why = (answer.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise dev.Failure(f"{sys.executable} has no PyTorch ({why}); run the one that has: path/to/python dev gpu")
+        raise Failure(f"{sys.executable} has no PyTorch ({why}); run the one that has: path/to/python dev gpu")
     version, cuda = json.loads(answer.stdout.splitlines()[-1])
     return version, cuda
 
@@ -146,45 +149,70 @@ def _pytorch(dev: Any) -> tuple[str, bool]:
 # --- environments from wheels ---------------------------------------------------------------------------------------
 
 
-def _stages(dev: Any, wheels: Path, torch: str, paths: Sequence[Path | str], selection: Sequence[str]) -> list[Any]:
+def _stages(wheels: Path, torch: str, paths: Sequence[Path | str], selection: Sequence[str]) -> list[Stage]:
     """Run the tests of every environment; if one cannot be made, the others still run."""
     if not any(wheels.glob("*.whl")):
-        raise dev.Failure(f"--wheels is '{wheels}', where no wheels are; with a network: ./dev gpu fetch {wheels}")
-    stages: list[Any] = []
-    owners = {path: dev.owner(Path(str(path).partition("::")[0])) for path in paths}
-    names = list(dict.fromkeys(owners.values())) or [dev.CORE, *dev.hosts()]
-    for i, name in enumerate(names, 1):
+        raise Failure(f"--wheels is '{wheels}', where no wheels are; with a network: ./dev gpu fetch {wheels}")
+    stages: list[Stage] = []
+    owners = {path: owner(Path(str(path).partition("::")[0])) for path in paths}
+    names = list(dict.fromkeys(owners.values())) or [CORE, *environments.hosts()]
+    for name in names:
         try:
-            python = _ensure(dev, name, f"[{i}/{len(names)}]", wheels.resolve(), torch)
-        except dev.Failure as failure:
-            stages.append(dev.end(dev.Stage(f"{name} environment"), False))
-            print(failure, flush=True)
+            python = _ensure(name, wheels.resolve(), torch)
+        except Failure as failure:
+            stages.append(Stage(f"{name} environment", ok=False))
+            print(f"FAILED  {failure}", flush=True)
             continue
         own = [path for path, owner in owners.items() if owner == name]
-        own = own or [path for path in dev.integration_tests(name) if path.parent == FOLDER]
-        stages.append(dev.run_tests(f"gpu {name}", python, own, selection, live=True, env=dev.clean_environment()))
+        own = own or [path for path in environments.integration_tests(name) if path.parent == FOLDER]
+        stages.append(running.pytest_stage(f"gpu {name}", python, own, selection, live=True, env=clean_environment()))
     return stages
 
 
-def _ensure(dev: Any, name: str, position: str, wheels: Path, torch: str) -> Path:
+def _ensure(name: str, wheels: Path, torch: str) -> Path:
     """Return the python of environment `name`: the running python's PyTorch `torch`, and the rest from `wheels`."""
-    env = dev.environment(name)
-    path = dev.STATE / "gpu" / name
-    core = ("-e", f"{ROOT}[test]", "-e", str(dev.PLUGINS / dev.BENCH))  # the table is a suite of quest-bench
-    requirements = core if name == dev.CORE else env.requirements
-    env = replace(env, name=f"{name} on a GPU", path=path, requirements=requirements)
-    names = "\n".join(sorted(wheel.name for wheel in wheels.glob("*.whl")))
+    env, folder = environments.environment(name), running.STATE / "gpu" / name
+    requirements = CORE_REQUIREMENTS if name == CORE else env.requirements
+    stamp, executable = folder / "quest-stamp", folder / "bin" / "python"
+    names = sorted(wheel.name for wheel in wheels.glob("*.whl"))
+    wanted = env.fingerprint(sys.executable, torch, *names)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return executable
+    log = running.LOGS / f"install-gpu-{name}.log"
+    print(f"...     {name}: installing (log: {log.relative_to(ROOT)})", flush=True)
+    install([sys.executable, "-m", "venv", "--clear", folder], log)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    links = folder.with_name(f"{name}-pytorch")
+    if not link_pytorch(links):
+        raise Failure(f"{sys.executable} does not say which files its PyTorch has; install PyTorch with pip")
+    (packages / "quest-pytorch.pth").write_text(f"{links}\n")
+    constraints = folder / "constraints.txt"
+    constraints.write_text(f"{without_torch(env.constraints)}torch=={torch}\n")
+    pip: list[str | Path] = [executable, "-m", "pip", "install", "--no-input", "--constraint", constraints]
+    pip += ["--no-index", "--find-links", wheels]
+    install([*pip, "torch", *requirements], log)
+    if env.nodeps:
+        install([*pip, "--no-deps", "-r", env.nodeps], log)
+    for path in env.shims:
+        shutil.copy(path, packages)
+    stamp.write_text(wanted)
+    return executable
 
-    def prepare(packages: Path) -> list[str]:
-        links = path.with_name(f"{name}-pytorch")
-        if not link_pytorch(links):
-            raise dev.Failure(f"{sys.executable} does not say which files its PyTorch has; install PyTorch with pip")
-        (packages / "quest-pytorch.pth").write_text(f"{links}\n")
-        return ["--no-index", "--find-links", str(wheels)]
 
-    wanted = dev.fingerprint(env, f"{sys.executable} {torch} {names}")
-    made: Path = dev.make(env, wanted, position, torch=torch, prepare=prepare)
-    return made
+def install(command: Sequence[str | Path], log: Path) -> None:
+    """Run a command of pip or venv.
+
+    Raises:
+        Failure: it fails; the message has the end of the log.
+    """
+    if run(command, log):
+        raise Failure(f"`{' '.join(map(str, command))}` failed\n{running.tail(log)}")
+
+
+def without_torch(constraints: Path) -> str:
+    """Return a constraints file without the lines on PyTorch and on Triton, of which every PyTorch has one version."""
+    lines = constraints.read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"(torch|triton)\s*[=<>!~]", line))
 
 
 def link_pytorch(folder: Path) -> bool:
@@ -202,7 +230,7 @@ def link_pytorch(folder: Path) -> bool:
             found = importlib.metadata.distribution(name)
             for part in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
                 if not (folder / part).exists():
-                    (folder / part).symlink_to(found.locate_file(part))
+                    (folder / part).symlink_to(str(found.locate_file(part)))
             required = [r for r in found.requires or () if "extra ==" not in r and name != "torchvision"]
             names += [n for r in required if (n := re.split(r"[^\w.-]", r, maxsplit=1)[0].lower()) not in seen]
             seen |= {name, *names}
@@ -212,39 +240,37 @@ def link_pytorch(folder: Path) -> bool:
 # --- wheels ---------------------------------------------------------------------------------------------------------
 
 
-def fetch(dev: Any, arguments: Sequence[str]) -> int:
+def fetch(arguments: Sequence[str]) -> int:
     """Download the wheels of the environments to be tested, without PyTorch and Triton."""
     if not arguments or arguments[0].startswith("-"):
-        raise dev.Failure(
+        raise Failure(
             "it needs the folder that the wheels go into: ./dev gpu fetch FOLDER [NAME ...]; without names it fetches "
-            f"for {', '.join([dev.CORE, *dev.hosts()])}"
+            f"for {', '.join([CORE, *environments.hosts()])}"
         )
-    folder, names = Path(arguments[0]).resolve(), arguments[1:] or [dev.CORE, *dev.hosts()]
-    environments = [dev.environment(name) for name in names]  # a misspelt name is refused before minutes of work
+    folder, names = Path(arguments[0]).resolve(), arguments[1:] or [CORE, *environments.hosts()]
+    chosen = [environments.environment(name) for name in names]  # a misspelt name fails before minutes of work
     folder.mkdir(parents=True, exist_ok=True)
-    dev.LOGS.mkdir(parents=True, exist_ok=True)
+    log = running.LOGS / "install-wheels.log"
     with tempfile.TemporaryDirectory() as temporary:
-        maker = dev.Environment("wheels", Path(temporary, "python"), Path(os.devnull), (), ())
-        maker.log.write_text("")
-        dev.install(maker, [dev.base_python(), "-m", "venv", str(maker.path)])
+        python = Path(temporary, "python")
+        install([sys.executable, "-m", "venv", python], log)
         # The machine with the GPU has a PyTorch and a Triton of its own.
         left_out = re.findall(r"^(?:torch|triton)==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
         for pinned in left_out:
             _stand_in(Path(temporary), *pinned.split("=="))
-        pip = [str(maker.python), "-m", "pip", "wheel", "--no-input", "--wheel-dir", str(folder)]
+        pip = [str(python / "bin" / "python"), "-m", "pip", "wheel", "--no-input", "--wheel-dir", str(folder)]
         pip += ["--find-links", temporary]
         # What building the packages of this repository takes.
-        dev.install(maker, [*pip, "hatchling", "editables", "setuptools", "wheel"])
-        for position, (name, env) in enumerate(zip(names, environments, strict=True), 1):
-            print(f"[{position}/{len(names)}] {name} (log: {maker.log.relative_to(ROOT)})", flush=True)
+        install([*pip, "hatchling", "editables", "setuptools", "wheel"], log)
+        for name, env in zip(names, chosen, strict=True):
+            print(f"...     {name} (log: {log.relative_to(ROOT)})", flush=True)
             constraints = Path(temporary, "constraints.txt")
             stand_ins = "".join(f"{pinned}+left.out\n" for pinned in left_out)
-            constraints.write_text(dev.without_torch(env.constraints) + stand_ins)
-            core = [f"{ROOT}[test]", str(dev.PLUGINS / dev.BENCH)]
-            requirements = core if name == dev.CORE else [r for r in env.requirements if r != "-e"]
-            dev.install(maker, [*pip, "-c", str(constraints), *requirements])
+            constraints.write_text(without_torch(env.constraints) + stand_ins)
+            requirements = [r for r in (CORE_REQUIREMENTS if name == CORE else env.requirements) if r != "-e"]
+            install([*pip, "-c", str(constraints), *requirements], log)
             if env.nodeps:
-                dev.install(maker, [*pip, "--no-deps", "-r", str(env.nodeps)])
+                install([*pip, "--no-deps", "-r", str(env.nodeps)], log)
     for path in folder.glob("*.whl"):
         if path.name.startswith("quest_") or "left.out" in path.name:
             path.unlink()
@@ -266,3 +292,10 @@ def _stand_in(folder: Path, name: str, version: str) -> None:
         kind = "Wheel-Version: 1.0\nGenerator: dev\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr(f"{about}/WHEEL", kind)
         wheel.writestr(f"{about}/RECORD", "")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(gpu(sys.argv[1:]))
+    except Failure as failure:
+        sys.exit(f"./dev gpu: {failure}")

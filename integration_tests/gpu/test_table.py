@@ -66,29 +66,26 @@ def test_the_committed_page_is_what_the_command_writes() -> None:
         assert page.read_text() == text, "./dev gpu --table writes it"
 
 
-class Dev:
-    """The names of the module `dev` that the command uses; keeps the commands that it runs."""
-
-    def __init__(self, status: int) -> None:
-        self.status, self.ran = status, []
-
-    def run(self, words: list[str], log: None, env: dict[str, str]) -> int:
-        self.ran.append(words[1:])
-        return self.status
-
-
 @pytest.mark.parametrize(("cuda", "status", "count"), [(True, 0, 3), (True, 2, 1), (False, 0, 1)])
-def test_the_table_is_a_suite_of_quest_bench(cuda: bool, status: int, count: int) -> None:
-    dev = Dev(status)
-    assert command._table(dev, Path("python"), cuda, {}) == status
-    run = str(command.RESULTS / "attention")
+def test_the_table_is_a_suite_of_quest_bench(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, status: int, count: int
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(words: list[str], log: None, env: dict[str, str]) -> int:
+        ran.append(words[1:])
+        return status
+
+    monkeypatch.setattr(command, "run", run)
+    assert command._table(Path("python"), cuda, {}) == status
+    folder = str(command.RESULTS / "attention")
     writing = ["-m", "integration_tests.gpu.table"]
     wanted = [
-        ["-m", "quest_bench.cli", *command.SUITE, "--out", run],
-        ["-m", "quest_bench.cli", "report", run],
-        [*writing, "--run", run],
+        ["-m", "quest_bench.cli", *command.SUITE, "--out", folder],
+        ["-m", "quest_bench.cli", "report", folder],
+        [*writing, "--run", folder],
     ]
-    assert dev.ran == (wanted if cuda else [[*writing, "--not-measured"]])[:count]
+    assert ran == (wanted if cuda else [[*writing, "--not-measured"]])[:count]
 
 
 def test_ratios_are_taken_round_by_round() -> None:
