@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 
 from quest_core import cli
 from quest_core.hosts import launch, plugins
@@ -42,25 +43,19 @@ LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_los
 def run(tmp_path: Path) -> Run:
     """run(*arguments) is `quest run ...` in a folder with the framework toyhost and an installed plugin for it."""
     site, work = tmp_path / "site", tmp_path / "work"
-    package, meta = site / "quest_toy", site / "quest_toy-1.0.dist-info"
-    for folder in (package, meta, work):
-        folder.mkdir(parents=True)
-    (site / "toyhost.py").write_text("accepts = []\n")
-    (package / "__init__.py").write_text("")
-    (package / "adapter.py").write_text(ADAPTER)
-    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-toy\nVersion: 1.0\n")
-    (meta / "entry_points.txt").write_text("[quest.adapters]\ntoyhost = quest_toy.adapter:HostAdapter\n")
+    work.mkdir()
+    files = {"toyhost.py": "accepts = []\n", "quest_toy/__init__.py": "", "quest_toy/adapter.py": ADAPTER}
+    write_distribution(site, "quest-toy", files, {"quest.adapters": {"toyhost": "quest_toy.adapter:HostAdapter"}})
+    toy = plugins.Plugin("toy", "quest-toy", "1.2", ("toyhost",), "quest_toy.adapter:HostAdapter")
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([str(ROOT), str(site)])
-        return subprocess.run(
-            [sys.executable, "-c", "import sys; from quest_core.cli import main; sys.exit(main())", "run", *arguments],
-            cwd=work,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def start(*arguments: str, by_command: bool = False) -> subprocess.CompletedProcess[str]:
+        options, words = cli.run.split(arguments)
+        command, env = launch.complete(words), launch.environment([toy], "--host" in options, base)
+        if by_command:
+            code = "import sys; from quest_core.cli import main; sys.exit(main())"
+            command, env = [sys.executable, "-c", code, "run", *arguments], base
+        return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, check=False)
 
     return start
 
@@ -120,8 +115,9 @@ def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path
 
 
 def test_the_exit_status_is_the_commands(run: Run, tmp_path: Path) -> None:
-    script(tmp_path, "raise SystemExit(7)")
-    assert run("train.py").returncode == 7
+    script(tmp_path, "import toyhost; print(toyhost.accepts); raise SystemExit(7)")
+    done = run("train.py", by_command=True)
+    assert (done.returncode, done.stdout) == (7, "['attention']\n")
 
 
 def test_nothing_is_imported_before_the_script_asks(run: Run, tmp_path: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from .. import __version__
-from ..errors import PluginError, QuestError
-from . import doctor, run
-from .mechanisms import check, explain, show
-from .new import copy_example
+from ..errors import QuestError
+from . import doctor, mechanisms, run
+from .new import EXAMPLES, new
 
 EPILOG = """examples:
   quest list                                  every mechanism, with its formula, options and source
@@ -30,21 +27,14 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 success, 1 a check failed, 2 the arguments are wrong."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal without Unicode
-            stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _run(arguments)
+            return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             print(end="", flush=True)
     except QuestError as error:
         print(f"quest: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("quest: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader stopped, as in `quest list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return 1
@@ -54,9 +44,9 @@ def _run(arguments: list[str]) -> int:
     others = {point.name: point for point in entry_points(group="quest.commands") if point.name not in COMMANDS}
     command = arguments[0] if arguments else ""
     if command == "run":  # the words after our options belong to the user's command
-        return run.main(arguments[1:])
+        run.main(arguments[1:])
     if command in others:
-        return _load(others[command])(arguments[1:])
+        return int(others[command].load()(arguments[1:]))
     chosen = _parser(others).parse_args(arguments)
     return COMMANDS[chosen.command](chosen)
 
@@ -84,51 +74,30 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     examine = add("doctor", "which plugins work here, and how to fix the others")
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     add("run", "start a training command with the plugins installed (quest run --help)")
-    new = add("new-mechanism", "copy an example: a mechanism with a reference and tests that pass")
-    new.add_argument("name", metavar="NAME", help="what users will write, as in attention=NAME")
-    new.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where the folder is made (default: here)")
+    for kind in EXAMPLES:
+        copied = add(f"new-{kind}", f"copy an example of a {kind}, with tests that pass")
+        copied.add_argument("name", metavar="NAME", help="the new distribution is quest-NAME")
+        copied.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where it is made (default: here)")
     for name, point in others.items():
         summary = point.dist.metadata["Summary"] if point.dist else point.value
         add(name, f"{summary} (quest {name} --help)".replace("%", "%%"))
     return parser
 
 
-def _load(point: EntryPoint) -> Callable[[list[str]], int]:
-    try:
-        command: Callable[[list[str]], int] = point.load()
-    except Exception as error:
-        owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-        raise PluginError(f"the command '{point.name}' of {owner} cannot be imported: {error!r}") from error
-    return command
-
-
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.attention is not None:
-        return explain(arguments.attention)
+        return mechanisms.explain(arguments.attention)
     if arguments.mechanism is not None:
-        return check(arguments.mechanism)
-    try:
-        from ..testing.run import check_plugin
-    except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        raise PluginError("the conformance suite runs in pytest; fix: pip install 'quest-core[test]'") from error
+        return mechanisms.check(arguments.mechanism)
+    from ..testing.run import check_plugin  # needs pytest
+
     return check_plugin(arguments.plugin)
 
 
-def _new_mechanism(arguments: argparse.Namespace) -> int:
-    folder = copy_example("third_party_mechanism", "power", arguments.name, arguments.out)
-    print(f"wrote {folder}; next:")
-    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
-    print(f"  python -m pytest {shlex.quote(str(folder))}")
-    print("  quest list      # it is there")
-    return 0
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": lambda _: show(),
+    "list": lambda _: mechanisms.show(),
     "check": _check,
-    "doctor": lambda arguments: doctor.main(arguments.timeout),
-    "run": lambda _: 0,  # not reached: `_run` passes its arguments to `quest run` unparsed
-    "new-mechanism": _new_mechanism,
+    "doctor": lambda given: doctor.main(given.timeout),
+    "run": lambda _: 0,  # not reached: the process becomes the command
+    "new-mechanism": lambda given: new("mechanism", given.name, given.out),
 }

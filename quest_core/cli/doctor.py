@@ -17,17 +17,10 @@ LOAD = "from quest_core.hosts.plugins import adapter; adapter({!r})"
 
 
 def main(limit: float) -> int:
-    """Import every plugin in a child process, and every package of mechanisms here, and print what works.
-
-    Args:
-        limit: seconds that one import may take.
-
-    Returns:
-        0 if everything works, else 1.
-    """
+    """Import every plugin in a child process, for at most `limit` seconds; print what works; return 1 if one fails."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["CPU"]
-    python = platform.python_version()
-    print(f"quest-core {__version__}, Python {python}, torch {torch.__version__}, {', '.join(devices)}")
+    versions = f"quest-core {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"{versions}, {', '.join(devices)}")
     found = plugins()
     if not found:
         print("no plugin is installed; plain PyTorch needs none; for tsai: pip install 'quest-tsai[host]'")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ..config import AttentionConfig
 from ..mechanism import Mechanism
-from ..registry import installed, mechanisms, owner
+from ..registry import Component, installed, mechanisms, owner
 from ..testing import check_mechanism
 from ..testing.mechanisms import DIM, HEADS, brief
 from ..testing.truth import missing
-from .rendering import refusals, rows
 
 AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",
@@ -68,3 +67,33 @@ def check(text: str) -> int:
         for name in missing(Mechanism(config, num_heads=HEADS, head_dim=DIM, projected=True)):
             print(f"not compared with a formula, because '{name}' has no reference")
     return 1 if failed else 0
+
+
+def rows(part: type[Component]) -> list[str]:
+    """Return what `quest list` shows of a mechanism: a line, then one for each option."""
+    properties = {
+        "learnable": part.learnable,
+        "changes projection shapes": part.reshapes,
+        "not causal": not part.causal,
+        "ordered tokens only": "order" in part.reads,
+    }
+    marks = ", ".join(words for words, applies in properties.items() if applies)
+    return [
+        f"  {part.name:<16} {part.formula():<42} {part.source}" + (f"  [{marks}]" if marks else ""),
+        *(f"    {o.name} = {'null' if o.default is None else o.default}: {o.doc}" for o in part.options),
+    ]
+
+
+def refusals(part: type[Component]) -> list[str]:
+    """Return what a mechanism refuses, each in a few words."""
+    properties = {
+        f"causal attention ({part.causal_reason})": not part.causal,
+        "cross-attention": not part.cross,
+        "decoding with a cache": not part.cached,
+        "attention dropout": not part.dropout,
+        "returning the attention weights": part.axis == "family",
+        "sets and graphs, whose tokens have no order": "order" in part.reads,
+        "rotary positions": not part.compares,
+        "hosts whose projections cannot change their shape": part.reshapes,
+    }
+    return [words for words, applies in properties.items() if applies]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,19 @@ from ..errors import ConfigError, PluginError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "dist")
+
+
+EXAMPLES = {"mechanism": "power"}  # examples/third_party_KIND is the distribution quest-NAME
+
+
+def new(kind: str, name: str, out: Path) -> int:
+    """Copy the example of a mechanism or a plugin under another name, and print what to do next."""
+    folder = copy_example(f"third_party_{kind}", EXAMPLES[kind], name, out)
+    print(f"wrote {folder}; next:")
+    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
+    print(f"  python -m pytest {shlex.quote(str(folder))}")
+    print(f"  quest {'list' if kind == 'mechanism' else 'doctor'}      # it is there")
+    return 0
 
 
 def copy_example(example: str, old: str, name: str, out: Path) -> Path:
@@ -24,9 +38,6 @@ def copy_example(example: str, old: str, name: str, out: Path) -> Path:
         old: the name in the example, one lower-case word that occurs in no other meaning.
         name: lower-case letters, digits and single hyphens, starting with a letter.
         out: an existing folder.
-
-    Returns:
-        The new folder.
 
     Raises:
         ConfigError: the name is not valid, or the new folder exists or cannot be written.

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..hosts.launch import run
 
 DESCRIPTION = """\
-Start a training command with QUEST's plugins installed, so that its configs understand `attention`,
-without a line changed in it:
-
-  quest run -- python main.py --cfg pattern.yaml gt.attention quest
-
-In the command, and in every Python process that it starts (torchrun, shell scripts, data loaders), a plugin is
-installed at the moment its framework is imported. A plain `python` is the one that runs quest.
+Start a training command with QUEST's plugins installed, so that its configs accept `attention`. The command is not
+changed: a plugin is installed as soon as its framework is imported, in every Python process that the command starts
+(torchrun, shell scripts, data loaders), unless it sets PYTHONPATH or runs Python with -I, -E or -S.
 """
 
 EPILOG = """\
 examples:
-  quest run train.py --epochs 10                      a script; the same as: quest run -- python train.py --epochs 10
-  quest run --host graphgps -- python -m torch.distributed.run --nproc-per-node 2 main.py --cfg pattern.yaml
-  quest run -- torchrun --nproc-per-node 2 main.py    any program
-  quest run -- bash scripts/train.sh                  unless the script overwrites PYTHONPATH
-
-Not served: Python started with -I, -E or -S, which ignores the environment or sitecustomize.
-`quest list` shows the values of `attention`, `quest doctor` the plugins that work here.
+  quest run -- python main.py --cfg pattern.yaml gt.attention quest
+  quest run train.py --epochs 10                      the same as: quest run -- python train.py --epochs 10
+  quest run -- torchrun --nproc-per-node 2 main.py    any program; a plain `python` is the one that runs quest
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the `quest run` command; return the exit status only if the command could not be started."""
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run the `quest run` command."""
     parser = argparse.ArgumentParser(
         prog="quest run",
         usage="quest run [--host NAME ...] [--] COMMAND ...",
@@ -50,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     if not command:
         parser.error("nothing to run; write for example: quest run -- python train.py")
     run(command, given.host)
-    return 0  # not reached: the process is the command now
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

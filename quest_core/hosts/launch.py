@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ..errors import PluginError, QuestError
 from .plugins import Plugin, find, plugins
@@ -27,7 +28,7 @@ PAIRS = "QUEST_RUN"
 ends if a plugin with ! cannot be installed."""
 
 
-def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> None:
+def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by a command in whose Python processes the plugins are installed.
 
     Args:
