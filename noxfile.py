@@ -194,7 +194,14 @@ def test(session: nox.Session) -> None:
     options = [argument for argument in rest if not environments.is_path(argument)]
     named = any("::" in path for paths in chosen.values() for path in paths)  # a test that is named runs
     tier = "not gpu" if given.full or named else "not gpu and not slow"
-    options = ["-m", tier, *([] if chosen else ["-n", WORKERS, "--dist", "worksteal"]), *options]
+    options = [
+        "-p",
+        "devtools.pytest_time",
+        "-m",
+        tier,
+        *([] if chosen else ["-n", WORKERS, "--dist", "worksteal"]),
+        *options,
+    ]
     names = [given.only] if given.only else list(chosen)
     names = names or [CORE, *environments.hosts(), *(environments.further() if given.all else ())]
     stages: list[running.Stage] = []

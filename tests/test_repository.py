@@ -454,6 +454,30 @@ def test_a_test_that_never_ends_fails_with_stacks(tmp_path: Path) -> None:
     assert "it passed only after its processes" in shown
 
 
+BUSY = """
+import subprocess, sys, time, pytest
+WORK = "import time\\nwhile time.process_time() < {}: pass"
+def test_child(): subprocess.run([sys.executable, "-c", WORK.format(0.6)], check=True)
+@pytest.mark.slow
+def test_marked(): subprocess.run([sys.executable, "-c", WORK.format(0.6)], check=True)
+def test_sleeping(): time.sleep(0.6)
+"""
+
+
+@pytest.mark.parametrize(("factor", "options", "status"), [("", (), 0), ("1", ("-n", "2"), 1)])
+def test_a_test_that_works_for_long_without_a_mark_is_named(
+    tmp_path: Path, factor: str, options: tuple[str, ...], status: int
+) -> None:
+    (tmp_path / "test_it.py").write_text(BUSY)
+    (tmp_path / "conftest.py").write_text("import devtools.pytest_time as module; module.LIMIT_S = 0.5")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+    done = run_pytest(tmp_path, "-p", "devtools.pytest_time", *options, QUEST_TIMED=factor)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert re.findall(r"processor time, over 0.5 without the mark slow: test_it.py::(.*)", done.stdout) == [
+        "test_child"
+    ]
+
+
 def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """pytest with the plugin on the files of a folder."""
     command = [sys.executable, "-m", "pytest", "-p", "quest_core.testing.pytest_plugin", "--rootdir", ".", *options]

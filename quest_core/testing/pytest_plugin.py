@@ -84,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if text and not (text.isdecimal() and int(text) < 2**32):
         raise pytest.UsageError(f"QUEST_TEST_SEED is '{text}'; it must be a whole number from 0 to {2**32 - 1}")
     config.stash[SEED] = int(text) if text else secrets.randbelow(2**32)
+    os.environ["QUEST_TEST_SEED"] = str(config.stash[SEED])  # for the workers of pytest-xdist
     if getattr(config.option, "hypothesis_seed", "") is None:  # hypothesis is installed, and no option names a seed
         config.option.hypothesis_seed = str(config.stash[SEED])
     config.addinivalue_line("markers", "slow: takes seconds, such as a compilation")

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from .cases import BY_NAME, SUBJECTS, Cell, Subject
-from .outcomes import committed, recorded, run_all
+from .outcomes import COMPILERS, committed, recorded, run_all
 from .transforms import SLOW, TRANSFORMS
 
+EXPENSIVE = (*COMPILERS, "make_fx", "make_fx, any length")
+"""Transforms that take seconds per subject."""
+DRAWN = 3
+"""Further subjects per expensive transform in the short tier; the seed of the run draws them."""
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+
+def covering() -> list[Subject]:
+    """Return `quest` and few others that have every mechanism, those with many mechanisms first."""
+    parts = {s.name: {part.name for part in s.config().components} for s in SUBJECTS}
+    found = [BY_NAME["quest"]]
+    missing = set().union(*parts.values()) - parts["quest"]
+    while missing:
+        found.append(max(SUBJECTS, key=lambda s: len(parts[s.name] & missing)))
+        missing -= parts[found[-1].name]
+    return found
+
+
+def cells() -> Iterator[Any]:
+    """Yield every subject and transform; what the short tier leaves out is marked slow."""
+    always = covering()
+    others = [subject for subject in SUBJECTS if subject not in always]
+    for transform in TRANSFORMS:
+        drawn = random.Random(f"{os.environ.get('QUEST_TEST_SEED')} {transform}").sample(others, DRAWN)
+        for subject in SUBJECTS:
+            left_out = transform in EXPENSIVE and subject not in (*always, *drawn)
+            marks = [pytest.mark.slow] if left_out else []
+            yield pytest.param(subject, transform, marks=marks, id=f"{subject.name}-{transform}")
+
+
+@pytest.mark.parametrize(("subject", "transform"), cells())
 def test_right_or_refused(subject: Subject, transform: str) -> None:
     results = run_all(subject, transform)
     if all(one.lacking for one in results):
