@@ -1,0 +1,502 @@
+"""Find attention that is written out: run an example, follow every product, and judge what was seen."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import is_compiling, may_read, same_random_state
+from ..config import AttentionConfig
+from ..errors import InjectionError, UnsupportedError
+from ..mechanism import Mechanism
+from .adapter import Adapter, Capabilities, Site, refusal
+from .following import (
+    BY_HAND,
+    OTHER_PRODUCTS,
+    PRODUCTS,
+    SOFTMAX,
+    Flow,
+    Flows,
+    Following,
+    Origin,
+    alpha,
+    equation,
+    factor_of,
+    name_of,
+    operands,
+)
+from .universal import run_example, within
+from .written import HIDDEN, Product, Written, WrittenOut, prepare
+
+
+@dataclass(eq=False)
+class _Frame:
+    """One call of a module; `begin` and `end` count the products and softmaxes before it and after it."""
+
+    path: str
+    module: nn.Module
+    begin: tuple[int, int]
+    end: tuple[int, int] = (0, 0)
+
+
+@dataclass(eq=False)
+class _Softmax:
+    """One softmax: the flows of its logits, its result, and the call in which its products were formed too."""
+
+    terms: Flows
+    origin: Origin
+    owner: _Frame
+    axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
+    causal: bool = False
+    plane: bool = True
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One operand of a product."""
+
+    sizes: dict[str, int]  # of its axes, by letter
+    features: set[str] | None  # the letters along which the features of its projection change; None if not known
+    factor: float | None  # of the host; None if it cannot be separated
+    norm: float | None  # that all its vectors have
+    print: tuple[float, float] | None  # of its values
+
+
+class _Search(Following):
+    """Runs the example, and notes all products and softmaxes with what is needed to judge them."""
+
+    def __init__(self, model: nn.Module, skip: Callable[[str], bool]) -> None:
+        super().__init__(places=True)
+        self.model, self.skip = model, skip
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.running: list[_Frame] = []
+        self.frames: list[_Frame] = []
+        self.products: list[Origin] = []
+        self.softmaxes: list[_Softmax] = []
+        self.by_hand: dict[str, str] = {}  # path -> function
+
+    def run(self, example: Any, *, changed: bool = False) -> _Search:
+        """Run the model without gradients, on other values if `changed`. Random state and buffers stay as they were."""
+        model = self.model
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        handles = [module.register_forward_pre_hook(self._enter) for module in model.modules()]
+        handles += [module.register_forward_hook(self._leave, always_call=True) for module in model.modules()]
+        if changed:
+            handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
+        try:
+            with same_random_state(model), torch.no_grad(), self:
+                run_example(model, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return self
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        frame = _Frame(self.paths[module], module, (len(self.products), len(self.softmaxes)))
+        self.running.append(frame)
+        self.frames.append(frame)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.running.pop().end = len(self.products), len(self.softmaxes)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.running or is_compiling():
+            return out
+        if any(isinstance(frame.module, Mechanism) or self.skip(frame.path) for frame in self.running):
+            return out
+        name = name_of(func)
+        if name in PRODUCTS:
+            self._product(name, args, kwargs, out)
+        elif name == SOFTMAX:
+            self._softmax(args, kwargs, out)
+        elif name in OTHER_PRODUCTS and isinstance(out, Tensor):
+            self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+        else:
+            self.follow(name, func, args, kwargs, out)
+            if name == "mul" and isinstance(out, Tensor):
+                self._by_entries(args, out)
+        return out
+
+    def _by_entries(self, args: Any, out: Tensor) -> None:
+        """Begin at queries times keys by entries, which a sum over features would follow."""
+        pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
+        if len(pair) == 2 and all(flow.origin.is_plain for x in pair for flow in self.flows(x)):
+            origin = Origin("product", "mul", frames=tuple(self.running))
+            self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
+
+    def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        origin = Origin("product", name, len(self.products), frames=tuple(self.running))
+        self.products.append(origin)
+        parts = operands(name, args, kwargs)
+        if parts is None:
+            self.new(out, origin, odd=f"{name} of more than two tensors")
+            return
+        head, a, b, rest = parts
+        pair, letters = (a, b), equation(name, head, a, b)
+        origin.learned = tuple(self.is_parameter(x) for x in pair)
+        weights = self._apply(pair, letters, origin.learned)
+        if all(origin.learned) or (weights and not any(origin.learned)):
+            origin.kind, origin.learned = "plain", ()
+        if not letters or len(_contracted(letters)) != 1:
+            self.new(out, origin, odd=None if origin.is_plain else f"{name} over {letters or 'vectors'}")
+            return
+        origin.equation = letters
+        if any(origin.learned):  # a projection, whose features are those of the parameter
+            parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
+            own = [s for s in parameter if s in letters[2] and s not in other]
+            origin.axis = letters[2].index(own[-1]) if own else None
+            origin.mixes = tuple(f.origin for x in pair for f in self.flows(x) if f.origin.kind == "product")
+        if origin.kind == "product":
+            origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
+        kept = tuple(replace(flow, index=None) for flow in weights) if any(origin.learned) else ()
+        self.new(out, origin, alpha(rest), also=(*self.added(head, rest), *kept))
+
+    def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> _Operand:
+        flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
+        features = None
+        if flow is not None and flow.index is not None and flow.origin.axis is not None:
+            features = {s for i, s in enumerate(own) if flow.origin.axis in _varying(flow, i)}
+        sizes = dict(zip(own, x.shape, strict=True))
+        if not may_read(x, waits=True):
+            return _Operand(sizes, features, factor_of(self.flows(x)), None, None)
+        wide = x.detach().double()
+        vectors = wide.movedim(own.index(_contracted(letters)[0]), -1).flatten(0, -2)
+        norm = _common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
+        return _Operand(sizes, features, factor_of(self.flows(x)), norm, (wide.sum().item(), wide.abs().sum().item()))
+
+    def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
+        """Return the weights that a product applies to values, and note on them over which axis."""
+        found = []
+        for i, x in enumerate(pair):
+            for flow in self.flows(x):
+                if flow.origin.kind == "product" and flow.odd in BY_HAND and not learned[1 - i]:
+                    self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
+                if flow.origin.kind == "softmax":
+                    found.append(flow)
+                if flow.origin.kind != "softmax" or learned[1 - i]:
+                    continue
+                axis, use = flow.origin.axis, "applied"
+                if flow.index is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
+                    over = {s for place, s in enumerate(letters[i]) if axis in _varying(flow, place)}
+                    use = "applied" if over & set(_contracted(letters)) else "kept"
+                flow.origin.uses.append(use)
+        return found
+
+    def _softmax(self, args: Any, kwargs: Any, out: Tensor) -> None:
+        logits = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
+        origin = Origin("softmax", SOFTMAX, axis=(-1 if dim is None else dim) % max(out.dim(), 1))
+        owner = self.running[0]
+        for level, frame in enumerate(self.running):
+            formed = [one for flow in terms for one in (flow.origin.mixes or (flow.origin,))]
+            if all(len(one.frames) > level and one.frames[level] is frame for one in formed):
+                owner = frame
+        made = _Softmax(terms, origin, owner, {})
+        self.softmaxes.append(made)
+        if not terms:
+            return
+        for flow in terms:
+            result = flow.origin.equation[2]
+            if flow.index is not None and result:
+                made.axes[flow.origin] = {result[axis] for axis in _varying(flow, origin.axis or 0)}
+            last = [_varying(flow, axis) for axis in (-2, -1) if flow.index is not None and out.dim() > 1]
+            made.plane &= len(last) == 2 and all(len(axes) == 1 for axes in last) and last[0] != last[1]
+            made.plane &= flow.index is not None and bool((flow.index > 0).all())
+            for one in (flow.origin, *flow.origin.mixes):
+                one.uses.append(made)
+        if out.dim() > 1 and may_read(logits, waits=True):
+            n, m = out.shape[-2:]
+            future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
+            made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
+        self.new(out, origin)
+
+
+def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
+
+    def other(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
+        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
+            return x.flatten().flip(0).view_as(x)
+        if isinstance(x, dict):
+            return {key: other(value) for key, value in x.items()}
+        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
+
+    return other(args), other(kwargs)
+
+
+def _contracted(letters: tuple[str, str, str]) -> list[str]:
+    return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
+
+
+def _varying(flow: Flow, dim: int) -> set[int]:
+    """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
+    assert flow.index is not None
+    shape, index = flow.origin.shape, flow.index
+    rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
+    rows = rows[:: max(len(rows) // 512, 1)]
+    real, found = rows > 0, set()
+    for axis, size in enumerate(shape):
+        place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
+        most, least = place.masked_fill(~real, -1).amax(-1), place.masked_fill(~real, size).amin(-1)
+        if bool((most > least).any()):
+            found.add(axis)
+    return found
+
+
+def _common_norm(vectors: Tensor, tolerance: float) -> float | None:
+    """Return the norm that all vectors [..., D] have; None if norms differ, or all vectors are one."""
+    norms = vectors.norm(dim=-1)
+    if len(norms) < 2 or bool(((vectors - vectors[0]).norm(dim=-1) < 1e-3 * norms[0]).all()):
+        return None
+    mean = norms.mean().item()
+    return mean if norms.std().item() < tolerance * mean else None
+
+
+class _Judge:
+    """Decides for each module of a search whether it is a site, is left alone, or is refused, and why."""
+
+    def __init__(self, search: _Search, again: Callable[[], _Search]) -> None:
+        self.search, self.again = search, again
+        self.sites: dict[str, Written] = {}
+        self.refused = {path: f"it spells its softmax by {name}" for path, name in search.by_hand.items()}
+        self.left: dict[str, str] = {}
+        self._other: list[Origin] | None = None
+        for frame in search.frames:
+            softmaxes = search.softmaxes[frame.begin[1] : frame.end[1]]
+            try:
+                self._frame(frame, [one for one in softmaxes if one.owner is frame and one.terms])
+            except UnsupportedError as error:
+                self.refused.setdefault(frame.path, str(error))
+        self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
+
+    def _frame(self, frame: _Frame, softmaxes: list[_Softmax]) -> None:
+        """Judge one call of a module."""
+        roles: dict[Origin, Product] = {}
+        found: list[Written] = []
+        for softmax in softmaxes:
+            uses = softmax.origin.uses
+            if "by entries" in uses and not all(any(flow.origin.learned) for flow in softmax.terms):
+                uses.append("applied")
+            if not {"applied", "kept"} & {*uses}:
+                self.left.setdefault(frame.path, "the softmax of its product is applied to no values")
+            elif self._is_over_channels(softmax):
+                self.left.setdefault(frame.path, "it attends over channels, and not over tokens")
+            else:
+                flow = self._content(softmax)
+                roles[flow.origin], one = self._role(softmax, flow)
+                found.append(replace(one, path=frame.path))
+        if not roles:
+            return
+        facts = functools.reduce(Written.joined, found)
+        start, stop = frame.begin[0], frame.end[0]
+        products: list[Product | None] = [
+            roles.get(origin, None if origin.is_plain else Product(origin.equation))
+            for origin in self.search.products[start:stop]
+        ]
+        terms = [
+            tuple(
+                sorted(
+                    (flow.origin.number - start, flow.factor)
+                    for flow in softmax.terms
+                    if flow.origin in roles or not flow.origin.is_plain
+                )
+            )
+            for softmax in self.search.softmaxes[frame.begin[1] : frame.end[1]]
+        ]
+        count = _period(products, terms)
+        products, terms = products[: len(products) // count], terms[: len(terms) // count]
+        site = replace(facts, products=tuple(products), softmaxes=tuple(terms))
+        known = self.sites.get(frame.path)
+        self.sites[frame.path] = site if known is None else known.joined(site)
+
+    def _is_over_channels(self, softmax: _Softmax) -> bool:
+        """Return whether tokens are contracted and features attend, as in XCiT."""
+        for origin, over in softmax.axes.items():
+            for operand, own in zip(origin.operands, origin.equation, strict=False):
+                if operand.features is not None and over & {*own} & operand.features:
+                    return not operand.features & {*_contracted(origin.equation)}
+        return False
+
+    def _content(self, softmax: _Softmax) -> Flow:
+        """Return the product of queries and keys among the terms of a softmax; the others are of positions."""
+        terms = softmax.terms
+        if any(flow.origin.mixes for flow in terms):
+            raise UnsupportedError("it mixes the logits of its heads before the softmax (talking heads)")
+        if len(terms) > 1:
+            terms = tuple(flow for flow in terms if not self._is_position(flow.origin))
+        if len(terms) != 1:
+            raise UnsupportedError(
+                f"{len(softmax.terms)} products meet under one softmax, {len(terms)} of them of two activations"
+            )
+        flow = terms[0]
+        if flow.odd:
+            raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
+        if sum("applied" in one.origin.uses for one in flow.origin.uses) > 1:
+            raise UnsupportedError("two softmaxes share one product")
+        if "applied" not in softmax.origin.uses:
+            raise UnsupportedError("its softmax is over the queries (slot attention)")
+        return flow
+
+    def _is_position(self, origin: Origin) -> bool:
+        """Return whether an operand is a parameter, or is the same for other inputs."""
+        if self._other is None:
+            self._other = self.again().products
+        if len(self._other) != len(self.search.products):
+            raise UnsupportedError("its products depend on the values of the input")
+        if origin.number < 0 or not origin.operands:
+            return False
+        pairs = zip(origin.operands, self._other[origin.number].operands, strict=False)
+        return any(origin.learned) or any(one.print == two.print for one, two in pairs)
+
+    def _role(self, softmax: _Softmax, flow: Flow) -> tuple[Product, Written]:
+        """Return the role of a product and the facts about it; UnsupportedError if it is not understood."""
+        origin = flow.origin
+        letters, over = origin.equation, softmax.axes.get(flow.origin, set())
+        keys = [i for i in (0, 1) if over and over <= {*letters[i]} - {*letters[1 - i]}]
+        if not over:
+            raise UnsupportedError("the axis of its softmax is not found; use an example with more than one token")
+        if len(keys) != 1:
+            raise UnsupportedError("the axis of its softmax belongs to queries and keys")
+        query, key = 1 - keys[0], keys[0]
+        q, k = origin.operands[query], origin.operands[key]
+        if origin.learned[key]:
+            raise UnsupportedError("its keys are parameters (a router or a memory)")
+        if q.factor is None or k.factor is None:
+            raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
+        if flow.factor <= 0:
+            raise UnsupportedError(f"it multiplies its logits by {flow.factor:g}")
+        (feature,) = _contracted(letters)
+        batch = {*letters[2]} - over
+        split = [s for s in letters[query] if s in batch and s in (q.features or ())]
+        product = Product(letters, query, (q.factor, k.factor, flow.factor), q.norm is not None)
+        if len(split) == 1 and len(letters[query]) == 4:
+            product = replace(product, head=split[0])
+        tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
+        return product, Written(
+            "",
+            (product,),
+            (),
+            heads=q.sizes[split[0]] if product.head else 1,
+            kv_heads=k.sizes.get(split[0], 1) if product.head else 1,
+            head_dim=q.sizes[feature],
+            causal=softmax.causal,
+            cross=tokens != math.prod(k.sizes[s] for s in over),
+            plane=softmax.plane and len(softmax.terms) == 1,
+            note=_note(q, k, product),
+        )
+
+
+def _note(q: _Operand, k: _Operand, product: Product) -> str:
+    """Return a remark on a host that normalizes its keys; UnsupportedError for cosine attention."""
+    if k.norm is None:
+        return ""
+    if q.norm is not None and abs(product.factors[2] * k.norm - 1) > 0.1:
+        raise UnsupportedError(
+            "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
+            f"{product.factors[2] * k.norm * q.norm:.3g}"
+        )
+    return f"the host normalizes its keys, to {k.norm:.3g}"
+
+
+def _period(products: list[Any], softmaxes: list[Any]) -> int:
+    """Return how often a module repeats the same products and softmaxes in one forward."""
+    for count in range(len(softmaxes), 1, -1):
+        if len(products) % count or len(softmaxes) % count:
+            continue
+        n, m = len(products) // count, len(softmaxes) // count
+        shifted = [tuple((place - i // m * n, factor) for place, factor in x) for i, x in enumerate(softmaxes)]
+        if products == products[:n] * count and shifted == shifted[:m] * count:
+            return count
+    return 1
+
+
+class WrittenAdapter(Adapter):
+    """Adapter for every module that writes its attention out.
+
+    Args:
+        example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
+        taken: paths of the modules that other adapters replace.
+        allow_partial: go on if attention is written out in a way that is not understood.
+
+    Attributes:
+        refused: path of a module whose attention is not understood -> why; set by `sites`.
+        left: path of a module with a softmax of a product that is no attention over tokens -> why; set by `sites`.
+    """
+
+    name: ClassVar[str] = "written out"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, example: Any = None, taken: Sequence[str] = (), *, allow_partial: bool = False) -> None:
+        self.example, self.taken, self.allow_partial = example, list(taken), allow_partial
+        self.refused: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._written: dict[str, Written] = {}
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Return the modules that write their attention out, in the order of their first forwards.
+
+        Raises:
+            InjectionError: a site contains another attention, or has an attribute that a site needs.
+            UnsupportedError: attention is written out in a way that is not understood.
+        """
+        modules = dict(model.named_modules())
+        known = {path: module.written for path, module in modules.items() if isinstance(module, WrittenOut)}
+
+        def skip(path: str) -> bool:
+            return within(path, self.taken) or path in known
+
+        if self.example is not None:
+            search = _Search(model, skip).run(self.example)
+            judge = _Judge(search, lambda: _Search(model, skip).run(self.example, changed=True))
+            self.refused, self.left = judge.refused, judge.left
+            known |= judge.sites
+        if self.refused and not self.allow_partial:
+            shown = "; ".join(
+                f"'{path}' ({type(modules[path]).__name__}): {why}" for path, why in list(self.refused.items())[:8]
+            )
+            raise UnsupportedError(f"attention that is written out is not understood: {shown}")
+        self._written = known
+        for path, written in known.items():
+            inside = [other for other in (*known, *self.taken) if other != path and within(other, [path])]
+            if inside:
+                raise InjectionError(f"'{path}' writes attention out and contains another attention, '{inside[0]}'")
+            if hasattr(modules[path], "mechanism") and not isinstance(modules[path], WrittenOut):
+                raise InjectionError(f"'{path}' has an attribute 'mechanism', which a site needs; rename it")
+            asked = Capabilities(causal=written.causal, cross=written.cross, regroups=False)
+            yield Site(path, modules[path], written.heads, written.head_dim, asked)
+
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
+        return prepare(site.module, self._written[site.path], config)
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        """Return what `config` needs beyond the operands of the product and the place of the softmax, or None."""
+        written = self._written[site.path]
+        if config.family is not None:
+            return f"'{config.family}' forms no weights, and the host's own code does"
+        for part in config.components:
+            if part.axis == "grouping" and (part.reshapes or part.reads):
+                return f"'{part.name}' chooses key/value heads, and the host's own code does"
+            if part.axis == "score" and part.reads:
+                return f"'{part.name}' reads more than a query and a key"
+            if part.learnable and any(product.head is None for product in written.sites):
+                return f"'{part.name}' must know the axis of heads, which the example does not show"
+            if part.learnable and len(written.sites) > 1:
+                return f"one forward has {len(written.sites)} products, and '{part.name}' keeps something for each"
+            if part.axis == "normalizer" and not part.fused and not written.plane:
+                return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
+        return refusal(config, site.capabilities)

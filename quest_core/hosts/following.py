@@ -1,0 +1,433 @@
+"""Follow products of two tensors through the functions of PyTorch that a model calls.
+
+Attention that a module writes out is product → scale, bias, mask → softmax → product. :class:`Following` is a
+TorchFunctionMode that notes for each tensor from which products it was made, by which number they were multiplied, and
+the first function on the way that does more than to move, scale, shift or hide entries.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..compat import is_compiling, may_read, until_changed
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES = _words(
+    "view reshape permute transpose swapaxes swapdims movedim moveaxis flatten unflatten squeeze unsqueeze expand "
+    "expand_as getitem narrow select chunk split tensor_split unbind t T mT H adjoint contiguous clone detach repeat "
+    "repeat_interleave tile roll flip index_select view_as reshape_as broadcast_to diagonal unfold cat concat "
+    "concatenate stack gather take_along_dim pad alias as_strided"
+)
+"""Functions that only move entries."""
+KEEPS = _words(
+    "add sub neg masked_fill where to float double half bfloat16 type type_as cpu cuda dropout alpha_dropout "
+    "nan_to_num tril triu identity"
+)
+"""Functions that shift, hide or drop entries, or change their type."""
+BY_HAND = _words("exp exp2 log_softmax gumbel_softmax softmin")
+"""Functions that are half a softmax, or another one."""
+PRODUCTS = {
+    "matmul": ("input", "other"),
+    "bmm": ("input", "mat2"),
+    "mm": ("input", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "addmm": ("input", "mat1", "mat2"),
+    "einsum": ("equation",),
+}
+"""Functions that multiply two tensors, with the names of their first arguments."""
+SOFTMAX = "softmax"
+FUNCTIONS: dict[Any, str] = {
+    getattr(owner, name): name
+    for name in (*PRODUCTS, SOFTMAX)
+    for owner in (torch, Tensor, nn.functional)
+    if hasattr(owner, name)
+} | {Tensor.__matmul__: "matmul", torch.linalg.matmul: "matmul", torch.special.softmax: SOFTMAX}
+"""Products and softmaxes, by function: the only ones that are read while compiling."""
+OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist")
+PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
+"""Functions that multiply by weights, with the axis of the features that they return."""
+ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"} | {
+    prefix + name: name.replace("true", "") for name in ("add", "sub", "mul", "div", "truediv") for prefix in "ir"
+}
+ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
+NEUTRAL = 1e3  # bounds beyond it do not change logits
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function, method or property of tensors, one for ``a * b``, ``a *= b`` and torch.mul."""
+    if func in FUNCTIONS:
+        return FUNCTIONS[func]
+    if is_compiling():
+        return ""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = func.__self__.__name__
+    name = name.strip("_")
+    return ALIASES.get(name, name)
+
+
+@dataclass(eq=False)
+class Origin:
+    """What a followed tensor was made from; a search fills in the last five.
+
+    Attributes:
+        kind: "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation.
+        name: of the function.
+        number: how many products were formed before this one.
+        equation: letters of the axes of both operands and of the result, as in ``nd,dm,nm``.
+        shape: of the result.
+        axis: that of features; of a softmax, its own; None if it is not known.
+        learned: which operands of a product are parameters.
+        operands: what is known of both operands.
+        mixes: the products of which this linear layer mixes the logits.
+        frames: the modules that were running.
+        uses: how the weights of a softmax were used, "applied" to values, "by entries", or "kept"; the softmaxes of a
+            product.
+    """
+
+    kind: str
+    name: str
+    number: int = -1
+    equation: tuple[str, str, str] = ("", "", "")
+    shape: tuple[int, ...] = ()
+    axis: int | None = None
+    learned: tuple[bool, ...] = ()
+    operands: tuple[Any, ...] = ()
+    mixes: tuple[Origin, ...] = ()
+    frames: tuple[Any, ...] = ()
+    uses: list[Any] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an activation that is no product of two activations."""
+        return self.kind == "plain" or any(self.learned)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How a tensor was made from an origin.
+
+    Attributes:
+        origin: the product, softmax, parameter or projection.
+        factor: the number by which it was multiplied since.
+        odd: the first function that did more than to move, scale, shift or hide entries; None if there was none.
+        index: for each entry 1 + its place in the origin, 0 for an entry from elsewhere; None where it is not known.
+    """
+
+    origin: Origin
+    factor: float = 1.0
+    odd: str | None = None
+    index: Tensor | None = None
+
+
+Flows = tuple[Flow, ...]
+
+
+class Following(TorchFunctionMode):
+    """Notes from which products, by which factors, each tensor was made.
+
+    Args:
+        places: whether to follow each entry to its place too, and parameters and projections, as a search does.
+    """
+
+    def __init__(self, *, places: bool = False) -> None:
+        super().__init__()
+        self.places = places
+        self.number = 0  # of products so far
+        self._flows: dict[int, tuple[ref[Tensor], Flows]] = {}
+
+    def flows(self, x: Any) -> Flows:
+        """Return what is known of a tensor; () for others."""
+        found = self._flows.get(id(x))
+        return found[1] if found is not None and found[0]() is x else ()
+
+    def note(self, x: Any, flows: Flows) -> None:
+        """Remember from what `x` was made, as long as it lives."""
+        if flows:
+            self._flows[id(x)] = ref(x), flows
+        else:
+            self._flows.pop(id(x), None)
+
+    def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
+        """Remember that `x` is the result of `origin`, and was made from `also` besides."""
+        index = None
+        if self.places and origin.kind != "parameter":
+            index = torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
+        origin.shape = tuple(x.shape)
+        self.note(x, (Flow(origin, factor, odd, index), *also))
+
+    def follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note from what the results `out` of ``func(*args, **kwargs)``, which is called `name`, were made."""
+        if name.endswith("_like") or name.startswith("new_"):
+            return
+        given = (args[0],) if name.endswith("_as") else (*args, *kwargs.values())
+        tensors = list(_tensors(given))
+        if name == "setitem":
+            tensors = [x for x in (args[0], args[2]) if isinstance(x, Tensor)]
+            out = args[0]
+        known = [(x, self.flows(x)) for x in tensors]
+        results = list(_tensors((out,)))
+        if name in PROJECTIONS:
+            if self.places:
+                self._project(name, known, out)
+        elif name in ("mul", "div"):
+            self._scale(name, args, kwargs, known, out)
+        elif any(flows for _, flows in known):
+            for place, result in enumerate(results):
+                self.note(result, self._passed(name, func, args, kwargs, known, result, place))
+            self._change_base(name, args, known, out)
+        elif self.places and _only_parameters(tensors):
+            for result in results:
+                self.new(result, Origin("parameter", name))
+
+    def added(self, head: list[Any], rest: dict[str, Any]) -> Flows:
+        """Return the flows of what baddbmm or addmm adds to its product; arguments as `operands` returns them."""
+        beta = float(rest.get("beta", 1.0))
+        flows = self.flows(head[0]) if head and beta else ()
+        return tuple(replace(f, factor=f.factor * beta) for f in flows if f.origin.kind == "product")
+
+    def is_parameter(self, x: Any) -> bool:
+        """Return whether a tensor is a parameter, or was made from parameters only."""
+        flows = self.flows(x)
+        return isinstance(x, nn.Parameter) or (bool(flows) and all(f.origin.kind == "parameter" for f in flows))
+
+    def _project(self, name: str, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
+        """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
+        flows = [flow for _, flows in known for flow in flows]
+        mixes = tuple(f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain)
+        axis = PROJECTIONS[name] % out.dim()
+        weights = tuple(replace(f, index=None) for f in flows if f.origin.kind == "softmax")
+        self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=weights)
+
+    def _scale(self, name: str, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
+        """Follow a product or quotient of entries."""
+        one, other = (*args, *kwargs.values())[:2]
+        if name == "mul" and (not isinstance(one, Tensor) or (self.flows(other) and not self.flows(one))):
+            one, other = other, one
+        flows = self.flows(one)
+        learned = self.is_parameter(other)
+        factor = None if self.flows(other) and not learned else number(other)
+        changed: list[Flow] = []
+        if factor is not None and isinstance(one, Tensor) and (factor != 0 or name == "mul"):
+            if not flows and not self.is_parameter(one) and out.is_floating_point():
+                flows = (Flow(Origin("plain", name)),)
+            times = factor if name == "mul" else 1 / factor
+            why = "a learned factor" if learned else None
+            changed = [replace(f, factor=f.factor * times, odd=f.odd or why) for f in flows]
+        else:
+            for flow in flows:
+                kind, why = flow.origin.kind, None
+                if kind == "softmax" and out.numel() > one.numel():
+                    flow.origin.uses.append("by entries")
+                if kind == "product" and (self.flows(other) or not self._hides(other)):
+                    why = "a tensor of factors"
+                elif flow.factor != 1 and self.flows(other):
+                    why = "a factor, and a product after it"
+                changed.append(replace(flow, odd=flow.odd or why))
+            changed += [
+                replace(f, odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
+                for f in self.flows(other)
+                if f.origin.kind in ("product", "softmax")
+            ]
+        self.note(out, _joined([_widen(f, out) for f in changed]))
+        self._change_base(name, args, known, out)
+
+    def _hides(self, x: Any) -> bool:
+        """Return whether a tensor holds only zeros and ones, as a mask does; only a search looks."""
+        return not self.places or x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+
+    def _passed(
+        self, name: str, func: Any, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor, place: int
+    ) -> Flows:
+        """Return what a function leaves of the flows of its arguments in its result `out`."""
+        flows = [flow for _, flows in known for flow in flows]
+        if name in ("max", "maximum", "clamp", "clamp_min", "clamp_max", "minimum") and _is_far(args, kwargs):
+            name = "identity"
+        if name in ("sub", "add", "rsub") and len(known) > 1:
+            # The largest logit of a row, subtracted from all of them, changes no softmax.
+            flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax")]
+            sign = -1.0 if name == "sub" else 1.0
+            flows[len(known[0][1]) :] = [replace(f, factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
+        if name in MOVES or name == "setitem":
+            moved = [f for f in flows if not self.places or f.index is not None]
+            lost = [f for f in flows if self.places and f.index is None]
+            indices = {f.origin: self._moved(name, func, args, kwargs, f.origin, place) for f in moved if self.places}
+            return _joined([*(replace(f, index=indices.get(f.origin)) for f in moved), *lost])
+        if name in ("neg", "rsub"):
+            return _joined([_widen(replace(f, factor=-f.factor), out) for f in flows])
+        if name in KEEPS:
+            plain = any(f.origin.kind == "plain" and f.factor != 1 for f in flows)
+            if plain and name in ("add", "sub") and (len(known) < 2 or not all(flows for _, flows in known)):
+                return tuple(replace(f, odd=f.odd or "a factor on a part of a sum") for f in flows)
+            return _joined([_widen(f, out) for f in flows])
+        return _joined([_widen(_odd(f, name), out) for f in flows])
+
+    def _moved(self, name: str, func: Any, args: Any, kwargs: Any, origin: Origin, place: int) -> Tensor | None:
+        """Return the places of entries after a function that moves them; None if it does not move integers."""
+
+        def places(x: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return type(x)(places(each) for each in x) if type(x) in (list, tuple) else x
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            found = [f.index for f in self.flows(x) if f.origin is origin]
+            return found[0] if found else torch.zeros(x.shape, dtype=torch.int32)
+
+        try:
+            if name == "pad":
+                return torch.nn.functional.pad(places(args[0]), kwargs.get("pad", args[1] if len(args) > 1 else None))
+            if name == "setitem":
+                target = places(args[0])
+                if isinstance(args[2], Tensor):
+                    target = target.clone()
+                    target[args[1]] = places(args[2])
+                return target  # type: ignore[no-any-return]
+            moved = func(*places(args), **{key: places(value) for key, value in kwargs.items()})
+            return list(_tensors((moved,)))[place]
+        except (RuntimeError, TypeError, IndexError):
+            return None
+
+    def _change_base(self, name: str, args: Any, known: list[tuple[Tensor, Flows]], out: Any) -> None:
+        """Mark the tensor of which a part has been changed in place, unless entries were only shifted or hidden."""
+        target = args[0] if args else None
+        if out is not target or not isinstance(target, Tensor) or target._base is None:
+            return
+        writes = any(flows for x, flows in known[1:] if x is not target)
+        if writes or (name not in KEEPS and name != "setitem" and self.flows(target._base)):
+            flows = self.flows(target._base) or tuple(f for x, flows in known[1:] for f in flows)
+            self.note(target._base, tuple(replace(f, odd=f.odd or f"{name} of a part", index=None) for f in flows))
+
+
+def number(x: Any) -> float | None:
+    """Return a number, or the only entry of a tensor, as a float; None for everything else."""
+    if isinstance(x, numbers.Real):
+        return float(x)
+    if isinstance(x, Tensor) and x.numel() == 1 and may_read(x, waits=True):
+        return until_changed(x, "number", lambda: float(x.detach()))
+    return None
+
+
+def alpha(rest: dict[str, Any]) -> float:
+    """Return the factor of baddbmm or addmm on its product; arguments as `operands` returns them."""
+    return float(rest.get("alpha", 1.0))
+
+
+def factor_of(flows: Flows) -> float | None:
+    """Return the factor of an activation, 1 if none is known; None if it cannot be separated."""
+    for flow in flows:
+        if flow.origin.kind == "plain":
+            return None if flow.odd else abs(flow.factor)
+    return 1.0
+
+
+def operands(name: str, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any, dict[str, Any]] | None:
+    """Return (head, a, b, rest), so that func(*head, a, b, **rest) is the product; None if it is not of two tensors."""
+    rest = dict(kwargs)
+    given = list(args)
+    if name == "einsum" and len(given) == 2 and isinstance(given[1], list | tuple):
+        given = [given[0], *given[1]]
+    given += [rest.pop(key) for key in PRODUCTS[name][len(given) :] if key in rest]
+    count = 2 if len(PRODUCTS[name]) == 2 else 3
+    if len(given) != count or (name == "einsum" and not isinstance(given[0], str)):
+        return None
+    return given[:-2], given[-2], given[-1], rest
+
+
+def equation(name: str, head: list[Any], a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
+    """Return the letters of the axes of both operands and of their product; None for products of vectors."""
+    batch = "ABCDEFGHIJ"
+    if name != "einsum":
+        if a.dim() < 2 or b.dim() < 2:
+            return None
+        one, two = (batch[len(batch) - x.dim() + 2 :] for x in (a, b))
+        return one + "nd", two + "dm", max(one, two, key=len) + "nm"
+    inputs, arrow, result = head[0].replace(" ", "").partition("->")
+    one, two = inputs.split(",")
+    more = [max(x.dim() - len(letters.replace("...", "")), 0) for x, letters in ((a, one), (b, two))]
+    if not arrow:
+        result = ("..." if "..." in inputs else "") + "".join(
+            letter for letter in sorted(set(one + two) - {"."}) if (one + two).count(letter) == 1
+        )
+    rare = "αβγδεζηθικ"
+    one, two = (s.replace("...", rare[len(rare) - n :]) for s, n in ((one, more[0]), (two, more[1])))
+    return one, two, result.replace("...", rare[len(rare) - max(more) :])
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of arguments or results, also in lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _only_parameters(tensors: list[Tensor]) -> bool:
+    floating = [x for x in tensors if x.is_floating_point()]
+    return bool(floating) and all(isinstance(x, nn.Parameter) for x in floating)
+
+
+def _odd(flow: Flow, name: str) -> Flow:
+    """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
+    if flow.origin.kind in ("plain", "parameter") and flow.factor == 1:
+        return flow
+    return replace(flow, odd=flow.odd or name)
+
+
+def _widen(flow: Flow, out: Tensor) -> Flow:
+    """Return a flow with places in the shape of `out`."""
+    if flow.index is None or flow.index.shape == out.shape:
+        return flow
+    try:
+        return replace(flow, index=flow.index.expand(out.shape))
+    except RuntimeError:
+        return replace(flow, index=None)
+
+
+def _is_far(args: Any, kwargs: Any) -> bool:
+    """Return whether all bounds of clamp, max or maximum are too far to change logits."""
+    bounds = [number(x) for x in (*args[1:], *(v for k, v in kwargs.items() if k in ("min", "max", "other")))]
+    known = [x for x in bounds if x is not None]
+    return (
+        bool(known)
+        and len(known) == len([x for x in args[1:] if x is not None] or known)
+        and all(abs(x) >= NEUTRAL for x in known)
+    )
+
+
+def _joined(flows: list[Flow]) -> Flows:
+    """Return each origin once; activations count as one, and parameters only if nothing else is there."""
+    found: dict[Origin, Flow] = {}
+    plain: Flow | None = None
+    for flow in flows:
+        kind = flow.origin.kind
+        if kind == "parameter":
+            continue
+        if flow.origin.is_plain:
+            if plain is None:
+                plain = flow
+            elif not math.isclose(abs(plain.factor), abs(flow.factor)):
+                plain = replace(plain, odd=plain.odd or "a factor on a part of a sum")
+            continue
+        other = found.get(flow.origin)
+        if other is None:
+            found[flow.origin] = flow
+        elif other.factor != flow.factor:
+            found[flow.origin] = replace(other, odd=other.odd or flow.odd or "a sum of its multiples")
+        elif flow.odd and not other.odd:
+            found[flow.origin] = replace(other, odd=flow.odd)
+    joined = (*found.values(), *(() if plain is None else (plain,)))
+    return joined or tuple(flows[:1])

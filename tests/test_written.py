@@ -1,0 +1,600 @@
+"""Attention however it is written: each spelling is right, or an error that names what is not understood."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quest_core
+from quest_core import InjectionError, UnsupportedError
+from quest_core.hosts.finding import WrittenAdapter
+
+B, N, H, D = 2, 6, 4, 8
+Spelling = Callable[..., Tensor]
+
+
+class Attention(nn.Module):
+    """Projections of q, k and v around an attention that `spelling` writes out."""
+
+    def __init__(self, spelling: Spelling, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+        self.spelling, self.causal = spelling, causal
+        self.dropout, self.softmax = nn.Dropout(0.2), nn.Softmax(-1)
+        self.register_buffer("scale", torch.tensor([D**-0.5]))
+        self.bias = nn.Parameter(torch.randn(H, N, N))
+        self.mix = nn.Parameter(torch.eye(H) + 0.1 * torch.randn(H, H))
+        self.memory = nn.Parameter(torch.randn(H, N, D))
+        self.position = nn.Linear(H * D, H * D)
+        self.temperature = nn.Parameter(torch.ones(H, 1, 1))
+        self.learned = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # [B, H, N, D]
+        return self.out(self.spelling(self, q, k, v, **how).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two layers, so that one must not disturb the other."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(spelling) for _ in range(2))
+        self.norm = nn.LayerNorm(H * D)
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(self.norm(x), **how)
+        return x
+
+
+def weights(q: Tensor, k: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """The formula by hand: softmax(q k̄ᵀ + bias)."""
+    logits = torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) + bias
+    return logits.exp() / logits.exp().sum(-1, keepdim=True)
+
+
+def quest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    return torch.einsum("bhij,bhjd->bhid", weights(q, k, bias), v)
+
+
+RIGHT: dict[str, tuple[Spelling, Spelling]] = {}
+WRONG: dict[str, tuple[Spelling, str]] = {}
+LEFT: dict[str, Spelling] = {}
+
+
+def right(formula: Callable[..., Tensor] = lambda m, q, k, v: quest(q, k, v)) -> Callable[[Spelling], Spelling]:
+    def add(spelling: Spelling) -> Spelling:
+        RIGHT[spelling.__name__] = spelling, formula
+        return spelling
+
+    return add
+
+
+def wrong(message: str) -> Callable[[Spelling], Spelling]:
+    def add(spelling: Spelling) -> Spelling:
+        WRONG[spelling.__name__] = spelling, message
+        return spelling
+
+    return add
+
+
+def left(spelling: Spelling) -> Spelling:
+    LEFT[spelling.__name__] = spelling
+    return spelling
+
+
+# --- where the scale stands -------------------------------------------------------------------------------------------
+
+
+@right()
+def scale_after_product(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return m.dropout(m.softmax(q @ k.transpose(-2, -1) / math.sqrt(D))) @ v
+
+
+@right()
+def scale_on_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * D**-0.5
+    return F.dropout(torch.matmul(q, k.mT).softmax(dim=-1), 0.2, m.training) @ v
+
+
+@right()
+def scale_on_keys(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ (k * D**-0.5).mT, -1) @ v
+
+
+@right()
+def scale_on_both(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q / D**0.25, k / D**0.25
+    return F.softmax(q @ k.mT, dim=-1) @ v
+
+
+@right()
+def scale_on_queries_and_after(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(2.0 * ((0.5 * q) @ k.mT), dim=-1) @ v
+
+
+@right()
+def no_scale(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT, dim=-1) @ v
+
+
+@right()
+def scale_by_tensor_of_one_element(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * m.scale, dim=-1) @ v
+
+
+@right()
+def scale_by_root_of_tensor(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT / torch.sqrt(torch.tensor(D, dtype=q.dtype)), dim=-1) @ v
+
+
+@right()
+def scale_of_the_whole_width(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * (H * D) ** -0.5, dim=-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v, m.bias))
+def baddbmm_with_alpha(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = m.bias.expand(B, H, N, N).reshape(-1, N, N)
+    logits = bias.baddbmm(batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=D**-0.5)
+    return torch.bmm(logits.softmax(-1, dtype=torch.float32).to(v.dtype), v.flatten(0, 1)).view(B, H, N, D)
+
+
+@right()
+def empty_baddbmm(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    empty = torch.empty(B * H, N, N, dtype=q.dtype)
+    logits = torch.baddbmm(empty, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=D**-0.5)
+    return (logits.view(B, H, N, N).softmax(-1).view(B * H, N, N) @ v.flatten(0, 1)).unflatten(0, (B, H))
+
+
+# --- other spellings of the products ----------------------------------------------------------------------------------
+
+
+@right()
+def in_place(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.bmm(q.reshape(-1, N, D), k.reshape(-1, N, D).transpose(1, 2))
+    logits *= D**-0.5
+    logits = logits.view(B, H, N, N)
+    logits -= logits.detach().amax(-1, keepdim=True)
+    return logits.softmax(-1) @ v
+
+
+@right()
+def einsum_with_odd_letters(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = torch.einsum("...zd, ...Kd -> ...zK", q, k).mul(D**-0.5).softmax(-1)
+    return torch.einsum("xyzK,xyKd", w, v).permute(0, 1, 3, 2) if False else torch.einsum("xyzK,xyKd->xyzd", w, v)
+
+
+@right()
+def einsum_heads_last(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, H, D]
+    w = F.softmax(torch.einsum("bqhd,bkhd->bqkh", q, k) * D**-0.5, dim=2)
+    return torch.einsum("bqkh,bkhd->bhqd", w, v)
+
+
+@right()
+def keys_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = (k @ q.mT * D**-0.5).softmax(-2)  # [B, H, M, N]
+    return w.mT @ v
+
+
+@right()
+def one_loop_per_head(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([(q[:, h] @ k[:, h].mT * D**-0.5).softmax(-1) @ v[:, h] for h in range(H)], 1)
+
+
+@right()
+def casts_around_softmax(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.mT).float() * D**-0.5
+    return F.softmax(logits, dim=-1, dtype=torch.float32).type_as(v) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k[:, :2].repeat_interleave(2, 1), v[:, :2].repeat_interleave(2, 1)))
+def shared_keys(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, :2], v[:, :2]
+    q = q.unflatten(1, (2, 2))
+    w = torch.einsum("bghnd,bgmd->bghnm", q, k).mul(D**-0.5).softmax(-1)
+    return torch.einsum("bghnm,bgmd->bghnd", w, v).flatten(1, 2)
+
+
+@right(lambda m, q, k, v: quest(q, k[:, :1].expand_as(q), v[:, :1].expand_as(q)))
+def one_key_head(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = torch.einsum("bhid,bjd->bhij", q * D**-0.5, k[:, 0]).softmax(-1)
+    return torch.einsum("bhij,bjd->bhid", w, v[:, 0])
+
+
+# --- masks, biases and other columns ----------------------------------------------------------------------------------
+
+
+def causal() -> Tensor:
+    return torch.full((N, N), -math.inf).triu(1)
+
+
+@right(lambda m, q, k, v: quest(q, k, v, causal()))
+def causal_mask(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    past = torch.ones(N, N, dtype=torch.bool).tril()
+    return (q @ k.mT * D**-0.5).masked_fill(~past, -math.inf).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v, causal()))
+def mask_by_zeros_and_ones(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    past = torch.ones(N, N, dtype=q.dtype).tril()
+    return ((q @ k.mT * D**-0.5) * past - 1e9 * (1 - past)).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v, causal()))
+def mask_by_where(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    past = torch.ones(N, N, dtype=torch.bool).tril()
+    logits = torch.where(past, q @ k.mT / D**0.5, torch.finfo(q.dtype).min)
+    return logits.softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v, m.bias))
+def bias_and_setitem(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    padded = torch.full((B, H, N, N + 3), -math.inf, dtype=q.dtype)
+    padded[..., :N] = (q * D**-0.5) @ k.mT + m.bias
+    return (padded.softmax(-1)[..., :N] @ v).clamp(-1e4, 1e4)
+
+
+def with_sink(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    powers = (q @ (k / k.norm(dim=-1, keepdim=True)).mT).exp()
+    return powers @ v / (powers.sum(-1, keepdim=True) + math.exp(0.3))
+
+
+@right(with_sink)
+def sink_by_cat(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.mT * D**-0.5
+    sink = torch.full((B, H, N, 1), 0.3, dtype=q.dtype)
+    logits = torch.cat([sink, logits], -1)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return logits.softmax(-1)[..., 1:] @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v, torch.block_diag(*[torch.ones(3, 3, dtype=q.dtype)] * 2).log()))
+def rolled_windows(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.roll(1, 2).roll(-1, 2).unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    w = m.softmax(q * D**-0.5 @ k.transpose(-2, -1) + q.new_zeros(3, 3))
+    return (w @ v).unflatten(0, (B, 2)).transpose(1, 2).flatten(2, 3)
+
+
+@right(lambda m, q, k, v: torch.einsum("bhij,hg->bgij", weights(q, k), m.mix) @ v)
+def mixed_after_the_softmax(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = (q @ k.mT * D**-0.5).softmax(-1)
+    return torch.einsum("bhij,hg->bgij", w, m.mix) @ v
+
+
+def positions(m: Any) -> Tensor:
+    waves = torch.arange(N)[:, None] / 10 ** torch.linspace(0, 2, H * D)
+    return m.position(waves.sin().to(m.position.weight)).unflatten(-1, (H, D)).transpose(0, 1)  # [H, N, D]
+
+
+@right(lambda m, q, k, v: quest(q, k, v, (q @ positions(m).mT) * D**-0.5))
+def relative_positions(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT + q @ positions(m).mT) * D**-0.5).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(m.memory.expand_as(q), k, v))
+def learned_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("hid,bhjd->bhij", m.memory, k).mul(D**-0.5).softmax(-1) @ v
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@wrong("cosine attention")
+def cosine(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10).softmax(-1) @ v
+
+
+@wrong("a tensor of factors|a learned factor")
+def cosine_with_temperatures(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.temperature.exp()).softmax(-1) @ v
+
+
+@wrong("a learned factor")
+def learned_scale(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * m.learned.exp()).softmax(-1) @ v
+
+
+@wrong("tanh")
+def soft_cap(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (30 * torch.tanh(q @ k.mT * D**-0.5 / 30)).softmax(-1) @ v
+
+
+@wrong("talking heads")
+def talking_heads(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhij,hg->bgij", q @ k.mT * D**-0.5, m.mix).softmax(-1) @ v
+
+
+@wrong("talking heads")
+def talking_heads_by_convolution(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.conv2d(q @ k.mT * D**-0.5, m.mix[:, :, None, None]).softmax(-1) @ v
+
+
+@wrong("topk|lt")
+def top_k(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.mT * D**-0.5
+    least = logits.topk(3, -1).values[..., -1:]
+    return logits.masked_fill(logits < least, -math.inf).softmax(-1) @ v
+
+
+@wrong("two softmaxes share one product")
+def two_softmaxes(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.mT * D**-0.5
+    return logits.softmax(-1) @ v + logits.mT.softmax(-1) @ v
+
+
+@wrong("gumbel_softmax")
+def gumbel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.gumbel_softmax(q @ k.mT * D**-0.5, dim=-1) @ v
+
+
+@wrong("exp")
+def exponentials_by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = (q @ k.mT * D**-0.5).exp()
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+@wrong("log_softmax")
+def exp_of_log_softmax(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * D**-0.5).log_softmax(-1).exp() @ v
+
+
+@wrong("keys are parameters")
+def memory(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ m.memory.mT).softmax(-1) @ v
+
+
+@wrong("slot attention")
+def slots(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = torch.einsum("bhid,bhjd->bhij", q, k).mul(D**-0.5).softmax(dim=2) + 1e-8
+    w = w / w.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bhjd->bhid", w, v)
+
+
+@wrong("2 products meet")
+def two_contents(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT + v @ k.mT) * D**-0.5).softmax(-1) @ v
+
+
+@wrong("by entries")
+def product_by_entries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q[:, :, :, None] * k[:, :, None]).sum(-1).mul(D**-0.5).softmax(-1) @ v
+
+
+@wrong("more than two tensors")
+def einsum_of_three(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhid,bhjd,d->bhij", q, k, torch.full((D,), D**-0.5)).softmax(-1) @ v
+
+
+# --- what is left alone -----------------------------------------------------------------------------------------------
+
+
+@left
+def channels(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.normalize(q.mT, dim=-1), F.normalize(k.mT, dim=-1)  # [B, H, D, N]
+    return ((q @ k.mT * m.temperature).softmax(-1) @ v.mT).mT
+
+
+@left
+def linear_attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+@left
+def squeeze_and_excite(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v * q.mean((1, 2), keepdim=True).sigmoid()
+
+
+@left
+def router(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gates = (q @ m.memory.mT).softmax(-1)
+    return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
+
+
+def make(spelling: Spelling) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Model(spelling), torch.randn(B, N, H * D)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    out = model(x)
+    model.zero_grad()
+    (out * torch.linspace(-1, 1, out.numel()).to(out).view_as(out)).sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str) -> None:
+    spelling, formula = RIGHT[name]
+    model, x = make(spelling)
+    stock = copy.deepcopy(model)
+    for each in (gradients(quest_core.inject(copy.deepcopy(model), "standard", adapter=WrittenAdapter(x))[0], x),):
+        for got, wanted in zip(each, gradients(stock, x), strict=True):
+            assert torch.equal(got, wanted)
+    model, report = quest_core.inject(model.eval(), "quest", adapter=WrittenAdapter(x))
+    assert [row.adapter for row in report.replacements] == ["written out"] * 2
+    by_hand = copy.deepcopy(stock).eval().double()
+    for layer in by_hand.layers:
+        layer.spelling = formula
+    torch.testing.assert_close(model(x).double(), by_hand(x.double()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    spelling, message = WRONG[name]
+    model, x = make(spelling)
+    with pytest.raises((UnsupportedError, InjectionError), match=message):
+        quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name: str) -> None:
+    model, x = make(LEFT[name])
+    written = WrittenAdapter(x)
+    assert not list(written.sites(model))
+    assert not written.refused
+
+
+# --- at run time ------------------------------------------------------------------------------------------------------
+
+
+def injected(name: str, attention: Any = "quest") -> tuple[nn.Module, Tensor]:
+    model, x = make(RIGHT[name][0])
+    return quest_core.inject(model, attention, adapter=WrittenAdapter(x))[0].eval(), x
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of function modes")
+@pytest.mark.parametrize("name", RIGHT)
+def test_compiles_to_one_graph(name: str) -> None:
+    model, x = injected(name)
+    wanted = model(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), wanted)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_copies_and_precisions(name: str) -> None:
+    model, x = injected(name)
+    wanted = model(x)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), wanted)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model(x), wanted, atol=0.05, rtol=0.05, check_dtype=False)
+    half = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    torch.testing.assert_close(half, wanted, atol=0.05, rtol=0.05, check_dtype=False)
+
+
+def test_a_checkpoint_repeats_the_same_attention() -> None:
+    model, x = injected("scale_after_product")
+    wanted = gradients(model, x)
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for got, grad in zip(gradients(model, x), wanted, strict=True):
+        torch.testing.assert_close(got, grad)
+
+
+def test_a_checkpoint_inside_is_refused() -> None:
+    def inside(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(scale_after_product, m, q, k, v, use_reentrant=False)
+
+    model, x = make(inside)
+    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    with pytest.raises(UnsupportedError, match="inside an activation checkpoint"):
+        model(x)
+
+
+def changed(m: Any, q: Tensor, k: Tensor, v: Tensor, way: str = "") -> Tensor:
+    logits = k @ q.mT if way == "swapped" else q @ k.mT
+    logits = logits * (0.3 if way == "factor" else D**-0.5)
+    logits = logits.tanh() if way == "function" else logits
+    if way == "path":
+        return torch.linalg.vector_norm(logits, dim=-1, keepdim=True) * v
+    if way == "longer":
+        return (logits.softmax(-1) @ logits.softmax(-1)) @ v
+    if way == "mask":
+        logits = logits.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -math.inf)
+    return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("way", ["factor", "function", "path", "longer"])
+def test_another_way_than_in_the_example_is_refused(way: str) -> None:
+    model, x = make(changed)
+    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
+        model(x, way=way)
+
+
+def test_another_mask_than_in_the_example_is_the_hosts() -> None:
+    model, x = make(changed)
+    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    causal, x[:, -1] = model(x, way="mask"), 0.0
+    torch.testing.assert_close(model(x, way="mask")[:, :-1], causal[:, :-1])
+
+
+def test_left_padding_changes_nothing() -> None:
+    def padded(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+        logits = q @ k.mT / math.sqrt(D)
+        if real is not None:
+            logits = logits + torch.where(real, 0.0, torch.finfo(q.dtype).min)[:, None, None]
+        return logits.softmax(-1) @ v
+
+    model, x = make(padded)
+    model, _ = quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    padding = torch.cat([torch.randn(B, 3, H * D), x], 1)
+    out = model(padding, real=(torch.arange(N + 3) >= 3).expand(B, -1))
+    torch.testing.assert_close(out[:, 3:], model(x))
+
+
+def test_decoding_with_a_cache_equals_all_tokens() -> None:
+    def cached(m: Any, q: Tensor, k: Tensor, v: Tensor, cache: dict[Any, Tensor] | None = None) -> Tensor:
+        if cache is not None:
+            k, v = (torch.cat([cache[m, i], x], 2) if (m, i) in cache else x for i, x in enumerate((k, v)))
+            cache.update({(m, 0): k, (m, 1): v})
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        return (q @ k.mT * D**-0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    model, x = make(cached)
+    model, _ = quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    cache: dict[Any, Tensor] = {}
+    steps = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(N)], 1)
+    torch.testing.assert_close(steps, model(x))
+
+
+# --- other attentions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attention", ["qnorm", "qknorm", "qknorm-hs", "quest+sigmoid", "quest+sinkhorn", "sigmoid", "quest(scale=2)"]
+)
+@pytest.mark.parametrize("name", ["scale_after_product", "scale_on_queries", "scale_on_both", "baddbmm_with_alpha"])
+def test_equals_the_mechanism(name: str, attention: str) -> None:
+    model, x = make(RIGHT[name][0])
+    if name == "baddbmm_with_alpha" and "qk" in attention:
+        with pytest.raises(UnsupportedError, match="axis of heads"):
+            quest_core.inject(model, attention, adapter=WrittenAdapter(x))
+        return
+    model, _ = quest_core.inject(model.eval().double(), attention, adapter=WrittenAdapter(x.double()))
+    out = model(x.double())
+    for layer in model.layers:
+        bias = layer.bias[None] if name.startswith("baddbmm") else None
+        layer.untouched = True
+        layer.spelling = lambda m, q, k, v, bias=bias: m.mechanism(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, model(x.double()), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["gqa(kv_heads=2)", "linear", "aft-simple", "elliptical", "dgqa(kv_heads=2)"])
+def test_what_needs_more_is_refused(attention: str) -> None:
+    model, x = make(scale_after_product)
+    with pytest.raises(UnsupportedError, match="Possible here: .*quest"):
+        quest_core.inject(model, attention, adapter=WrittenAdapter(x))
+
+
+def test_learned_scores_need_the_axis_of_heads() -> None:
+    model, x = make(einsum_heads_last)
+    quest_core.inject(model, "qknorm", adapter=WrittenAdapter(x))
+    assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
+
+
+def test_attention_changes_later_without_an_example() -> None:
+    model, x = injected("scale_after_product")
+    stock = make(scale_after_product)[0].eval()
+    quest_core.inject(model, "standard", adapter=WrittenAdapter())
+    assert torch.equal(model(x), stock(x))
+
+
+def test_sinks_take_no_other_normalizer() -> None:
+    model, x = make(sink_by_cat)
+    with pytest.raises(UnsupportedError, match="sigmoid"):
+        quest_core.inject(model, "quest+sigmoid", adapter=WrittenAdapter(x))
