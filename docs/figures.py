@@ -152,17 +152,25 @@ def draw_effects() -> None:
     figure.savefig(HERE / "effects.png", dpi=110, metadata={"Software": None, "Description": repr(tables)})
 
 
+def draw_growing_key() -> None:
+    """docs/figures/growing-key.png, and growing-key-dark.png for pages with a dark background."""
+    norms = torch.linspace(0.25, 8, 100)
+    for suffix, style, colours in (("", "default", ("#b03a2e", "#1f618d")), ("-dark", "dark_background", ("#ec7063", "#5dade2"))):
+        with plt.style.context(style):
+            figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+            for name, colour in zip(("standard", "quest"), colours, strict=True):
+                axes.plot(norms, weight_of_a_growing_key(name, norms), label=name, color=colour, linewidth=2)
+            axes.set(xlabel="norm of one key, times that of the others", ylabel="attention it gets", ylim=(0, 1))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
+            path = HERE / f"growing-key{suffix}.png"
+            figure.savefig(path, dpi=150, transparent=True, metadata={"Software": None})
+
+
 def main() -> None:
     HERE.mkdir(exist_ok=True)
     plt.rcParams.update({"font.size": 11})
-    norms = torch.linspace(0.25, 8, 100)
-    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for name, colour in (("standard", "#b03a2e"), ("quest", "#1f618d")):
-        axes.plot(norms, weight_of_a_growing_key(name, norms), label=name, color=colour, linewidth=2)
-    axes.set(xlabel="norm of one key, times that of the others", ylabel="attention it gets", ylim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(HERE / "growing-key.png", dpi=150, metadata={"Software": None})
+    draw_growing_key()
     draw_angles()
     draw_effects()
 
