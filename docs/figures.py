@@ -1,8 +1,7 @@
-"""Draws the figures of docs/: python docs/figures.py. Every curve is computed with quest_core; effects are read."""
+"""Draws the figures of docs/: python docs/figures.py. Every curve is computed with quest_core."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import matplotlib
@@ -99,63 +98,13 @@ def draw_angles() -> None:
     figure.savefig(HERE / "key-angle.png", dpi=110, metadata={"Software": None})
 
 
-LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-EFFECT = re.compile(r"([+−][\d.]+) \(([+−]?[\d.]+) to ([+−]?[\d.]+)\)")
-COLOURS = {"quest": "#1f618d", "quest(init=12)": "#e67e22", "qknorm-hs": "#1e8449"}
-
-
-def effects() -> dict[str, list[tuple[str, list[str]]]]:
-    """Return the tables under "When to use which attention" in docs/choosing.md: title -> rows of (task, cells)."""
-    page = (HERE.parent / "choosing.md").read_text().partition("\n## When to use which attention\n")[2]
-    tables = {}
-    for section in page.split("\n### ")[1:]:
-        lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-        rows = [(LINK.sub(r"\1", line[0]).replace("`", ""), line[2:]) for line in lines[1:]]
-        if rows:
-            tables[f"{section.partition(chr(10))[0]}: {lines[0][0]}"] = rows
-    return tables
-
-
-def draw_effects() -> None:
-    """docs/figures/effects.png, whose description is the text of the tables that it shows."""
-    tables = effects()
-    figure, panels = plt.subplots(
-        len(tables),
-        figsize=(9, 11.5),
-        layout="constrained",
-        height_ratios=[len(rows) + 0.8 for rows in tables.values()],
-    )
-    for axes, (title, rows) in zip(panels, tables.items(), strict=True):
-        edge = next((edge for word, edge in {"bytes": 0.85, "words": 7}.items() if word in title), 20)
-        for line, (_, cells) in enumerate(rows):
-            for place, (cell, colour) in enumerate(zip(cells, COLOURS.values(), strict=True)):
-                if not (found := EFFECT.search(cell)):
-                    continue
-                value, low, high = (float(number.replace("−", "-")) for number in found.groups())
-                y, inside = line + 0.24 * (place - 1), abs(value) <= edge
-                axes.plot([low, high], [y, y], color=colour, linewidth=1.2)
-                filled = colour if cell.startswith("**") else "white"
-                shape = "o" if inside else ">" if value > 0 else "<"
-                axes.plot(max(-edge, min(edge, value)), y, shape, color=colour, markerfacecolor=filled, markersize=4.5)
-        axes.axvline(0, color="#888888", linewidth=0.8, zorder=0)
-        for line in range(0, len(rows), 2):
-            axes.axhspan(line - 0.5, line + 0.5, color="#f4f4f4", zorder=-1, linewidth=0)
-        axes.set(xlim=(-edge * 1.01, edge * 1.01), ylim=(len(rows) - 0.5, -0.5))
-        axes.set_yticks(range(len(rows)), [task for task, _ in rows], fontsize=7.5)
-        axes.tick_params(axis="x", labelsize=7.5)
-        axes.set_title(title, fontsize=9, loc="left", fontweight="bold")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    handles = [plt.Line2D([], [], color=colour, marker="o", label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
-    panels[-1].set_xlabel("better than standard attention →", fontsize=9)
-    figure.savefig(HERE / "effects.png", dpi=110, metadata={"Software": None, "Description": repr(tables)})
-
-
 def draw_growing_key() -> None:
     """docs/figures/growing-key.png, and growing-key-dark.png for pages with a dark background."""
     norms = torch.linspace(0.25, 8, 100)
-    for suffix, style, colours in (("", "default", ("#b03a2e", "#1f618d")), ("-dark", "dark_background", ("#ec7063", "#5dade2"))):
+    for suffix, style, colours in (
+        ("", "default", ("#b03a2e", "#1f618d")),
+        ("-dark", "dark_background", ("#ec7063", "#5dade2")),
+    ):
         with plt.style.context(style):
             figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
             for name, colour in zip(("standard", "quest"), colours, strict=True):
@@ -172,7 +121,6 @@ def main() -> None:
     plt.rcParams.update({"font.size": 11})
     draw_growing_key()
     draw_angles()
-    draw_effects()
 
 
 if __name__ == "__main__":

@@ -6,14 +6,23 @@ python docs/generate.py --check    exit 1 if what is there differs
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from quest_bench.groups import Group, Row, read_groups
 from quest_core.cli.mechanisms import AXIS_TITLES
 from quest_core.registry import Component, mechanisms, owner
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
+SITE = "https://quest-attention.github.io/quest/results"
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"
 
 
@@ -87,9 +96,85 @@ def transforms() -> str:
     return "\n".join([*lines, "", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))])
 
 
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def groups(report: str, baseline: str) -> list[Group]:
+    """The tables of a report, whose comparisons with `baseline` are corrected over the report."""
+    return read_groups(ROOT / "research" / "results" / report, baseline)
+
+
+def row(entry: dict[str, Any], attention: str, baseline: str = "standard") -> Row | None:
+    """The comparison of one attention that an entry of evidence.toml names; None if it was not run."""
+    wanted = [
+        group
+        for group in groups(entry["report"], baseline)
+        if entry.get("task", group.task) == group.task and entry.get("settings", group.settings) == group.settings
+        if (entry["metric"] == group.suite.metric if "metric" in entry else group.first_metric)
+    ]
+    if len(wanted) != 1:
+        raise SystemExit(f"evidence.toml: {entry} names {len(wanted)} tables of its report, not one")
+    found = wanted[0].row(attention)
+    return found if found and found.difference else None
+
+
+def effect(found: Row | None) -> str:
+    """A difference with its 95 % interval, in bold if it is significant."""
+    if found is None or found.difference is None:
+        return "–"
+    ends = (found.difference.mean, found.difference.low, found.difference.high)
+    digits = 2 if max(map(abs, ends)) < 1 else 1
+    mean, low, high = (f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−") for x in ends)
+    text = f"{'' if mean.startswith('−') else '+'}{mean} ({low} to {high})"
+    return f"**{text}**" if found.mark else text
+
+
+def evidence(page: str) -> list[dict[str, Any]]:
+    """The entries of evidence.toml for a page."""
+    return tomllib.loads((ROOT / "docs" / "evidence.toml").read_text())[page]  # type: ignore[no-any-return]
+
+
+def readme() -> str:
+    """The paper's difference and ours."""
+    lines = ["| QUEST − standard | paper | our model | seeds | ours (95 % interval) |", "|---|---:|---|--:|--:|"]
+    for entry in evidence("readme"):
+        found = row(entry, "quest")
+        seeds = found.finished if found else 0
+        lines.append(f"| {entry['label']} | {entry['paper']} | {entry['model']} | {seeds} | {effect(found)} |")
+    return "\n".join(lines)
+
+
+def choosing() -> str:
+    """Differences from standard attention."""
+    names = ("quest", "quest(init=12.0)", "qknorm-hs")
+    lines = ["| minus `standard` | seeds | " + " | ".join(f"`{name.replace('.0', '')}`" for name in names) + " |"]
+    lines.append("|---|--:|" + "--:|" * len(names))
+    for entry in evidence("choosing"):
+        found = {name: row(entry, name) for name in names}
+        seeds = max((each.finished for each in found.values() if each), default=0)
+        cells = " | ".join(effect(each) for each in found.values())
+        lines.append(f"| [{entry['label']}]({SITE}/{entry['report']}/report/) | {seeds} | {cells} |")
+    return "\n".join(lines)
+
+
+def start() -> str:
+    """Differences of an initial query norm of 12 from none."""
+    lines = ["| you train | write | `quest(init=12)` − `quest` |", "|---|---|--:|"]
+    for entry in evidence("start"):
+        label = f"[{entry['label']}]({SITE}/{entry['report']}/report/)"
+        write = entry["write"] if " " in entry["write"] else f"`{entry['write']}`"
+        found = effect(row(entry, "quest(init=12.0)", "quest"))
+        lines.append(f"| {label} | {write} | {found} |")
+    return "\n".join(lines)
+
+
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
+TABLES |= {"readme": readme, "choosing": choosing, "start": start}
 PLACES = {
-    ROOT / "README.md": ("support",),
+    ROOT / "README.md": ("readme",),
+    ROOT / "docs" / "choosing.md": ("choosing",),
+    ROOT / "docs" / "start.md": ("start",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
     ROOT / "docs" / "transforms.md": ("transforms",),
 }

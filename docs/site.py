@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import os
 import re
 import shutil
@@ -97,6 +98,38 @@ def reports() -> dict[str, Path]:
     return {f"results/{path.parent.relative_to(RESULTS)}": path.parent for path in RESULTS.rglob("results.parquet")}
 
 
+def mechanism_pages() -> dict[str, str]:
+    """A page for each mechanism of quest_core, in the order of its axes: path -> Markdown."""
+    from quest_core.cli.mechanisms import AXIS_TITLES
+    from quest_core.registry import mechanisms, owner
+
+    sections = re.split(r"^## (.+)$", (ROOT / "docs" / "mechanisms" / "when.md").read_text(), flags=re.MULTILINE)[1:]
+    when = {name: text.strip() for name, text in zip(sections[::2], sections[1::2], strict=True)}
+    pages = {}
+    for axis in AXIS_TITLES:
+        for name, kind in mechanisms().items():
+            if kind.axis != axis or owner(kind) != "quest-core":
+                continue
+            written = name if axis in ("score", "family") else f"quest+{name}"
+            written += "(kv_heads=2)" if any(option.name == "kv_heads" for option in kind.options) else ""
+            rows = [f"| `{o.name}` | {'null' if o.default is None else o.default} | {o.doc} |" for o in kind.options]
+            options = ["| option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
+            causal = "yes" if kind.causal else f"no: {kind.causal_reason}"
+            facts = {"causal": causal, "other sequences as keys": "yes" if kind.cross else "no"}
+            facts |= {"cache": "yes" if kind.cached else "no", "own parameters": "yes" if kind.learnable else "no"}
+            facts |= {"cost": kind.complexity, "source": kind.source}
+            pages[f"mechanisms/{name}.md"] = "\n".join(
+                [
+                    *(f"# {name}", "", f"**{kind.formula()}** ({axis})", "", when[name], ""),
+                    *("```python", f'out = quest_core.attention(q, k, v, "{written}")' if not kind.learnable else ""),
+                    *(f'layer = quest_core.Attention(256, 8, attention="{written}")', "```", "", *options),
+                    *("| | |", "|---|---|", *(f"| {fact} | {value} |" for fact, value in facts.items()), ""),
+                    *("## Code", "", "```python", inspect.getsource(kind).rstrip(), "```", ""),
+                ]
+            )
+    return pages
+
+
 def drawn(folder: Path) -> Path:
     """The folder with a report's page, its charts and its pictures, which is made unless .cache/ has it."""
     import quest_bench
@@ -138,6 +171,8 @@ def on_config(config: Any) -> Any:
             section["Frameworks"] = [*hosts, *section["Frameworks"]]
         if "Reference" in section:
             section["Reference"] = [{module: listed} for module, listed in pages.items()]
+        if "Mechanisms" in section:
+            section["Mechanisms"] += [{Path(path).stem: path} for path in mechanism_pages()]
         if "Extending" in section:
             guides = sorted(path.name for path in (ROOT / "docs").glob("writing-*.md"))
             section["Extending"] = [*guides, *section["Extending"]]
@@ -152,6 +187,8 @@ def on_files(files: Files, *, config: Any) -> Files:
         files.append(File.generated(config, path, content=source.read_text()))
     for path, name in reference().items():
         files.append(File.generated(config, path, content=f"::: {name}\n"))
+    for path, text in mechanism_pages().items():
+        files.append(File.generated(config, path, content=text))
     for picture in sorted(RESULTS.rglob("*.png")):
         files.append(File.generated(config, f"results/{picture.relative_to(RESULTS)}", abs_src_path=str(picture)))
     for uri, folder in reports().items():
