@@ -154,7 +154,7 @@ class CheckpointGuard(nn.Module):
         entry = state_dict.get(f"{path}.{ENTRY}" if path else ENTRY)
         if entry is self.attention_is_not_standard and not load:
             entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
-        if entry is None and _lacks_weights(layer, state_dict, missing):
+        if entry is None and _lacks_weights(layer, path, state_dict, missing):
             return True
         return compare(entry, self.config, self.attention_from, path, load)
 
@@ -180,14 +180,14 @@ class CheckpointGuard(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _lacks_weights(layer: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
+def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
     """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
     start = f"{layer}." if layer else ""
-    held, lacked = (
+    held, lacked = (  # names of children and parameters
         {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
         for keys in (state_dict, [key for key in missing if key.endswith("weight")])
     )
-    return bool(lacked) and held <= lacked
+    return bool(lacked) and held - {mechanism[len(start) :].partition(".")[0]} <= lacked
 
 
 def compare_layers(

@@ -1,34 +1,70 @@
-"""The table of what a checkpoint does: saved with one attention, loaded by some door, into a model with another."""
+"""What the loaders of a host do with a checkpoint of another attention; the table is in docs/checkpoints.md."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-OUTCOMES = {"loads": "✓", "warns": "warning", "refused": "error", "unexpected": "unexpected key", "–": "–"}
-"""What may come of it. "unexpected" is what PyTorch or the host says of the key that names the attention."""
+import torch
+
+from quest_core.checkpoints import ENTRY, AttentionMismatchWarning
+from quest_core.errors import QuestError
+
+Load = Callable[..., Any]
+"""load(checkpoint, model) or load(checkpoint, model, attention_from), with "stock" or the text of an attention. It may
+return two tensors: a loaded weight, and the same weight in the checkpoint."""
 
 
-def table(found: Mapping[tuple[str, str, str], str]) -> str:
-    """Return a Markdown table: a row for each (door, checkpoint), a column for each model.
+def outcome(load: Load, *cell: str) -> str:
+    """Return "loads", "warns" (once), "error" (one of quest_core's), or "unexpected key" (an error of the host)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            weights = load(*cell)
+        except Exception as error:  # a host may wrap ours
+            causes = list(_causes(error))
+            if any(isinstance(cause, QuestError | AttentionMismatchWarning) for cause in causes):
+                return "error"
+            if any(ENTRY in str(cause) for cause in causes):
+                return "unexpected key"
+            raise
+    if weights is not None:
+        torch.testing.assert_close(*weights)
+    warned = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
+    assert len(warned) <= 2, "one warning per layer"  # some loaders load the weights and their average
+    return "warns" if warned else "loads"
+
+
+def check_loader(load: Load, page: Path, host: str, loader: str, *, named: bool = True) -> None:
+    """Load five pairs of a checkpoint and a model, and compare the outcomes with the page.
 
     Args:
-        found: (door, checkpoint, model) -> a key of OUTCOMES.
+        load: see `Load`.
+        page: docs/checkpoints.md.
+        host, loader: as the table names them.
+        named: whether `load` takes `attention_from`.
+
+    Raises:
+        AssertionError: an outcome is not that of the page.
     """
-    models = list(dict.fromkeys(model for _, _, model in found))
-    lines = [f"| by | checkpoint \\ model | {' | '.join(models)} |", "|---|---|" + ":-:|" * len(models)]
-    for door, checkpoint in dict.fromkeys((door, checkpoint) for door, checkpoint, _ in found):
-        cells = (OUTCOMES[found.get((door, checkpoint, model), "–")] for model in models)
-        lines.append(f"| {door} | {checkpoint} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    assert outcome(load, "quest", "quest") == "loads"
+    assert outcome(load, "quest", "sigmoid") == "error"
+    if named:
+        assert outcome(load, "quest", "sigmoid", "quest") == "loads"
+    found = outcome(load, "stock", "quest"), outcome(load, "quest", "stock")
+    table = committed(page, host)
+    assert table.get(loader) == found, f"{page.name}: | {host} | {loader} | {' | '.join(found)} |"
 
 
-def committed(page: Path, name: str) -> str:
-    """Return what stands on a page between ``<!-- generated: NAME -->`` and ``<!-- end of generated -->``."""
-    found = re.search(
-        rf"<!-- generated: {re.escape(name)} -->\n(.*?)\n<!-- end of generated -->", page.read_text(), re.S
-    )
-    if found is None:
-        raise LookupError(f"{page} has no '<!-- generated: {name} -->'")
-    return found[1]
+def committed(page: Path, host: str) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a host: loader -> (stock checkpoint into quest, quest checkpoint into a stock model)."""
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith(f"| {host} |")]
+    return {loader: tuple(outcomes) for _, loaders, *outcomes in rows for loader in loaders.split("; ")}
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__context__

@@ -1,12 +1,11 @@
-"""Every checkpoint through every loader of fairseq into every model: it loads, warns or is refused, never silently."""
+"""Load checkpoints of another attention by every loader of fairseq; the table is in docs/checkpoints.md."""
 
 from __future__ import annotations
 
 import collections
 import copy
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,15 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig
 
-from quest_core import AttentionMismatchWarning, QuestError
-from quest_core.checkpoints import ENTRY
-from quest_core.testing.matrix import committed, table
+from quest_core.testing import matrix
 
-NAMES = {"standard": "standard", "quest": "quest", "gqa": "quest+gqa(kv_heads=2)", "sigmoid": "quest+sigmoid"}
-KINDS = ("stock", *NAMES)
 ARCH = "quest_transformer_lm"
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 def arguments(kind: str, data: Path) -> list[str]:
     """What the command line says of a model; 'stock' is fairseq's own."""
-    model = ["transformer_lm"] if kind == "stock" else [ARCH, "--attention", NAMES[kind]]
+    model = ["transformer_lm"] if kind == "stock" else [ARCH, "--attention", kind]
     given = ["--task", "language_modeling", "--tokens-per-sample", "24", "--store-ema", "--ema-decay", "0.9", "--cpu"]
     given += ["--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--user-dir", USER_DIR, "--arch", *model]
     return [str(data), *given, *SHAPE]
@@ -38,7 +33,7 @@ def arguments(kind: str, data: Path) -> list[str]:
 
 def overrides(kind: str, data: Path) -> dict[str, Any]:
     """What `--model-overrides` and the keywords of `from_pretrained` say for a checkpoint to enter another model."""
-    model = {"_name": "transformer_lm"} if kind == "stock" else {"_name": ARCH, "attention": NAMES[kind]}
+    model = {"_name": "transformer_lm"} if kind == "stock" else {"_name": ARCH, "attention": kind}
     return {"data": str(data), "model": model}
 
 
@@ -74,7 +69,7 @@ def average(paths: Iterable[Path]) -> dict[str, Any]:
 def saved(lm_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of every kind, its moving average and the average of two."""
     folder = tmp_path_factory.mktemp("saved")
-    for kind in KINDS:
+    for kind in ("stock", "quest"):
         made = trainer(kind, lm_data)
         path = folder / f"{kind}.pt"
         state = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": False, "version": 2}}
@@ -83,9 +78,6 @@ def saved(lm_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint_utils.save_ema_as_checkpoint(str(path), str(folder / f"{kind}-ema.pt"))
         torch.save(average([path, path]), folder / f"{kind}-averaged.pt")
     return folder
-
-
-# --- the doors ------------------------------------------------------------------------------------------------------
 
 
 def resume(path: Path, kind: str, data: Path) -> None:
@@ -127,53 +119,30 @@ def state_dict(path: Path, kind: str, data: Path) -> None:
 
 
 def state_dict_not_strict(path: Path, kind: str, data: Path) -> None:
-    found = build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"], strict=False)
-    assert not found.unexpected_keys, found.unexpected_keys
+    build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"], strict=False)
 
 
-DOORS: dict[str, Callable[[Path, str, Path], None]] = {
-    "resume (`checkpoint_last.pt`, `--restore-file`)": resume,
+LOADERS: dict[str, Callable[[Path, str, Path], None]] = {
+    "`--restore-file`": resume,
     "`--finetune-from-model`": finetune,
     "`--ema-seed-model`": seed,
-    "`fairseq-eval-lm` and `-generate` (`--model-overrides`)": evaluate,
-    "the same, of `scripts/average_checkpoints.py`": averaged,
-    "the same, of `save_ema_as_checkpoint`": moving_average,
-    "`from_pretrained` (hub)": hub,
+    "`fairseq-eval-lm`, `-generate`": evaluate,
+    "`scripts/average_checkpoints.py`": averaged,
+    "`save_ema_as_checkpoint`": moving_average,
+    "`from_pretrained`": hub,
     "`load_pretrained_component_from_model`": component,
     "`load_state_dict`": state_dict,
     "`load_state_dict(strict=False)`": state_dict_not_strict,
 }
 
 
-def outcome(door: Callable[[Path, str, Path], None], path: Path, kind: str, data: Path) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            door(path, kind, data)
-        except Exception as error:  # fairseq's trainer raises a plain Exception
-            causes = list(chain(error))
-            if any(isinstance(cause, QuestError | AttentionMismatchWarning) for cause in causes):
-                return "refused"
-            # Without `strict` PyTorch reports the shapes of fewer key heads and not the unexpected key.
-            assert any(ENTRY in str(cause) or "size mismatch" in str(cause) for cause in causes), causes
-            return "unexpected"
-    return "warns" if any(issubclass(w.category, AttentionMismatchWarning) for w in caught) else "loads"
+def test_the_table_has_these_loaders() -> None:
+    assert matrix.committed(PAGE, "fairseq").keys() == LOADERS.keys()
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__context__
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_checkpoint_of_another_attention(loader: str, saved: Path, lm_data: Path) -> None:
+    def load(checkpoint: str, model: str) -> None:
+        LOADERS[loader](saved / f"{checkpoint}.pt", model, lm_data)
 
-
-def test_no_checkpoint_enters_another_attention_silently(saved: Path, lm_data: Path) -> None:
-    found = {
-        (door, checkpoint, model): outcome(enter, saved / f"{checkpoint}.pt", model, lm_data)
-        for door, enter in DOORS.items()
-        for checkpoint in KINDS
-        for model in KINDS
-    }
-    plain = ("stock", "standard")
-    for (_, checkpoint, model), what in found.items():
-        assert (what == "loads") == (checkpoint == model or {checkpoint, model} <= set(plain)), (checkpoint, model)
-    assert table(found) == committed(PAGE, "checkpoints-fairseq")
+    matrix.check_loader(load, PAGE, "fairseq", loader, named=False)

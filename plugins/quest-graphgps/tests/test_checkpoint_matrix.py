@@ -1,18 +1,17 @@
-"""Every checkpoint, by every way that PyTorch Geometric, GraphGym and Lightning load one, into every model.
+"""Load checkpoints of another attention by every loader of PyTorch Geometric, GraphGym and Lightning.
 
-GraphGPS's own way has a table of its own, in test_real_graphgps.py.
+The table is in docs/checkpoints.md. The loader of GraphGPS is tested in test_real_graphgps.py.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_models import MODELS, outcome
 from models import ConvModel, configure, graph
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging
@@ -21,8 +20,8 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import GraphGymModule, create_model
 from torch_geometric.loader import DataLoader
 
-from quest_core import AttentionMismatchWarning
-from quest_core.testing.matrix import committed, table
+from quest_core.checkpoints import ENTRY
+from quest_core.testing import matrix
 from quest_graphgps import GraphGPSAdapter
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
@@ -37,13 +36,12 @@ def _quiet_and_clean(caplog):
 
 def conv(name: str) -> torch.nn.Module:
     """GPSConv with `attention` in its attn_kwargs."""
-    attention = None if name == "stock" else MODELS[name]
-    return ConvModel(0.0, attention=attention)
+    return ConvModel(0.0, attention=None if name == "stock" else name)
 
 
 def gym(name: str, attention_from: str | None = None) -> GraphGymModule:
     configure()
-    cfg.merge_from_list(["gt.attention", MODELS[name], "gt.attention_from", str(attention_from)])
+    cfg.merge_from_list(["gt.attention", "None" if name == "stock" else name, "gt.attention_from", str(attention_from)])
     return create_model(dim_in=3, dim_out=2)
 
 
@@ -111,65 +109,60 @@ def load_from_checkpoint(model: GraphGymModule, folder: Path) -> None:
     GraphGymModule.load_from_checkpoint(folder / "last.ckpt", dim_in=3, dim_out=1, cfg=cfg, weights_only=False)
 
 
-DOORS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "GraphGym, `load_ckpt` with an optimizer": (save_by_graphgym, resume),
-    "GraphGym, `load_ckpt`": (save_by_graphgym, evaluate),
-    "Lightning, `fit(ckpt_path=…)`": (save_by_lightning, fit),
-    "Lightning, `test(ckpt_path=…)`": (save_by_lightning, test),
-    "Lightning, `load_from_checkpoint`": (save_by_lightning, load_from_checkpoint),
-    "Lightning, `fit` with `EMAWeightAveraging`": (save_average, fit_average),
-    "Lightning, `test` of the moving average": (save_average, test),
+GYM: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "GraphGym `load_ckpt` with an optimizer": (save_by_graphgym, resume),
+    "GraphGym `load_ckpt`": (save_by_graphgym, evaluate),
+    "Lightning `fit(ckpt_path=)`": (save_by_lightning, fit),
+    "Lightning `test(ckpt_path=)`": (save_by_lightning, test),
+    "Lightning `load_from_checkpoint`": (save_by_lightning, load_from_checkpoint),
+    "Lightning `fit` with `EMAWeightAveraging`": (save_average, fit_average),
+    "Lightning `test` with `EMAWeightAveraging`": (save_average, test),
 }
-"""A way to load in the table -> how the checkpoint was saved, and how it is loaded."""
+"""A loader in the table -> how the checkpoint was saved, and how it is loaded."""
 
 
-HUB = "`load_state_dict(strict=False)`, as in `PyGModelHubMixin`"
+def by_graphgym(loader: str, folder: Path) -> matrix.Load:
+    save, load = GYM[loader]
+
+    def run(checkpoint: str, model: str, attention_from: str | None = None) -> None:
+        written = folder / checkpoint
+        if not written.exists():
+            written.mkdir()
+            save(checkpoint, written)
+        load(gym(model, attention_from), written)
+
+    return run
+
+
+def plain(checkpoint: str, model: str, strict: bool = True) -> None:
+    conv(model).load_state_dict(conv(checkpoint).state_dict(), strict=strict)
+
+
+PLAIN = {
+    "`load_state_dict`": plain,
+    "`load_state_dict(strict=False)`, `PyGModelHubMixin`": functools.partial(plain, strict=False),
+}
+
+
+def test_the_table_has_these_loaders() -> None:
+    assert matrix.committed(PAGE, "GraphGPS").keys() == {*PLAIN, *GYM, "`pretrained.dir`"}
+
+
+@pytest.mark.parametrize("loader", PLAIN)
+def test_a_state_dict_of_another_attention(loader: str) -> None:
+    matrix.check_loader(PLAIN[loader], PAGE, "GraphGPS", loader, named=False)
 
 
 @pytest.mark.timeout(240)
-def test_no_checkpoint_is_loaded_silently_into_another_attention(tmp_path) -> None:
-    found: dict[tuple[str, str, str], str] = {}
-    for checkpoint in MODELS:
-        state = conv(checkpoint).state_dict()
-        for name in MODELS:
-            model = conv(name)
-            found["`load_state_dict`", checkpoint, name] = outcome(lambda: model.load_state_dict(state))  # noqa: B023
-    for checkpoint in MODELS:
-        state = conv(checkpoint).state_dict()
-        for name in MODELS:
-            found[HUB, checkpoint, name] = outcome(lambda: conv(name).load_state_dict(state, strict=False))  # noqa: B023
-    for door, (save, load) in DOORS.items():
-        for checkpoint in MODELS:
-            folder = tmp_path / f"{save.__name__} {checkpoint}"
-            if not folder.exists():
-                folder.mkdir()
-                save(checkpoint, folder)
-            for name in MODELS:
-                model = gym(name)
-                found[door, checkpoint, name] = outcome(lambda: load(model, folder))  # noqa: B023
-    plain = {"stock", "standard"}
-    for (door, checkpoint, name), what in found.items():
-        same = checkpoint == name or {checkpoint, name} <= plain
-        assert (what == "loads") == same, (door, checkpoint, name, what)
-    assert table(found) == committed(PAGE, "checkpoints-graphgps")
-
-
-@pytest.mark.parametrize("name", ["quest", "gqa", "sigmoid"])
-@pytest.mark.parametrize("door", list(DOORS))
-def test_attention_from_accepts_what_it_names(door, name, tmp_path) -> None:
-    save, load = DOORS[door]
-    save("standard", tmp_path)
-    model = gym(name, attention_from="standard")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        load(model, tmp_path)
+@pytest.mark.parametrize("loader", GYM)
+def test_a_checkpoint_of_another_attention(loader: str, tmp_path: Path) -> None:
+    matrix.check_loader(by_graphgym(loader, tmp_path), PAGE, "GraphGPS", loader)
 
 
 @pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm+dgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)"])
-def test_learnable_and_stateful_mechanisms_resume_from_a_moving_average(attention, monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(MODELS, "own", attention)
-    save_average("own", tmp_path)
-    fit_average(gym("own"), tmp_path)
+def test_learnable_and_stateful_mechanisms_resume_from_a_moving_average(attention, tmp_path) -> None:
+    save_average(attention, tmp_path)
+    fit_average(gym(attention), tmp_path)
 
 
 def test_what_an_uninstalled_plugin_leaves_refuses_a_checkpoint(tmp_path) -> None:
@@ -178,6 +171,7 @@ def test_what_an_uninstalled_plugin_leaves_refuses_a_checkpoint(tmp_path) -> Non
     try:
         adapter.uninstall()
         configure()
-        assert outcome(lambda: evaluate(create_model(dim_in=3, dim_out=2), tmp_path)) == "unexpected"
+        with pytest.raises(RuntimeError, match=ENTRY):
+            evaluate(create_model(dim_in=3, dim_out=2), tmp_path)
     finally:
         adapter.install()

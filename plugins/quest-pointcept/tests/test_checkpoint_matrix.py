@@ -1,4 +1,4 @@
-"""Every checkpoint into every model by every door of torch-pointcloud; docs/checkpoints.md holds the table."""
+"""Load checkpoints of another attention by every loader of torch-pointcloud; the table is in docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from outcomes import ATTENTION, compare_with_page, found
+from outcomes import PAGE, check
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_pointcloud import create_model
 from torch_pointcloud.utils import state_dict
@@ -15,6 +15,7 @@ from torch_pointcloud.utils import state_dict
 import quest_core
 import quest_pointcept
 from quest_core.checkpoints import ENTRY
+from quest_core.testing import matrix
 
 NAME = "ptv3-base.scannet20.pointcept"
 SMALL = {
@@ -70,30 +71,22 @@ def moving_average(path, attention):
     return average.module
 
 
-def averaged(path, attention):
-    one = weights(path)
-    mean = {key: (value + value) / 2 if value.is_floating_point() else value for key, value in one.items()}
-    model = build(attention)
-    model.load_state_dict(mean)
-    return model
-
-
-DOORS = {
+LOADERS = {
     "`create_model(checkpoint_path=)`": create,
-    "`utils.state_dict.load_state_dict(strict=False)`": warm_start,
-    "`model.load_state_dict`": plain,
-    "`model.load_state_dict(strict=False)`": not_strict,
-    "moving average (`AveragedModel`)": moving_average,
-    "average of checkpoints": averaged,
+    "`utils.state_dict.load_state_dict`": warm_start,
+    "`load_state_dict`": plain,
+    "`load_state_dict(strict=False)`": not_strict,
+    "`AveragedModel`": moving_average,
 }
 
 
-def test_the_table(tmp_path):
-    outcomes = found(build, DOORS, tmp_path)
-    assert len(outcomes) == len(DOORS) * len(ATTENTION) ** 2
-    compare_with_page(outcomes, "checkpoints-torch-pointcloud")
-    for (door, checkpoint, model), outcome in outcomes.items():
-        assert (outcome == "loads") == ({checkpoint, model} <= {"stock", "standard"} or checkpoint == model), door
+def test_the_table_has_these_loaders():
+    assert matrix.committed(PAGE, "torch-pointcloud").keys() == LOADERS.keys()
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_checkpoint_of_another_attention(loader, tmp_path):
+    check("torch-pointcloud", loader, LOADERS[loader], build, tmp_path)
 
 
 def save(folder, attention):

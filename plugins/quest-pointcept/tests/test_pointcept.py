@@ -8,8 +8,6 @@ import logging
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ if not ROOT:
 
 import peft
 import real_pointcept
-from outcomes import compare_with_page, found
+from outcomes import PAGE, check
 from pointcept.engines.defaults import default_config_parser
 from pointcept.engines.hooks.misc import CheckpointLoader, PreciseEvaluator
 from pointcept.engines.test import TESTERS, SemSegTester
@@ -40,7 +38,7 @@ from quest_core import Mechanism
 from quest_core.benchmarks import Cell
 from quest_core.checkpoints import ENTRY
 from quest_core.notices import LOGGER
-from quest_core.testing import AdapterConformance
+from quest_core.testing import AdapterConformance, matrix
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.bench.suites import SUITES
 from quest_pointcept.bench.tasks import run_nuscenes
@@ -379,68 +377,26 @@ def plain(path, attention):
     return model
 
 
-DOORS = {
-    "`weight=` (`CheckpointLoader`)": loader,
-    "`weight=`, `CheckpointLoader(strict=True)`": functools.partial(loader, strict=True),
-    "`weight=`, `CheckpointLoader(keywords=, replacement=)`": renamed,
+LOADERS = {
+    "`weight=`": loader,
+    "`CheckpointLoader(strict=True)`": functools.partial(loader, strict=True),
+    "`CheckpointLoader(keywords=, replacement=)`": renamed,
     "`weight= resume=True`": functools.partial(loader, resume=True),
     "`tools/test.py`": of_the_tester,
     "`PreciseEvaluator`": precise,
     "`DefaultLORASegmentorV2(backbone_path=)`": lora,
     "`load_sonata` of Concerto": concerto,
-    "`model.load_state_dict`": plain,
+    "`load_state_dict`": plain,
 }
 
 
-def test_the_table(tmp_path):
-    outcomes = found(build_segmentor, DOORS, tmp_path)
-    compare_with_page(outcomes, "checkpoints-pointcept")
-    for (door, checkpoint, model), outcome in outcomes.items():
-        assert (outcome == "loads") == ({checkpoint, model} <= {"stock", "standard"} or checkpoint == model), door
+def test_the_table_has_these_loaders():
+    assert matrix.committed(PAGE, "Pointcept").keys() == LOADERS.keys()
 
 
-@pytest.fixture
-def without_the_plugin():
-    PointceptAdapter().uninstall()
-    yield
-    PointceptAdapter().install()
-
-
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=1)", "sigmoid"])
-def test_no_door_is_silent_without_the_plugin(attention, tmp_path, request):
-    """Pointcept compares shapes in every door, whether it ignores keys or not."""
-    path, by_lora = tmp_path / "model.pth", tmp_path / "lora.pth"
-    torch.save({"epoch": 1, "state_dict": build_segmentor(attention).state_dict()}, path)
-    adapted = build_segmentor(attention)
-    adapted.backbone.enc = peft.get_peft_model(adapted.backbone.enc, LORA)
-    torch.save({"epoch": 1, "state_dict": adapted.state_dict()}, by_lora)
-    request.getfixturevalue("without_the_plugin")
-    for name, door in DOORS.items():
-        with pytest.raises(RuntimeError, match=r"size mismatch for [\w.]*enc0.block0.attn.qkv.weight") as error:
-            door(path, None)
-        assert "the shape in current model is torch.Size([72, 24])" in str(error.value), name
-    adapted = build_segmentor(None)
-    adapted.backbone.enc = peft.get_peft_model(adapted.backbone.enc, LORA)
-    with pytest.raises(RuntimeError, match=r"size mismatch for [\w.]*enc0.block0.attn.qkv.base_layer.weight"):
-        loader(by_lora, None, model=adapted)
-
-
-def test_a_process_without_the_plugin(tmp_path):
-    """The default CheckpointLoader, where nothing of QUEST is imported."""
-    torch.save({"epoch": 1, "state_dict": build("PT-v3m1", attention="quest").state_dict()}, tmp_path / "model.pth")
-    code = f"""
-import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {ROOT!r}]
-import logging; from types import SimpleNamespace
-from pointcept.engines.hooks.misc import CheckpointLoader; from pointcept.models.builder import MODELS
-model = MODELS.build({{"type": "PT-v3m1", **{SMALL}}})
-hook = CheckpointLoader()
-cfg = SimpleNamespace(weight={str(tmp_path / "model.pth")!r}, resume=False)
-hook.trainer = SimpleNamespace(cfg=cfg, model=model, logger=logging.getLogger())
-assert not any(name.startswith(("quest_core", "quest_pointcept.")) for name in sys.modules)
-hook.before_train()"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "RuntimeError: Error(s) in loading state_dict for PointTransformerV3" in done.stderr, done.stderr
-    assert "size mismatch for enc.enc0.block0.attn.qkv.weight" in done.stderr
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_checkpoint_of_another_attention(name, tmp_path):
+    check("Pointcept", name, LOADERS[name], build_segmentor, tmp_path)
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=1)"])

@@ -1,7 +1,8 @@
-"""Every way to load weights: which attention a checkpoint was trained with against which the model has."""
+"""Load checkpoints of another attention by every loader of transformers; the table is in docs/checkpoints.md."""
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -10,40 +11,35 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from models import build
-from peft.utils.hotswap import hotswap_adapter
+from models import BERT, build, inputs
 from safetensors.torch import load_file
 
 from quest_core import AttentionMismatchWarning, CheckpointError
-from quest_core.checkpoints import ENTRY, decode, set_attention_from
+from quest_core.checkpoints import set_attention_from
 from quest_core.testing import matrix
-from quest_transformers import TransformersAdapter
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
-SPECS = {
-    "stock": None,
-    "standard": "standard",
-    "quest": "quest",
-    "gqa": "quest+gqa(kv_heads=1)",
-    "sigmoid": "sigmoid",
-}
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+GQA = "quest+gqa(kv_heads=1)"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("checkpoints")
-    for i, (name, attention) in enumerate(SPECS.items()):
-        model = build("llama", seed=i, attention=attention)
+    for i, name in enumerate(("stock", "standard", "quest", GQA)):
+        model = build("llama", seed=i, attention=None if name == "stock" else name)
         model.save_pretrained(made / name)
         torch.save(model.state_dict(), made / name / "state.pt")
-        peft.get_peft_model(model, low_rank()).save_pretrained(made / name / "adapter")
     return made
 
 
+# Each loader: (folder, checkpoint, model, attention_from) -> the loaded model.
+
+
 def from_pretrained(folder, checkpoint, model, attention_from=None):
+    name = "sdpa" if model == "stock" else model
     return hf.AutoModelForCausalLM.from_pretrained(
-        folder / checkpoint, attn_implementation=SPECS[model] or "sdpa", attention_from=attention_from
+        folder / checkpoint, attn_implementation=name, attention_from=attention_from
     )
 
 
@@ -57,221 +53,136 @@ def in_parts(folder, checkpoint, model, attention_from=None):
 
 def with_a_config(folder, checkpoint, model, attention_from=None):
     config = hf.AutoConfig.from_pretrained(folder / "stock")
-    config.attention = SPECS[model]
+    config.attention = None if model == "stock" else model
     return hf.LlamaForCausalLM.from_pretrained(folder / checkpoint, config=config, attention_from=attention_from)
 
 
 def from_a_state_dict(folder, checkpoint, model, attention_from=None):
-    config = hf.AutoConfig.from_pretrained(folder / "stock")
-    state = torch.load(folder / checkpoint / "state.pt", weights_only=True)
     return hf.LlamaForCausalLM.from_pretrained(
         None,
-        config=config,
-        state_dict=state,
-        attn_implementation=SPECS[model] or "sdpa",
+        config=hf.AutoConfig.from_pretrained(folder / "stock"),
+        state_dict=torch.load(folder / checkpoint / "state.pt", weights_only=True),
+        attn_implementation="sdpa" if model == "stock" else model,
         attention_from=attention_from,
     )
 
 
-def plain(folder, checkpoint, model, attention_from=None, strict=True):
-    made = build("llama", seed=9, attention=SPECS[model])
+def built(model, attention_from):
+    made = build("llama", seed=9, attention=None if model == "stock" else model)
     if attention_from is not None:
         set_attention_from(made, attention_from)
+    return made
+
+
+def plain(folder, checkpoint, model, attention_from=None, strict=True):
+    made = built(model, attention_from)
     made.load_state_dict(torch.load(folder / checkpoint / "state.pt", weights_only=True), strict=strict)
     return made
 
 
-def resume(folder, checkpoint, model, attention_from=None):
-    return plain(folder, checkpoint, model, attention_from, strict=False)
-
-
 def trainer(folder, checkpoint, model, attention_from=None):
-    made = build("llama", seed=9, attention=SPECS[model])
-    if attention_from is not None:
-        set_attention_from(made, attention_from)
+    made = built(model, attention_from)
     arguments = hf.TrainingArguments(folder / "trainer", use_cpu=True, report_to=[])
     hf.Trainer(made, arguments)._load_from_checkpoint(str(folder / checkpoint))
     return made
 
 
-DOORS = {
+LOADERS = {
     "`from_pretrained(attn_implementation=)`": from_pretrained,
-    "`from_pretrained`, several files": in_parts,
+    "`from_pretrained` of several files": in_parts,
     "`from_pretrained(config=)`": with_a_config,
     "`from_pretrained(state_dict=)`": from_a_state_dict,
     "`Trainer.train(resume_from_checkpoint=)`": trainer,
     "`load_state_dict`": plain,
-    "`load_state_dict(strict=False)`": resume,
+    "`load_state_dict(strict=False)`": functools.partial(plain, strict=False),
 }
 
 
-def low_rank():
-    return peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+def test_the_table_has_these_loaders():
+    assert matrix.committed(PAGE, "transformers").keys() == LOADERS.keys()
 
 
-def peft_model(base, folder):
-    return peft.PeftModel.from_pretrained(base, folder)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_checkpoint_of_another_attention(loader, folder):
+    def load(checkpoint, model, attention_from=None):
+        made = LOADERS[loader](folder, checkpoint, model, attention_from)
+        return made.state_dict()[WEIGHT], load_file(folder / checkpoint / "model.safetensors")[WEIGHT]
+
+    matrix.check_loader(load, PAGE, "transformers", loader)
 
 
-def with_its_config(base, folder):
-    return peft.PeftModel.from_pretrained(base, folder, config=low_rank())
-
-
-def same_name(base, folder):
-    tuned = peft.get_peft_model(base, low_rank())
-    tuned.load_adapter(folder, "default")  # Trainer resumes so
-    return tuned
-
-
-def swapped(base, folder):
-    tuned = peft.get_peft_model(base, low_rank())
-    hotswap_adapter(tuned, str(folder), "default")
-    return tuned
-
-
-def load_adapter(base, folder):
-    base.load_adapter(str(folder))
-    return base
-
-
-def tensors(base, folder):
-    stored = load_file(folder / "adapter_model.safetensors")
-    base.load_adapter(adapter_state_dict=stored, peft_config=low_rank())
-    return base
-
-
-ADAPTERS = {
-    "`PeftModel.from_pretrained`": peft_model,
-    "`PeftModel.from_pretrained(config=)`": with_its_config,
-    "`PeftModel.load_adapter`, Trainer's resume": same_name,
-    "`hotswap_adapter` of peft": swapped,
-    "`load_adapter` of transformers": load_adapter,
-    "`load_adapter(adapter_state_dict=)`": tensors,
-}
-"""For the adapters of peft on a model that exists."""
-
-
-def outcome_of_adapter(door, folder, checkpoint, model, attention_from=None):
-    base = build("llama", seed=9, attention=SPECS[model])
-    if attention_from is not None:
-        set_attention_from(base, attention_from)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            made = door(base, folder / checkpoint / "adapter")
-        except CheckpointError:
-            return "refused"
-    stored = load_file(folder / checkpoint / "adapter" / "adapter_model.safetensors")
-    given = {key.split("layers.")[-1]: x for key, x in stored.items() if "lora" in key}
-    found = {key.split("layers.")[-1].replace(".default", ""): x for key, x in made.state_dict().items()}
-    torch.testing.assert_close({key: found[key] for key in given}, given)
-    if model not in ("stock", "standard"):  # it goes on spelling its own
-        assert decode(base.model.layers[0].self_attn.mechanism.attention_is_not_standard) == SPECS[model]
-    return "warns" if [w for w in caught if issubclass(w.category, AttentionMismatchWarning)] else "loads"
-
-
-def outcome(door, folder, checkpoint, *arguments):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            made = door(folder, checkpoint, *arguments)
-        except CheckpointError:
-            return "refused"
-        except RuntimeError as error:
-            if "Unexpected key" in str(error) and ENTRY in str(error):
-                return "unexpected"
-            raise
-    stored = load_file(folder / checkpoint / "model.safetensors")[WEIGHT]
-    torch.testing.assert_close(made.state_dict()[WEIGHT], stored)
-    said = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
-    assert len(said) <= 1  # and not one a layer
-    return "warns" if said else "loads"
-
-
-def test_no_door_lets_another_attention_in_silently(folder):
-    found = {
-        (name, checkpoint, model): outcome(door, folder, checkpoint, model)
-        for name, door in DOORS.items()
-        for checkpoint in SPECS
-        for model in SPECS
-    } | {
-        (name, checkpoint, model): outcome_of_adapter(door, folder, checkpoint, model)
-        for name, door in ADAPTERS.items()
-        for checkpoint in SPECS
-        for model in SPECS
-    }
-    for (_, checkpoint, model), result in found.items():
-        plain_pair = {checkpoint, model} <= {"stock", "standard"}
-        assert (result == "loads") == (checkpoint == model or plain_pair)
-    written = matrix.table(found)
-    assert matrix.committed(PAGE, "checkpoints-transformers") == written, f"write into {PAGE.name}:\n{written}"
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "model"), [("quest", "sigmoid"), ("quest", "standard"), ("stock", "quest"), ("stock", "gqa")]
-)
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_attention_from_opens_every_door(folder, door, checkpoint, model):
-    assert outcome(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
-    assert outcome(door, folder, checkpoint, model, "qknorm") == "refused"
-
-
-@pytest.mark.parametrize(("checkpoint", "model"), [("quest", "sigmoid"), ("quest", "standard"), ("stock", "quest")])
-@pytest.mark.parametrize("door", ADAPTERS.values(), ids=ADAPTERS)
-def test_an_adapter_of_another_attention_can_be_meant(folder, door, checkpoint, model):
-    assert outcome_of_adapter(door, folder, checkpoint, model, SPECS[checkpoint] or "standard") == "loads"
-    if checkpoint != "stock":
-        assert outcome_of_adapter(door, folder, checkpoint, model, "qknorm") == "refused"
-
-
-def test_an_adapter_s_attention_belongs_to_a_part(tmp_path):
-    both = hf.BartConfig(
-        **{"vocab_size": 20, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16},
-        **{
-            f"{part}_{name}": n
-            for part in ("encoder", "decoder")
-            for name, n in (("attention_heads", 2), ("ffn_dim", 8))
-        },
-    )
-
-    def bart(**attention):
-        return hf.BartModel._from_config(
-            both, attn_implementation=dict.fromkeys(["encoder", "decoder", "cross"], "standard") | attention
-        )
-
-    peft.get_peft_model(bart(encoder="quest"), low_rank()).save_pretrained(tmp_path)
-    peft.PeftModel.from_pretrained(bart(encoder="quest"), tmp_path)
-    with pytest.raises(CheckpointError, match=r"'encoder.layers.0.self_attn.mechanism'.*'quest'.*'standard'"):
-        peft.PeftModel.from_pretrained(bart(decoder="quest"), tmp_path)
-
-
-def test_a_model_s_own_peft_config_is_no_obstacle(tmp_path):
-    model = build("llama", attention="quest")
-    model.peft_config = {"r": 8}
-    model.save_pretrained(tmp_path)
-
-
-def test_peft_alone_names_the_key_of_an_adapter_s_attention(folder):
-    adapter = TransformersAdapter()
-    adapter.uninstall()
-    try:
-        with pytest.warns(UserWarning, match=r"Unexpected keyword arguments \['attn_implementation'\]"):
-            peft.PeftModel.from_pretrained(build("llama"), folder / "quest" / "adapter")
-    finally:
-        adapter.install()
-
-
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_heads_are_pooled_by_every_door(folder, door):
-    made = door(folder, "stock", "gqa", "standard")
+@pytest.mark.parametrize("loader", LOADERS)
+def test_key_heads_of_the_host_are_pooled(loader, folder):
+    made = LOADERS[loader](folder, "stock", GQA, "standard")
     for name in ("k_proj", "v_proj"):
         key = WEIGHT.replace("q_proj", name)
         stored = load_file(folder / "stock" / "model.safetensors")[key]
         torch.testing.assert_close(made.state_dict()[key], stored.view(2, 8, 32).mean(0))
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "stock"])
+@pytest.mark.parametrize("name", ["standard", "quest", GQA])
 def test_a_checkpoint_is_loaded_as_it_was_saved(folder, name):
     made = hf.AutoModelForCausalLM.from_pretrained(folder / name)
-    assert made.config.attention == SPECS[name]
-    assert json.loads((folder / name / "config.json").read_text())["attn_implementation"] == SPECS[name]
+    assert made.config.attention == name
+    assert json.loads((folder / name / "config.json").read_text())["attn_implementation"] == name
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm"])
+def test_a_layer_that_the_checkpoint_lacks_starts_fresh(attention, tmp_path):
+    build("llama", attention=attention).save_pretrained(tmp_path)
+    config = hf.AutoConfig.from_pretrained(tmp_path)
+    config.num_hidden_layers, config.layer_types = 3, None
+    larger = hf.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    mechanisms = [layer.self_attn.mechanism for layer in larger.model.layers]
+    torch.testing.assert_close(mechanisms[2].state_dict(), mechanisms[0].state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        larger.load_state_dict(build("llama", attention=attention).state_dict(), strict=False)
+
+
+def test_cross_attention_of_a_warm_start_is_fresh(tmp_path):
+    hf.BertModel._from_config(hf.BertConfig(**BERT), attn_implementation="quest").save_pretrained(tmp_path)
+    both = hf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path, tmp_path)
+    crossed = both.decoder.bert.encoder.layer[0].crossattention.self
+    assert str(crossed.mechanism.config) == "quest"
+    crossed.mechanism.load_state_dict(both.encoder.encoder.layer[0].attention.self.mechanism.state_dict())
+
+
+@pytest.mark.parametrize("saved", [["self_attn"], ["mechanism"], ["q_proj"], ["lm_head"], ["norm"], None])
+def test_an_adapter_of_peft_loads_what_it_saved(saved, tmp_path):
+    def base():
+        return build("llama", attention="qknorm").eval()
+
+    tuned = peft.get_peft_model(
+        base(), peft.LoraConfig(target_modules=["up_proj"], modules_to_save=saved, init_lora_weights=False)
+    )
+    with torch.no_grad():
+        for parameter in (p for p in tuned.parameters() if p.requires_grad):
+            parameter.add_(0.1)
+    tuned.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        again = peft.PeftModel.from_pretrained(base(), tmp_path)
+        resumed = peft.get_peft_model(base(), peft.LoraConfig.from_pretrained(tmp_path))
+        resumed.load_adapter(tmp_path, "default")  # Trainer resumes so
+    arguments = inputs("llama")
+    for one in (again, resumed):
+        torch.testing.assert_close(one.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
+
+
+def test_a_saved_module_of_another_attention_is_an_error(tmp_path):
+    config = peft.LoraConfig(target_modules=["up_proj"], modules_to_save=["self_attn"])
+    peft.get_peft_model(build("llama", attention="quest"), config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has 'sigmoid'"):
+        peft.PeftModel.from_pretrained(build("llama", attention="sigmoid"), tmp_path)
+
+
+def test_transformers_loads_an_adapter(tmp_path):
+    tuned = peft.get_peft_model(
+        build("llama", attention="quest").eval(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    tuned.save_pretrained(tmp_path)
+    made = build("llama", attention="quest").eval()
+    made.load_adapter(str(tmp_path))
+    arguments = inputs("llama")
+    torch.testing.assert_close(made(**arguments).logits, tuned.eval()(**arguments).logits)

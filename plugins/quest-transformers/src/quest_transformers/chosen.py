@@ -120,7 +120,8 @@ def fulfil(
         main = max(configs, key=lambda config: (not fresh and bool(config.initial_norms), _chained(config)))
         some = Chosen(adapter, chosen, apart, scales=fresh and not loads)
         _, report = inject(model, main, adapter=some, fresh=fresh, **options)
-        setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs))))
+        scaled = fresh and any(config.initial_norms for config in configs)
+        setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs)), started=scaled))
     return changed
 
 

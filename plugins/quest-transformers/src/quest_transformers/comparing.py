@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quest_core.checkpoints import ENTRY, compare, read
+from quest_core.checkpoints import ENTRY, compare, decode, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
@@ -27,7 +27,7 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
 
     Args:
         model: with the host's own modules.
-        stored: the entries of a checkpoint that spell its attention.
+        stored: the entries of a checkpoint that name its attention.
         attention_from: the checkpoint's attention, if the user has named it.
         load: see quest_core.checkpoints.compare.
 
@@ -37,13 +37,13 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     choices = [(part, choice_of(part.config)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
-    for key, spelled in stored.items():
-        trained = read(spelled)
+    for key, entry in stored.items():
+        trained = decode(entry)
         if not any(config.means(trained) for config in special):
             if not wanted:
                 return True  # `verify` refuses it, if it is not of a part that the model lacks
             config = special[0] if special else next(iter(wanted))
-            compare(spelled, config, attention_from, key.removesuffix(f".{ENTRY}"), load)
+            compare(entry, config, attention_from, key.removesuffix(f".{ENTRY}"), load)
             return False
     if special and not stored:
         compare(None, special[0], attention_from, type(model).__name__, load)
@@ -51,8 +51,8 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     return True
 
 
-def spelled_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
-    """Return the entries of a checkpoint that spell its attention."""
+def entries_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
+    """Return the entries of a checkpoint that name its attention."""
     found: dict[str, Tensor] = {}
     if state_dict is not None:
         return {key: value for key, value in state_dict.items() if key.endswith(ENTRY)}
@@ -66,20 +66,23 @@ def spelled_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
     return found
 
 
-def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
+def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanism]:
     """Compare what was loaded with what the model has.
 
     Args:
         model: with its weights.
         info: the keys that were missing or unexpected.
-        stored: the entries of the checkpoint that spell its attention.
+        stored: the entries of the checkpoint that name its attention.
+
+    Returns:
+        The mechanisms of layers that the checkpoint lacks as a whole, which keep their initialization.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
     """
     paths = {path for path, _ in model.named_modules()}
-    unread = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
-    for key in unread:
+    unexpected = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
+    for key in unexpected:
         if key.removesuffix(f".mechanism.{ENTRY}") not in paths:
             continue  # of a part that the model lacks, such as the text model of CLIP
         if has_mechanism(model):
@@ -87,28 +90,26 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
                 f"'{key}': this checkpoint has an attention of quest in a module that shall have another; say the "
                 "attention that the checkpoint was trained with"
             )
-        raise unread_error(key, stored.get(key, next(iter(stored.values()))))
-    if len(unread) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
-        raise unread_error(*next(iter(stored.items())))
+        raise unexpected_entry(key, stored.get(key, next(iter(stored.values()))), "the host")
+    if len(unexpected) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
+        raise unexpected_entry(*next(iter(stored.items())), "the host")
+    new = []
     for path, module in model.named_modules():
-        if isinstance(module, Mechanism):
-            missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
-            if missing:
-                raise CheckpointError(
-                    f"the checkpoint lacks {', '.join(missing)}, so '{path}' was not trained with attention "
-                    f"'{module.config}'"
-                )
-            spelled = module.attention_is_not_standard
-            # A tensor without values was left on disk, or the whole model was; `fits` has read the file.
-            if spelled is not None and not spelled.is_meta and not module.config.means(read(spelled)):
-                compare(spelled, module.config, None, path, info)
-
-
-def unread_error(key: str, spelled: Tensor) -> CheckpointError:
-    """Return the error for an entry of a checkpoint where the model has the host's own attention."""
-    trained = read(spelled)
-    return CheckpointError(
-        f"'{key}': this checkpoint was trained with attention '{trained}', and the model has the host's own; build it "
-        f"with attn_implementation='{trained}', or with attn_implementation='standard' and attention_from='{trained}' "
-        "if you mean to go on from these weights with standard attention"
-    )
+        if not isinstance(module, Mechanism):
+            continue
+        layer = path.rpartition(".")[0]
+        weights = [name for name, _ in model.get_submodule(layer).named_parameters(layer) if name.endswith("weight")]
+        missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
+        if weights and info.missing_keys >= {*weights}:
+            new.append(module)
+            continue
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {', '.join(missing)}, so '{path}' was not trained with attention "
+                f"'{module.config}'; build the model with the attention of the checkpoint"
+            )
+        entry = module.attention_is_not_standard
+        # A tensor without values was left on disk, or the whole model was; `fits` has read the file.
+        if entry is not None and not entry.is_meta and not module.config.means(decode(entry)):
+            compare(entry, module.config, None, path, info)
+    return new

@@ -11,21 +11,22 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from quest_core.checkpoints import ENTRY
+from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import REPORT
 from quest_core.hosts.patching import Patches
+from quest_core.mechanism import Mechanism
 
-from . import configs, peft_adapters
+from . import configs
 from .caching import LAYERS, keep_unit_keys
 from .choice import Choice
 from .chosen import fulfil
-from .comparing import fits, spelled_in, unread_error, verify
+from .comparing import entries_in, fits, verify
 from .configs import KEY, NAMES, as_text, attention_of, interface_of, parse, parts_of
 from .layers import INTERFACE, WHOLE_MASKS, attend, has_mechanism, is_attention, mask, whole_mask
 
@@ -37,11 +38,13 @@ class Loading:
     Attributes:
         attention_from, allow_partial: see quest_core.inject.
         pending: the checkpoint has another attention, so modules are replaced once their weights are loaded.
+        new: mechanisms of layers that the checkpoint lacks.
     """
 
     attention_from: AttentionConfig | None
     allow_partial: bool
     pending: bool = False
+    new: list[Mechanism] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,12 +73,11 @@ def install(adapter: Adapter, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)
     patches.wrap(PreTrainedModel, "set_attn_implementation", functools.partial(_inject_instead, adapter))
     patches.wrap(PreTrainedModel, "post_init", functools.partial(_inject_new, adapter))
-    patches.wrap(PreTrainedModel, "load_state_dict", _refuse_unread)
+    patches.wrap(PreTrainedModel, "load_state_dict", _refuse_unexpected)
     patches.wrap(PreTrainedModel, "_from_config", _copy_config)
     patches.wrap(PreTrainedModel, "from_pretrained", _remember_loading)
     patches.wrap(PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
     patches.wrap(PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
-    peft_adapters.install(patches)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -272,14 +274,10 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
     ) -> Any:
+        if getattr(model, "_hf_peft_config_loaded", False):  # an adapter, for a model with weights
+            return stock(model, state_dict, checkpoint_files, *arguments, **options)
         loading = _loading.get() or Loading(None, False)
-        stored = spelled_in(state_dict, checkpoint_files)
-        if getattr(model, "_hf_peft_config_loaded", False):
-            peft_adapters.compare_adapter(model, stored)
-            with peft_adapters.keeping_own(model):
-                info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
-            info.unexpected_keys = {key for key in info.unexpected_keys if not key.endswith(ENTRY)}
-            return info, *others
+        stored = entries_in(state_dict, checkpoint_files)
         loading.pending = not fits(model, stored, loading.attention_from, loading)
         if not loading.pending:
             fulfil(adapter, model, fresh=True, loads=True, **loading.options)
@@ -288,13 +286,13 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            verify(model, info, stored)
+            loading.new = verify(model, info, stored)
         return info, *others
 
     return _load_pretrained_model
 
 
-def _refuse_unread(stock: Any) -> Any:
+def _refuse_unexpected(stock: Any) -> Any:
     """Wrap load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
 
     @functools.wraps(stock)
@@ -302,7 +300,7 @@ def _refuse_unread(stock: Any) -> Any:
         if not strict and not has_mechanism(self):
             for key in state_dict:
                 if key.endswith(ENTRY):
-                    raise unread_error(key, state_dict[key])
+                    raise unexpected_entry(key, state_dict[key], "the host")
         return stock(self, state_dict, strict, *arguments, **options)
 
     return load_state_dict
@@ -318,6 +316,8 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
         if loading is not None and loading.pending:
             fulfil(adapter, model, fresh=False, **loading.options)
         if loading is not None:
+            for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
+                mechanism.reset_parameters()
             _refuse_offloaded(model, loading)
         if has_mechanism(model):
             getattr(model, REPORT).announce()
