@@ -33,7 +33,7 @@ def outcome(load: Load, *cell: str) -> str:
     if weights is not None:
         torch.testing.assert_close(*weights)
     warned = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
-    assert len(warned) <= 2, "one warning per layer"  # some loaders load the weights and their average
+    assert len(warned) <= 3, f"{len(warned)} warnings"  # some loaders load the weights and their average
     return "warns" if warned else "loads"
 
 
