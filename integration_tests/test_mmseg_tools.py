@@ -171,6 +171,7 @@ def test_a_wrong_key_is_refused_before_a_file_is_written(
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_custom_imports_are_early_enough(folder: Path) -> None:
     """In a process that imports the plugin by a shipped config, or by `quest run`."""
     before = sorted(folder.iterdir())
@@ -198,6 +199,7 @@ def test_train_validate_and_test(attention: str, trained: Callable[[str], Path],
     assert json.loads(found.read_text())["mIoU"] == pytest.approx(validated, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_killed_run_resumes_as_if_it_had_not_been(
     attention: str, folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
@@ -282,6 +284,7 @@ def test_a_misspelt_mechanism_is_named_with_its_neighbour(tool: Callable[..., No
             tool("train.py", "ours.py", "--work-dir", "misspelt", "--cfg-options", f"model.attention={given}")
 
 
+@pytest.mark.slow
 def test_test_time_augmentation_and_corruptions(
     folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
 ) -> None:
@@ -306,6 +309,7 @@ test_dataloader["dataset"]["data_root"] = "scenes"
 """
 
 
+@pytest.mark.slow
 def test_inference_model(folder: Path, trained: Callable[[str], Path]) -> None:
     from mmseg.apis import inference_model, init_model
 
@@ -391,6 +395,7 @@ def sides(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.distributed
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -409,6 +414,7 @@ def test_two_processes_train_validate_resume_and_test(attention: str, sides: Pat
     assert tested["mIoU"] == pytest.approx(validated, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.distributed
 def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: Path, tool: Callable[..., None]) -> None:
@@ -421,6 +427,7 @@ def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: P
     assert rates[1] == rates[0]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_share_one_model(sides: Path, tool: Callable[..., None]) -> None:
     """mmengine's FSDP against its DDP by the same runner; the checkpoint is whole and remembers its attention."""

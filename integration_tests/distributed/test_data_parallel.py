@@ -81,6 +81,7 @@ def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
     return tensors(model), int(model.blocks[0].attention.mechanism.grouping.steps)
 
 
+@pytest.mark.slow
 def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks: Ranks) -> None:
     wanted = single(DGQA)
     for got, steps in ranks.run(ddp_compiled):

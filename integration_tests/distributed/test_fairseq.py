@@ -76,6 +76,7 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path: Path) -> None:
     """Rank 0 reads the checkpoint and hands it on; its attention must arrive with it."""
 
@@ -91,6 +92,7 @@ def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path:
         train("qnorm", 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # fp16 of fairseq needs a GPU
 def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(
     precision: str, data: Path, tmp_path: Path

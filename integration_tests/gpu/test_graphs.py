@@ -46,6 +46,7 @@ def step(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach().clone(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [a for a in ATTENTIONS if "pgqa" not in a])  # its noise differs when compiled
 def test_compiled_training_equals_eager(attention: str, device: str) -> None:
     """One graph without breaks; on a GPU through inductor."""

@@ -117,6 +117,7 @@ class HostTraining:
         assert used
         assert used <= self.fused
 
+    @pytest.mark.slow
     def test_compiled_training_equals_eager(self, device: str) -> None:
         if not self.compiles:
             with pytest.raises(Exception):  # noqa: B017, PT011  # whatever the framework says; if it works, say compiles

@@ -17,6 +17,7 @@ from quest_bench.store import load_all
 submitit = pytest.importorskip("submitit", reason="submitit is not installed: pip install 'quest-bench[slurm]'")
 
 
+@pytest.mark.slow
 def test_two_local_jobs_run_all_cells(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["run", "fake/suite", "--attention", "standard,quest", "--seeds", "0-1", "--set", "mode=slow"]
     command += ["--jobs", "1", "--out", "out", "--cluster", "local", "--orchestrators", "2"]
@@ -28,6 +29,7 @@ def test_two_local_jobs_run_all_cells(fake: Path, capfd: pytest.CaptureFixture[s
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_preempted_job_is_queued_again_and_resumes(fake: Path) -> None:
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-9", "--set", "mode=slow"]
     (job,) = submit([*command, "--jobs", "1", "--out", "out"], Path("out"), "local", 1, ["timeout_min=60"])

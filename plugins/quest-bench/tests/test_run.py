@@ -145,6 +145,7 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
     assert "cubed" in Path("speed/report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
 def test_a_changed_mechanism_of_a_checkout_is_another_commit(
     fake: Path, tmp_path: Path, file: str, capfd: pytest.CaptureFixture[str]
@@ -362,6 +363,7 @@ def _tree(root: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_between_two_cells_is_replaced(fake: Path) -> None:
     suite, _ = select(catalogue(), "fake/suite")
     runner = Runner(suite, sys.executable, Console(file=io.StringIO()), jobs=1, threads=1)
@@ -413,6 +415,7 @@ def test_the_command_that_resumes_names_the_same_folder(
     assert portable([f"--python=tsai={fake}/python", f"{fake}/a=b"]) == "'--python=tsai=~/python' '~/a=b'"
 
 
+@pytest.mark.slow
 def test_nohup_outlives_its_terminal(fake: Path) -> None:
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
     command += ["--seeds", "0-2", "--set", "mode=slow", "--out", "out"]
@@ -424,6 +427,7 @@ def test_nohup_outlives_its_terminal(fake: Path) -> None:
     assert len(results(Path("out"))) == 3
 
 
+@pytest.mark.slow
 def test_names_of_any_script_and_length_are_cells(fake: Path) -> None:
     (fake / "data").mkdir()
     name = "日本語の学習データ" * 8
@@ -435,6 +439,7 @@ def test_names_of_any_script_and_length_are_cells(fake: Path) -> None:
     assert name in Path("out/report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_hung_cell_times_out(fake: Path) -> None:
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
     assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
@@ -442,6 +447,7 @@ def test_a_hung_cell_times_out(fake: Path) -> None:
     assert states == {"hang": ("failed", "timed out after 1 s (--timeout)\n"), "ok": ("done", None)}
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that the suite preloads hangs the first worker only."""
     suites = fake.parent / "site" / "fakebench" / "suites.py"
@@ -470,6 +476,7 @@ def test_a_cell_that_continues_has_no_seconds(fake: Path) -> None:
     assert app_main(["compare", "out", "out", "--fail-on", "slower=10%"]) == 0
 
 
+@pytest.mark.slow
 def test_warm_workers_start_a_cell_within_half_a_second(fake: Path) -> None:
     """The second cell of a worker, without the machine's load: its start to its end by the progress log."""
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-7", "--jobs", "1", "--out", "out"]
@@ -480,6 +487,7 @@ def test_warm_workers_start_a_cell_within_half_a_second(fake: Path) -> None:
     assert "step" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("visible", "seen"), [("", {"2", "3"}), ("7,6,5,4", {"5", "4"})])
 def test_gpus_are_dealt_to_workers(fake: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: set[str]) -> None:
     python = fake / "python"  # sees four GPUs
@@ -504,6 +512,7 @@ def test_gpus_that_are_not_there_are_refused(fake: Path, capfd: pytest.CaptureFi
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -558,6 +567,7 @@ def test_a_torn_result_is_named_and_runs_again(fake: Path, capfd: pytest.Capture
     assert capfd.readouterr().err.startswith("error: out/results.parquet cannot be read")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -602,6 +612,7 @@ def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(
     assert Path("out/results.parquet") in before
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
     """Neither the result nor the log can be written, as on a disk that is full."""
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
@@ -616,6 +627,7 @@ def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
     assert app_main(command) == 0
 
 
+@pytest.mark.slow
 def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     command = [
@@ -637,6 +649,7 @@ def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
     assert app_main(command) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("year", [1990, 2090])
 def test_a_clock_that_jumps_changes_nothing(fake: Path, capfd: pytest.CaptureFixture[str], year: int) -> None:
     """All files are from another time; one cell is unfinished, and its claim is from that time too."""
@@ -652,6 +665,7 @@ def test_a_clock_that_jumps_changes_nothing(fake: Path, capfd: pytest.CaptureFix
     assert "2 finished earlier and are kept, 1 to run" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_cell_that_another_commit_began_starts_again(fake: Path) -> None:
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=flaky,fail"]
     assert app_main([*command, "--out", "out"]) == 1
@@ -732,6 +746,7 @@ def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(fake: Path, monke
     assert "> Mixed device: a GPU (quest); cpu (standard). " in text
 
 
+@pytest.mark.slow
 def test_a_group_can_resume_what_one_of_it_began(fake: Path) -> None:
     """The files of a cell are as open as the umask lets them be."""
     before = os.umask(0o002)

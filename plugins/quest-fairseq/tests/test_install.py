@@ -154,6 +154,7 @@ def test_the_log_file_has_the_report_and_the_warning(tools: Tools, lm_data: Path
         assert log.count(said) == 1
 
 
+@pytest.mark.slow
 def test_the_report_is_printed_where_nothing_listens() -> None:
     """In Python without logging."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); from conftest import build; build('quest_transformer_lm')"

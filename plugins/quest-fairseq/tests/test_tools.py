@@ -81,6 +81,7 @@ def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data:
     assert_same(found[1][1], found[0][1])
 
 
+@pytest.mark.slow
 def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
     shape = "--encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 "
     shape += "--encoder-attention-heads 2 --decoder-attention-heads 2 --optimizer adam --lr 0.003 --max-tokens 200 "
@@ -115,6 +116,7 @@ def test_train_resume_evaluate_generate(attention: str, tools: Tools, lm_data: P
     assert len(hypotheses(generate(tools, lm_data, tmp_path / "checkpoint_last.pt", *task))) == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [*ATTENTIONS, {"name": "quest", "kv_heads": 2}], ids=str)
 def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A yaml that says `attention` as a name or as a mapping."""
@@ -137,6 +139,7 @@ def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, mon
     assert perplexity(tools.evaluate(lm_data, tmp_path / "out" / "checkpoint_last.pt")) > 1
 
 
+@pytest.mark.slow
 def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
     given = [mt_data, "--arch", "quest_transformer_tiny", "--user-dir", USER_DIR, "--attention", "quest+mqa", "--cpu"]
     given += ["--save-dir", tmp_path, "--optimizer", "adam", "--max-tokens", "300", "--max-update", "3"]
@@ -160,6 +163,7 @@ def test_hub_samples_from_a_language_model(tools: Tools, lm_data: Path, tmp_path
     assert hub.score("w1 w6 w11")["positional_scores"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: Path) -> None:
     """As a user types it: a new process, --user-dir from `python -m quest_fairseq`, a mapping as the attention."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

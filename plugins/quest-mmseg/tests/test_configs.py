@@ -46,6 +46,7 @@ def test_the_configs_of_quest_offer_a_start() -> None:
     assert len(OFFERED) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*-amp-*.py")), ids=lambda path: path.stem)
 def test_the_variants_in_half_precision_train(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own model and optim_wrapper, on images of 64x64.

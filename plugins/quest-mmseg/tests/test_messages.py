@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 FORK = "onedl-mmsegmentation" in packages_distributions()["mmseg"]
 TORCHVISION = "operator torchvision::nms does not exist"
 OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms')(print)"  # as torchvision does
@@ -28,6 +30,7 @@ def doctor(folder: Path) -> str:
     return "\n".join(lines[first : first + 2])
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
     said = doctor(tmp_path)
@@ -38,6 +41,7 @@ def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_mmcv_without_its_operations(tmp_path: Path) -> None:
     (tmp_path / "quest_mmseg_environment.py").touch()  # no shim, as in a user's environment
     said = doctor(tmp_path)

@@ -38,6 +38,7 @@ def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **opt
 # --- suites ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
     reported = []
     one = run_shapes(cell("seg/shapes", tmp_path / "a", batch_size=4), lambda done, text: reported.append((done, text)))
@@ -58,6 +59,7 @@ def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
     assert reported[-1][0] == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ())
 
@@ -76,6 +78,7 @@ def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(done.series["loss"]) == 4
 
 
+@pytest.mark.slow
 def test_ade20k_from_a_folder(tmp_path, monkeypatch):
     """The official layout, with the shipped 512x512 config cut to a few iterations; corrupted images with it."""
     scenes.write(tmp_path / "ade", train=2, validation=1, size=48)
@@ -257,6 +260,7 @@ print([name for name in sys.modules if name.startswith('quest_mmseg.bench')])
 """
 
 
+@pytest.mark.slow
 def test_a_users_import_loads_no_benchmark_code():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", USE, str(tasks.CONFIGS / "segmenter_laptop_scenes-64x64.py")]

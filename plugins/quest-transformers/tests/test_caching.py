@@ -243,6 +243,7 @@ def test_gpt2_with_cross_attention():
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "first"), [("dynamic", "eager"), ("static", "compiled")])
 def test_compiled_decoding_equals_eager(kind, first, normalized):
     model = build("llama", attention="quest").eval()

@@ -25,6 +25,7 @@ def test_a_run_is_reproducible(task, tmp_path):
     assert one.details["injected"].startswith("attention=quest in 4 modules")
 
 
+@pytest.mark.slow
 def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
     printed = fresh_python(
         "import sys, quest_transformers\nprint([n for n in sys.modules if n.startswith('quest_transformers.bench')])",

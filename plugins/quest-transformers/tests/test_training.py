@@ -106,6 +106,7 @@ def test_peft_trains_what_a_mechanism_learns(tmp_path):
     torch.testing.assert_close(again.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral", "bart"])
 def test_compiles_with_gradients(name):
     model = build(name, attention="quest").eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from models import build
 
 from quest_core.checkpoints import ENTRY
@@ -18,6 +19,7 @@ print([name for name in sys.modules if name.startswith('quest_transformers')])
 """
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_refused_by_its_name(fresh_python, tmp_path):
     build("gpt2", attention="quest").save_pretrained(tmp_path)
     printed = fresh_python(LOAD.format(options=""), tmp_path)
@@ -25,6 +27,7 @@ def test_a_saved_model_is_refused_by_its_name(fresh_python, tmp_path):
     assert "\n[]" in printed
 
 
+@pytest.mark.slow
 def test_only_another_implementation_loads_it_and_reports_the_key(fresh_python, tmp_path):
     build("gpt2", attention="quest").save_pretrained(tmp_path)
     printed = fresh_python(LOAD.format(options="attn_implementation='sdpa'"), tmp_path)
@@ -33,6 +36,7 @@ def test_only_another_implementation_loads_it_and_reports_the_key(fresh_python, 
     assert "UNEXPECTED" in printed
 
 
+@pytest.mark.slow
 def test_the_name_is_refused(fresh_python, tmp_path):
     build("gpt2").save_pretrained(tmp_path)
     printed = fresh_python(LOAD.format(options="attn_implementation='quest'"), tmp_path)
@@ -50,6 +54,7 @@ def test_quest_run_imports_the_plugin(fresh_python, tmp_path):
     assert "attention=quest in 2 modules" in printed
 
 
+@pytest.mark.slow
 def test_a_pickled_model_loads(fresh_python, tmp_path):
     import torch
 
