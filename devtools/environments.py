@@ -7,7 +7,7 @@
   (plugins/<name>/environments/<label>/), with files of the same names. A requirements.txt there takes the place of the
   extra `host`.
 
-`python -m devtools.environments` prints the names as JSON.
+`python -m devtools.environments` prints the names as JSON; --all adds the further ones.
 """
 
 from __future__ import annotations
@@ -171,4 +171,4 @@ def selection(arguments: list[str], everywhere: bool = False) -> dict[str, list[
 
 
 if __name__ == "__main__":
-    print(json.dumps([CORE, *hosts(), *further()]))
+    print(json.dumps([CORE, *hosts(), *(further() if "--all" in sys.argv else ())]))
