@@ -151,8 +151,8 @@ def not_measured() -> str:
         COMMAND,
         "```",
         "",
-        "[How it is done](../../docs/gpu.md), also without a network. This page is what the command writes where there "
-        "is no GPU: all that is still to be measured.",
+        "[How it is done](../../docs/gpu.md), also without a network. This page is what the command writes "
+        "without a GPU: all that is still to be measured.",
         "",
         "## Attention",
         "",
