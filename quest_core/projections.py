@@ -326,7 +326,7 @@ def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 
 def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:
-    """Return the parameters of one entry by name; UnsupportedError if its weight is not a parameter itself."""
+    """Return the parameters of one entry by name; UnsupportedError if its weight is not a plain parameter."""
     found: dict[str, nn.Parameter | None] = {}
     if isinstance(value, Tensor):
         found = {name: module._parameters.get(name)}
@@ -334,10 +334,12 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
         found = {f"{name}.{leaf}": value._parameters.get(leaf) for leaf in ("weight", "bias")}
     parameters = {key: parameter for key, parameter in found.items() if parameter is not None}
     weight = parameters.get(name, parameters.get(f"{name}.weight"))
-    if weight is None or not weight.is_floating_point():
+    # Wrapper subclasses of Tensor (torchao's int8, DTensor) look like floats, but have no rows to change.
+    if weight is None or not weight.is_floating_point() or hasattr(weight, "__tensor_flatten__"):
+        kind = type(value if weight is None or type(weight) is nn.Parameter else weight).__name__
         raise UnsupportedError(
-            f"the weights of '{name}' ({type(value).__name__}) are parametrized (weight_norm, LoRA, quantization, "
-            "...), so their rows cannot be changed; choose the attention and calibrate first, or remove that"
+            f"the weights of '{name}' ({kind}) are parametrized (weight_norm, LoRA, quantization, ...), so their rows "
+            "cannot be changed; choose the attention and calibrate first, or remove that"
         )
     return parameters
 

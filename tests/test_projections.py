@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 import quest_core
 from quest_core import InputError, UnsupportedError
@@ -346,6 +347,13 @@ def _pruned() -> nn.Module:
     return made
 
 
+def _subclassed() -> nn.Module:
+    """As torchao.quantization.quantize_ leaves a Linear."""
+    made = nn.Linear(E, 24)
+    made.weight = nn.Parameter(TwoTensor(made.weight.detach(), made.weight.detach()))
+    return made
+
+
 def _quantized() -> nn.Module:
     made = nn.Linear(E, 24)
     made.weight = nn.Parameter(torch.zeros(60, 1, dtype=torch.uint8), requires_grad=False)
@@ -354,8 +362,8 @@ def _quantized() -> nn.Module:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantized],
-    ids=["weight_norm", "pruned", "adapted", "quantized"],
+    [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantized, _subclassed],
+    ids=["weight_norm", "pruned", "adapted", "quantized", "tensor subclass"],
 )
 def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(make: Any) -> None:
     sizes = HeadSizes(4, 2, 2, 2, 2)
