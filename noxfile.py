@@ -149,7 +149,7 @@ def setup(session: nox.Session) -> None:
 def lint_stages(executable: Path) -> list[running.Stage]:
     """Run the linters, two at a time."""
     tools = executable.parent
-    sources = [environments.PLUGINS / name / "src" for name in environments.plugins()]
+    sources = [*(environments.PLUGINS / name / "src" for name in environments.plugins()), environments.RESEARCH]
     mypy, caches = [tools / "mypy", "--cache-dir"], ROOT / ".mypy_cache"  # one cache per set of options
     commands = {
         "mypy plugins": [*mypy, caches / "plugins", *sources],
@@ -215,8 +215,8 @@ def test(session: nox.Session) -> None:
         if name == CORE and not chosen:
             stages += lint_stages(executable)
         for paths in [chosen[name]] if chosen else environments.suites(name):
-            bench = not chosen and paths[0].is_relative_to(environments.home(environments.BENCH))
-            label = environments.BENCH if bench else name
+            homes = {environments.BENCH: environments.home(environments.BENCH), "research": environments.RESEARCH}
+            label = next((label for label, home in homes.items() if not chosen and paths[0].is_relative_to(home)), name)
             stages.append(running.pytest_stage(f"{label} tests", executable, paths, options, live=bool(rest)))
     again = f"QUEST_TEST_SEED={seed} {shlex.join(['./dev', 'test', *session.posargs])}"
     close(session, stages, f"to draw the same random numbers again: {again}")

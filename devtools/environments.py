@@ -1,6 +1,6 @@
 """The environments that tests run in, found by folder. Standard library only.
 
-- "core": quest-core, quest-bench and the linters.
+- "core": quest-core, quest-bench, quest-suites, research/ and the linters.
 - One per plugin with an extra `host`: its constraints.txt, and if it has them requirements-nodeps.txt (installed
   without their dependencies) and environment/ (files that are copied into site-packages).
 - Further ones, <name>-<label>, for another version of PyTorch (environments/<label>/) or of a host
@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = ROOT / "plugins"
 EXAMPLE = ROOT / "examples" / "third_party_mechanism"  # the conformance suite of every host runs it
-BENCH = "quest-bench"
+BENCH, SUITES = "quest-bench", "quest-suites"
+RESEARCH = ROOT / "research"
 CORE = "core"
 
 
@@ -98,13 +99,14 @@ def environment(name: str) -> Environment:
     if own == CORE:
         requirements = ["-e", f"{ROOT}[test,dev,docs]"]
         if name == CORE:
-            requirements += ["-e", f"{PLUGINS / BENCH}[test]"]
-            nodeps = PLUGINS / BENCH / "requirements-nodeps.txt"
+            for path in (f"{PLUGINS / BENCH}[test]", PLUGINS / SUITES, RESEARCH):
+                requirements += ["-e", str(path)]
+            nodeps = RESEARCH / "requirements-nodeps.txt"
     else:
         replaced = files != folder and instead.exists()
         requirements = ["-e", f"{ROOT}[test]"]
         requirements += ["-e", *((f"{folder}[test]", "-r", str(instead)) if replaced else (f"{folder}[host,test]",))]
-        requirements += ["-e", str(EXAMPLE)]
+        requirements += ["-e", str(PLUGINS / SUITES), "-e", str(EXAMPLE)]
         text = (folder / "pyproject.toml").read_text()
         for other in (other for other in hosts() if other != own and f'"{other}[' in text):
             requirements += ["-e", str(PLUGINS / other)]
@@ -147,7 +149,7 @@ def suites(name: str) -> list[list[Path]]:
     tests = home(base(name)) / "tests"
     if name == CORE:
         # Modules of the same name cannot share a process.
-        return [[tests, *integration_tests(CORE)], [PLUGINS / BENCH / "tests"]]
+        return [[tests, *integration_tests(CORE)], [PLUGINS / BENCH / "tests"], [RESEARCH / "tests"]]
     return [[tests, *(integration_tests(base(name)) if base(name) != CORE else [])]]
 
 

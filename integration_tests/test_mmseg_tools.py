@@ -26,7 +26,7 @@ from mmseg.visualization import SegLocalVisualizer
 import quest_mmseg
 from quest_core import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
-from quest_mmseg.bench import scenes
+from quest_suites.mmseg import scenes
 
 environment = "quest-mmseg"
 
@@ -291,7 +291,7 @@ def test_test_time_augmentation_and_corruptions(
     checkpoint = str(trained("standard") / f"iter_{ITERATIONS}.pth")
     tool("test.py", "ours.py", checkpoint, "--tta", "--work-dir", "tta")
     text = (folder / "ours.py").read_text()
-    for name, step in (("clean", ""), ("foggy", 'dict(type="quest_mmseg.Corrupt", name="fog", severity=5),')):
+    for name, step in (("clean", ""), ("foggy", 'dict(type="Corrupt", name="fog", severity=5),')):
         pipeline = f'[dict(type="LoadImageFromFile"), {step} dict(type="LoadAnnotations"), dict(type="PackSegInputs")]'
         loader = f"test_dataloader = dict(dataset=dict(pipeline={pipeline}))\n"
         (folder / f"{name}.py").write_text(text.replace("test_dataloader = val_dataloader\n", loader + _ROOT))

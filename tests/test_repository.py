@@ -29,7 +29,7 @@ from integration_tests.gpu import command as gpu
 ROOT = Path(__file__).resolve().parents[1]
 SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
-HOSTS = [p.parent for p in PROJECTS if p.parent.name != "quest-bench"]
+HOSTS = [p.parent for p in PROJECTS if p.parent.name not in ("quest-bench", "quest-suites")]
 on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
 
 
@@ -67,16 +67,25 @@ def test_git_holds_no_generated_file() -> None:
 def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
     source = f"src/{package(plugin)}"
     parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
-    parts += [f"{source}/{name}.py" for name in ("__init__", "adapter", "bench/__init__", "bench/tasks")]
+    parts += [f"{source}/{name}.py" for name in ("__init__", "adapter")]
     assert [part for part in parts if not (plugin / part).exists()] == []
 
 
 @on_hosts
 def test_entry_points_name_things_that_exist(plugin: Path) -> None:
     groups = project(plugin)["entry-points"]
-    assert list(groups["quest.suites"]) == [plugin.name.removeprefix("quest-")]
     assert len(set(groups["quest.adapters"].values())) == 1
-    for value in (value for group in groups.values() for value in group.values()):
+    tasks = project(ROOT / "plugins" / "quest-suites")["entry-points"]
+    assert plugin.name.removeprefix("quest-") in tasks["quest.suites"]
+    own = package(plugin).removeprefix("quest_")
+    values = [(plugin, value) for group in groups.values() for value in group.values()]
+    values += [
+        (ROOT / "plugins" / "quest-suites", value)
+        for group in tasks.values()
+        for value in group.values()
+        if value.startswith(f"quest_suites.{own}.")
+    ]
+    for plugin, value in values:
         module, _, attribute = value.partition(":")
         path = plugin / "src" / Path(*module.split(".")).with_suffix(".py")
         if not path.exists():
@@ -168,8 +177,8 @@ def test_import_contracts_cover_every_plugin() -> None:
     _, core, independent, without_bench, *_ = linter["contracts"]
     packages = {package(p.parent) for p in PROJECTS}
     hosts = {package(p) for p in HOSTS}
-    assert set(linter["root_packages"]) == {"quest_core", *packages}
-    assert set(core["forbidden_modules"]) == packages
+    assert set(linter["root_packages"]) == {"quest_core", "quest_research", *packages}
+    assert set(core["forbidden_modules"]) == {"quest_research", *packages}
     assert set(independent["modules"]) == set(without_bench["source_modules"]) == hosts
 
 
@@ -184,7 +193,13 @@ def test_no_mechanism_is_known_by_its_name_or_class() -> None:
         node.name for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
     }
     sources = [*(ROOT / "quest_core").rglob("*.py"), *ROOT.glob("plugins/quest-*/src/**/*.py")]
-    leave_out = {"mechanisms", "testing", "bench", "quest_bench", "configs"}  # benchmarks choose what they compare
+    leave_out = {
+        "mechanisms",
+        "testing",
+        "quest_suites",
+        "quest_bench",
+        "configs",
+    }  # benchmarks choose what they compare
     found = []
     for path in (path for path in sources if not leave_out & set(path.relative_to(ROOT).parts)):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -366,6 +381,8 @@ def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
 def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
     """`minversion` of the root's settings holds for their suites too."""
     for path in PROJECTS:
+        if path.parent.name == "quest-suites":  # the tests of each host run its tasks
+            continue
         needed = project(path.parent)["optional-dependencies"]["test"]
         assert "quest-core[test]" in needed, path
         assert [requirement for requirement in needed if requirement.startswith("pytest")] == [], path
@@ -469,9 +486,9 @@ def test_a_test_that_works_for_long_without_a_mark_is_named(
     tmp_path: Path, factor: str, options: tuple[str, ...], status: int
 ) -> None:
     (tmp_path / "test_it.py").write_text(BUSY)
-    (tmp_path / "conftest.py").write_text("import devtools.pytest_plugin as module; module.LIMIT_S = 0.5")
+    (tmp_path / "conftest.py").write_text("import devtools.pytest_time as module; module.LIMIT_S = 0.5")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
-    done = run_pytest(tmp_path, *options, QUEST_TIMED=factor)
+    done = run_pytest(tmp_path, "-p", "devtools.pytest_time", *options, QUEST_TIMED=factor)
     assert done.returncode == status, done.stdout + done.stderr
     assert re.findall(r"processor time, over 0.5 without the mark slow: test_it.py::(.*)", done.stdout) == [
         "test_child"
@@ -480,8 +497,7 @@ def test_a_test_that_works_for_long_without_a_mark_is_named(
 
 def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """pytest with the plugin on the files of a folder."""
-    plugins = ("-p", "quest_core.testing.pytest_plugin", "-p", "devtools.pytest_plugin")
-    command = [sys.executable, "-m", "pytest", *plugins, "--rootdir", ".", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "quest_core.testing.pytest_plugin", "--rootdir", ".", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
     return subprocess.run(
         [*command, "."], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200

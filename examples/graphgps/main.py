@@ -15,7 +15,7 @@ from torch_geometric.graphgym.train import GraphGymDataModule, train
 from torch_geometric.graphgym.utils.comp_budget import params_count
 from torch_geometric.graphgym.utils.device import auto_select_device
 
-import quest_graphgps.bench.gps  # noqa: F401  # GraphGPS's model in GraphGym; in GraphGPS itself nothing is imported
+import quest_suites.graphgps.gps  # noqa: F401  # GraphGPS's model in GraphGym; in GraphGPS itself nothing is imported
 
 if __name__ == "__main__":
     arguments = parse_args()

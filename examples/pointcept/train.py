@@ -13,7 +13,7 @@ import torch
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
 from quest_pointcept import train_on_cpu  # from here on torch-pointcloud's models accept attention=
-from quest_pointcept.bench.scenes import CLASSES, scan, seeds
+from quest_suites.pointcept.scenes import CLASSES, scan, seeds
 
 
 def scene(seed: int, size: float = 0.5) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from devtools import environments, running
-from devtools.environments import BENCH, CORE, PLUGINS, Failure, is_path, owner
+from devtools.environments import BENCH, CORE, PLUGINS, RESEARCH, Failure, is_path, owner
 from devtools.running import Stage, clean_environment, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ ATTENTIONS = (
 )
 SUITE = ["run", "gpu/attention", "--attention", ",".join(ATTENTIONS), "--seeds", "0-2"]
 """Arguments of `quest bench`, without the folder."""
-CORE_REQUIREMENTS = ("-e", f"{ROOT}[test]", "-e", str(PLUGINS / BENCH))  # the table is a suite of quest-bench
+CORE_REQUIREMENTS = ("-e", f"{ROOT}[test]", "-e", str(PLUGINS / BENCH), "-e", str(RESEARCH))
 
 
 def gpu(arguments: Sequence[str]) -> int:
@@ -71,7 +71,8 @@ def gpu(arguments: Sequence[str]) -> int:
     if options.table and cuda and options.wheels is None and not _has_bench(bench):
         raise Failure(  # before the minutes that the tests take
             f"--table runs a suite of quest-bench, which {sys.executable} lacks; install it (pip install -e . -e "
-            "plugins/quest-bench), or carry it along: ./dev gpu fetch FOLDER, then ./dev gpu --wheels FOLDER --table"
+            "plugins/quest-bench -e research), or carry it along: ./dev gpu fetch FOLDER, then "
+            "./dev gpu --wheels FOLDER --table"
         )
     sources = [
         str(ROOT),

@@ -138,7 +138,7 @@ def suite_command() -> str:
 def not_measured() -> str:
     """Return the page without measurements: a list of those to make."""
     hosts = [file for file in suite() if file.host is not None]
-    declared = runpy.run_path(str(HERE.parents[1] / "plugins/quest-bench/src/quest_bench/suites.py"))["SUITES"]
+    declared = runpy.run_path(str(HERE.parents[1] / "research/quest_research/suites/suites.py"))["SUITES"]
     lengths = ", ".join(task.removeprefix("N=") for task in declared["gpu/attention"]["tasks"])
     lines = [
         "# Results on a GPU",

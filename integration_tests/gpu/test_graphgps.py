@@ -16,8 +16,8 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.graphgym.train import GraphGymDataModule
 
-from quest_graphgps.bench import gps
-from quest_graphgps.bench.data import GENERATORS
+from quest_suites.graphgps import gps
+from quest_suites.graphgps.data import GENERATORS
 
 from .training import HostTraining, Run, compiler, now
 

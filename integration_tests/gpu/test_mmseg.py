@@ -22,7 +22,7 @@ from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
 
 import quest_mmseg
-from quest_mmseg.bench.scenes import LABELS, scene
+from quest_suites.mmseg.scenes import LABELS, scene
 
 from .training import HostTraining, Run, compiler, now
 

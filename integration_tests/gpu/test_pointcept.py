@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
 import quest_pointcept  # torch-pointcloud accepts attention= from here on
-from quest_pointcept.bench import scenes
-from quest_pointcept.bench.tasks import Batch, batches
+from quest_suites.pointcept import scenes
+from quest_suites.pointcept.tasks import Batch, batches
 
 from .training import HostTraining, Run, compiler, now
 

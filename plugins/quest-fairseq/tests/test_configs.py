@@ -10,7 +10,7 @@ from conftest import USER_DIR
 from fairseq.data import Dictionary
 
 from quest_core.testing.configs import with_start
-from quest_fairseq.bench import tasks
+from quest_suites.fairseq import tasks
 
 OFFERED = sorted((Path(USER_DIR) / "configs").glob("*.yaml"))
 

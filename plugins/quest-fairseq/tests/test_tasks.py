@@ -13,9 +13,9 @@ import pytest
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
-from quest_fairseq.bench.corpus import SWAPPED, BytePairs, pydocs, swap_words
-from quest_fairseq.bench.suites import SUITES
-from quest_fairseq.bench.tasks import RATES, run_pydocs, run_wikitext103
+from quest_suites.fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
+from quest_suites.fairseq.suites import SUITES
+from quest_suites.fairseq.tasks import RATES, run_pydocs, run_wikitext103
 
 
 def cell(suite: str, task: str, workdir: Path, data: Path | None = None, attention: str = "quest") -> Cell:
@@ -111,7 +111,7 @@ USE = """
 import sys, quest_fairseq
 from fairseq.models import ARCH_MODEL_REGISTRY
 assert 'quest_transformer_lm' in ARCH_MODEL_REGISTRY
-print([name for name in sys.modules if name.startswith('quest_fairseq.bench')])
+print([name for name in sys.modules if name.startswith('quest_suites.fairseq')])
 """
 
 

@@ -17,8 +17,8 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY, build_model
 import quest_core
 import quest_fairseq
 from quest_core.checkpoints import ENTRY, decode
-from quest_fairseq.bench.tasks import configuration
 from quest_fairseq.config import QuestTransformerLanguageModelConfig, parse
+from quest_suites.fairseq.tasks import configuration
 
 ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
 

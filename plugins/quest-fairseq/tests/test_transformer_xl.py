@@ -16,8 +16,8 @@ import quest_core
 from quest_core.checkpoints import ENTRY, decode
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
-from quest_fairseq.bench.tasks import configuration
 from quest_fairseq.transformer_xl import shift
+from quest_suites.fairseq.tasks import configuration
 
 SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, "n_layer": 2}
 SHAPE = "--n-layer 2 --d-model 16 --n-head 4 --d-head 4 --d-inner 32 --mem-len 12 --dropout 0.1 --dropatt 0.1"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from models import SPLITS, graph, write_superpixels, write_zinc
 
-from quest_graphgps.bench.data import cluster_graphs, pattern_graphs, write_raw
+from quest_suites.graphgps.data import cluster_graphs, pattern_graphs, write_raw
 
 PEPTIDES = {
     "functional": ("701eb743e899f4d793f0e13c8fa5a1b4", "peptide_multi_class_dataset", ""),

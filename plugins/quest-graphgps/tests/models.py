@@ -13,8 +13,8 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.nn import GINEConv, GPSConv
 from yacs.config import CfgNode
 
-from quest_graphgps.bench import gps
-from quest_graphgps.bench.data import add_eigenvectors
+from quest_suites.graphgps import gps
+from quest_suites.graphgps.data import add_eigenvectors
 
 SIZES = (5, 9, 7)
 RAGGED = (24, 2, 1, 3, 2, 4)

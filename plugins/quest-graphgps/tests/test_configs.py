@@ -10,9 +10,9 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 
 from quest_core.testing.configs import with_start
-from quest_graphgps.bench import gps  # noqa: F401  # registers GPSModel
-from quest_graphgps.bench.suites import SUITES
-from quest_graphgps.bench.tasks import CONFIGS
+from quest_suites.graphgps import gps  # noqa: F401  # registers GPSModel
+from quest_suites.graphgps.suites import SUITES
+from quest_suites.graphgps.tasks import CONFIGS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "graphgps" / "pattern.yaml"
 OFFERED = [*sorted((Path(str(files("quest_graphgps"))) / "configs").glob("*.yaml")), EXAMPLE]

@@ -8,7 +8,7 @@ import pytest
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
-from quest_graphgps.bench.own import run_own, tasks
+from quest_suites.graphgps.own import run_own, tasks
 
 MAIN = """
 import json, pathlib, sys

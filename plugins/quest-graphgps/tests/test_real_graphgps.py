@@ -336,7 +336,7 @@ def test_attention_weights_are_logged(gps, tmp_path) -> None:
 
 
 def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
-    """Names, shapes and results: what trains in `quest_graphgps.bench.gps` is GraphGPS's model."""
+    """Names, shapes and results: what trains in `quest_suites.graphgps.gps` is GraphGPS's model."""
     state = (
         "import sys, torch\n"
         "sys.argv = ['main.py']\n"
@@ -344,7 +344,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
         "from torch_geometric.graphgym.config import cfg, set_cfg\n"
         "from torch_geometric.graphgym.model_builder import create_model\n"
         "from torch_geometric.data import Batch\n"
-        "from quest_graphgps.bench.data import add_eigenvectors, pattern_graphs\n"
+        "from quest_suites.graphgps.data import add_eigenvectors, pattern_graphs\n"
         "set_cfg(cfg)\n"
         f"cfg.merge_from_file({PATTERN!r})\n"
         "cfg.accelerator = 'cpu'; cfg.share.dim_in, cfg.share.dim_out = 3, 2\n"
@@ -356,7 +356,7 @@ def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
         "torch.save([out.detach(), {name: p.shape for name, p in model.named_parameters()}], sys.stdout.buffer)\n"
     )
     results = []
-    for imports in ("import graphgps, quest_graphgps", "import quest_graphgps.bench.gps"):
+    for imports in ("import graphgps, quest_graphgps", "import quest_suites.graphgps.gps"):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", state.replace("IMPORTS", imports)],
             cwd=ROOT,
@@ -377,7 +377,7 @@ def test_ranks_of_contacts_are_graphgps_s() -> None:
         "from torch_geometric.data import Batch, Data\n"
         "from torch_geometric.graphgym.config import cfg, set_cfg\n"
         "from graphgps.head.inductive_edge import GNNInductiveEdgeHead\n"
-        "from quest_graphgps.bench.tasks import mean_reciprocal_rank, reciprocal_ranks\n"
+        "from quest_suites.graphgps.tasks import mean_reciprocal_rank, reciprocal_ranks\n"
         "set_cfg(cfg)\n"
         "torch.manual_seed(0)\n"
         "graphs = []\n"

@@ -444,7 +444,7 @@ EXAMPLE = MAIN.with_name("pattern.yaml")
 
 
 def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
-    python("-m", "quest_graphgps.bench.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
+    python("-m", "quest_suites.graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
     printed = {}
     for name, opts in {
         "quest": (),

@@ -19,8 +19,8 @@ from quest_core.benchmarks import STATE, Cell
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
-from quest_graphgps.bench import gated, superpixels, tasks
-from quest_graphgps.bench.data import (
+from quest_suites.graphgps import gated, superpixels, tasks
+from quest_suites.graphgps.data import (
     add_eigenvectors,
     add_random_walks,
     adjacency,
@@ -31,7 +31,7 @@ from quest_graphgps.bench.data import (
     pattern_graphs,
     write_raw,
 )
-from quest_graphgps.bench.suites import SUITES as ALL
+from quest_suites.graphgps.suites import SUITES as ALL
 
 SUITES = {name: suite for name, suite in ALL.items() if name.startswith("graph/")}  # others: test_own, test_results
 
@@ -368,7 +368,7 @@ USE = """
 import sys, quest_graphgps, torch_geometric.graphgym
 from torch_geometric.nn import GPSConv
 GPSConv(8, None, heads=2, attn_kwargs={'attention': 'quest'})
-print([name for name in sys.modules if name.startswith('quest_graphgps.bench')])
+print([name for name in sys.modules if name.startswith('quest_suites.graphgps')])
 """
 
 

@@ -15,7 +15,7 @@ from mmseg.apis import init_model
 from mmseg.registry import MODELS
 
 from quest_core.errors import ConfigError, UnsupportedError
-from quest_mmseg.bench import maps
+from quest_suites.mmseg import maps
 
 NAMES = tuple("abcde")
 

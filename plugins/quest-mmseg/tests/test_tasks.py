@@ -22,10 +22,10 @@ from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
-from quest_mmseg.bench import scenes, tasks
-from quest_mmseg.bench.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
-from quest_mmseg.bench.suites import SUITES
-from quest_mmseg.bench.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
+from quest_suites.mmseg import scenes, tasks
+from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
+from quest_suites.mmseg.suites import SUITES
+from quest_suites.mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
 
 
 def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
@@ -197,7 +197,7 @@ IMAGE = np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8)
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_each_corruption_is_reproducible_and_leaves_the_random_state(name):
-    step = TRANSFORMS.build({"type": "quest_mmseg.Corrupt", "name": name, "severity": 2})
+    step = TRANSFORMS.build({"type": "Corrupt", "name": name, "severity": 2})
     before = np.random.get_state()[1].copy(), random.getstate()
 
     def run(file: str) -> np.ndarray:
@@ -240,7 +240,7 @@ def test_the_protocol():
 def test_a_corruption_follows_the_loading_of_the_image():
     pipeline = Config({"p": [{"type": "LoadImageFromFile"}, {"type": "Resize", "scale": (4, 4)}]}).p
     made = corrupted(pipeline, "fog", 3)
-    assert [step["type"] for step in made] == ["LoadImageFromFile", "quest_mmseg.Corrupt", "Resize"]
+    assert [step["type"] for step in made] == ["LoadImageFromFile", "Corrupt", "Resize"]
     assert len(pipeline) == 2
     with pytest.raises(ConfigError, match="no LoadImageFromFile"):
         corrupted(pipeline[1:], "fog", 3)
@@ -256,7 +256,7 @@ register_all_modules()
 config = Config.fromfile(sys.argv[1])
 Compose(config.test_pipeline)
 MODELS.build(config.model)
-print([name for name in sys.modules if name.startswith('quest_mmseg.bench')])
+print([name for name in sys.modules if name.startswith('quest_suites.mmseg')])
 """
 
 

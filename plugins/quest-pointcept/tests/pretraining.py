@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from quest_pointcept.bench.scenes import CLASSES, RANGE, scan, seeds
+from quest_suites.pointcept.scenes import CLASSES, RANGE, scan, seeds
 
 ROOMS = 6
 """Rooms of a dataset."""

@@ -3,7 +3,7 @@
     python tests/real_pointcept.py --pointcept path/to/Pointcept [--out pointcept-real.md]
 
 Three runs of two epochs for each model: stock Pointcept, `attention="standard"` and `attention="quest"`, from the same
-seed. PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_pointcept.bench.scenes`) from Pointcept's nuScenes
+seed. PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_suites.pointcept.scenes`) from Pointcept's nuScenes
 configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pretraining.py`. On a machine without CUDA
 the trainer runs with `cpu/` on its path.
 """
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pretraining
 import torch
 
-from quest_pointcept.bench.scenes import write_nuscenes
+from quest_suites.pointcept.scenes import write_nuscenes
 
 CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")

@@ -8,9 +8,9 @@ import pytest
 
 from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
-from quest_pointcept.bench import own, tasks
-from quest_pointcept.bench.own import config_lines, read_log, run_own
-from quest_pointcept.bench.suites import SUITES
+from quest_suites.pointcept import own, tasks
+from quest_suites.pointcept.own import config_lines, read_log, run_own
+from quest_suites.pointcept.suites import SUITES
 
 TRAIN = """
 import json, pathlib, runpy, sys
@@ -119,7 +119,7 @@ def test_the_configuration_is_pointcepts_own(repo, tmp_path):
     assert not {"hooks", "epoch"} & scope.keys()  # a real run keeps Pointcept's, with its precise evaluation
     exec("\n".join(config_lines(cell(repo, tmp_path, smoke=True), base, tmp_path / "exp")), scope)
     assert scope["epoch"] == 1
-    assert "quest_pointcept.bench.short" in scope["custom_imports"]["imports"]
+    assert "quest_suites.pointcept.short" in scope["custom_imports"]["imports"]
     assert {"type": "SemSegEvaluator"} in scope["hooks"]
 
 

@@ -40,9 +40,9 @@ from quest_core.checkpoints import ENTRY
 from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance, matrix
 from quest_pointcept import PointceptAdapter
-from quest_pointcept.bench.suites import SUITES
-from quest_pointcept.bench.tasks import run_nuscenes
 from quest_pointcept.configs import install_configs
+from quest_suites.pointcept.suites import SUITES
+from quest_suites.pointcept.tasks import run_nuscenes
 
 SMALL = {
     "in_channels": 4,

@@ -18,8 +18,8 @@ from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError, PluginError
 from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
-from quest_pointcept.bench import scenes, tasks
-from quest_pointcept.bench.suites import SUITES
+from quest_suites.pointcept import scenes, tasks
+from quest_suites.pointcept.suites import SUITES
 
 DEFAULTS = {name: {o["name"]: o["default"] for o in suite["options"]} for name, suite in SUITES.items()}
 
@@ -141,7 +141,7 @@ def test_data_and_configuration_must_be_there(tmp_path, monkeypatch):
 
 
 def test_suites_are_read_without_the_plugin_and_declare_what_runs():
-    suites = declared_suites("quest_pointcept.bench.suites:SUITES")
+    suites = declared_suites("quest_suites.pointcept.suites:SUITES")
     assert suites == SUITES
     for name, suite in suites.items():
         for option in suite["options"]:
@@ -154,7 +154,7 @@ USE = """
 import sys, quest_pointcept
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 PointTransformerV3Segmentation(in_channels=4, num_classes=3, attention='quest')
-print([name for name in sys.modules if name.startswith('quest_pointcept.bench')])
+print([name for name in sys.modules if name.startswith('quest_suites.pointcept')])
 """
 
 

@@ -6,9 +6,9 @@ import torch
 
 from quest_core.benchmarks import Cell
 from quest_core.testing.cells import check_resume
-from quest_timm.bench import tasks
-from quest_timm.bench.suites import SUITES
-from quest_timm.bench.tasks import make_batch, run_strokes
+from quest_suites.timm import tasks
+from quest_suites.timm.suites import SUITES
+from quest_suites.timm.tasks import make_batch, run_strokes
 
 SUITE = SUITES["vision/strokes"]
 OPTIONS = {option["name"]: option["default"] for option in SUITE["options"]}

@@ -8,9 +8,9 @@ import pytest
 
 from quest_core.benchmarks import Cell
 from quest_core.testing.cells import check_resume
-from quest_transformers.bench import tasks
-from quest_transformers.bench.suites import SUITES
-from quest_transformers.bench.tasks import run_bytes_lm
+from quest_suites.transformers import tasks
+from quest_suites.transformers.suites import SUITES
+from quest_suites.transformers.tasks import run_bytes_lm
 
 SUITE = SUITES["transformers/bytes-lm"]
 DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
@@ -28,7 +28,7 @@ def test_a_run_is_reproducible(task, tmp_path):
 @pytest.mark.slow
 def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
     printed = fresh_python(
-        "import sys, quest_transformers\nprint([n for n in sys.modules if n.startswith('quest_transformers.bench')])",
+        "import sys, quest_transformers\nprint([n for n in sys.modules if n.startswith('quest_suites.transformers')])",
         tmp_path,
     )
     assert printed == "[]\n"

@@ -19,9 +19,9 @@ from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
 from quest_core.testing.cells import check_resume
-from quest_tsai.bench.data import tasks
-from quest_tsai.bench.suites import SUITES
-from quest_tsai.bench.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
+from quest_suites.tsai.data import tasks
+from quest_suites.tsai.suites import SUITES
+from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
 
 SUITE = SUITES["ts/uea"]
 DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
@@ -194,7 +194,7 @@ def test_without_validation_every_training_series_trains(tmp_path, select):
 
 
 def test_suites_are_read_without_the_plugin_and_declare_what_runs():
-    assert declared_suites("quest_tsai.bench.suites:SUITES") == SUITES
+    assert declared_suites("quest_suites.tsai.suites:SUITES") == SUITES
     for option in SUITE["options"]:
         kind = {"int": int, "float": float, "str": str}[option["kind"]]
         rule = Option(
@@ -208,7 +208,7 @@ USE = """
 import sys, quest_tsai_environment, quest_tsai
 from tsai.models.TSTPlus import TSTPlus
 TSTPlus(3, 2, 8, attention='quest')
-print([name for name in sys.modules if name.startswith('quest_tsai.bench')])
+print([name for name in sys.modules if name.startswith('quest_suites.tsai')])
 """
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quest_core.benchmarks import Cell
-from quest_core.config import AttentionConfig, AttentionSpec
+from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, PluginError, QuestError, one_of
 
 from . import worker
@@ -322,27 +322,6 @@ def parse_attentions(text: str) -> list[str]:
     if not chosen:
         raise ConfigError("--attention is empty; write for example --attention standard,quest")
     return list(dict.fromkeys(chosen))
-
-
-def check_calls(attentions: Iterable[AttentionSpec], command: str, *, equal_shapes: bool = False) -> None:
-    """Raise ConfigError for an attention that a command cannot call on its own, or, if asked, with equal shapes."""
-    for config in map(AttentionConfig.parse, attentions):
-        for part in config.components:
-            why = "reads what the attention layer before it left behind" if part.chained else ""
-            if equal_shapes and (part.reshapes or part.key_features is not None):
-                why = "takes keys of another shape than the queries"
-            if why:
-                raise ConfigError(
-                    f"attention '{config}': {command} calls one layer{' with q, k and v of one shape' * equal_shapes}, "
-                    f"and '{part.name}' {why}; leave it out of --attention"
-                )
-
-
-def shortened(config: AttentionConfig, longest: int) -> AttentionConfig:
-    """Return an attention whose tables of positions, if it has them, end at `longest` tokens."""
-    if config.option("max_length") is None:
-        return config
-    return AttentionConfig.parse({**config.to_dict(), "max_length": longest})
 
 
 def parse_seeds(text: str, option: str = "--seeds") -> list[int]:

@@ -32,14 +32,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import quest_core
 from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 
 from .plan import Plan, cell_id, describe_cell, write_value
-from .worker import decode, encode, git_commit, machine, mechanisms, whole, write_json, write_text
+from .worker import decode, encode, git_commit, mechanisms, whole, write_json, write_text
 
 CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
@@ -385,44 +383,3 @@ def commits(plan: Plan) -> dict[str, str | None]:
 def commit() -> str | None:
     """The commit of the checkout that quest_core is imported from; see :func:`quest_bench.worker.git_commit`."""
     return git_commit(Path(quest_core.__file__))
-
-
-def measurement(
-    title: str,
-    paragraphs: Sequence[str],
-    *,
-    command: str,
-    seconds: float,
-    place: str,
-    out: Path | None,
-    names: tuple[str, str],
-    content: Mapping[str, Any],
-) -> str:
-    """Write what `speed`, `scaling` or `decode` has measured, and return the report as Markdown.
-
-    Args:
-        title: the heading of the report.
-        paragraphs: the report below its command and machine.
-        command: what was typed.
-        seconds: how long it took.
-        place: the conditions besides the machine: PyTorch, device, threads.
-        out: the folder to write into, which is made; None writes nothing.
-        names: of the Markdown and the JSON in it.
-        content: the JSON besides command, seconds, commit, machine and torch.
-    """
-    here, found, seconds = machine(), commit(), math.ceil(seconds)
-    text = "\n\n".join(
-        [
-            f"# {title}",
-            f"Command: `{command}` ({seconds} s), commit {found or 'unknown'}.",
-            f"Machine: {', '.join(f'{key} {value}' for key, value in here.items())}; {place}.",
-            *filter(None, map(str.rstrip, paragraphs)),
-        ]
-    )
-    text += "\n"
-    if out is not None:
-        facts = {"command": command, "seconds": seconds, "commit": found, "machine": here, "torch": torch.__version__}
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / names[0], text)
-        write_text(out / names[1], json.dumps({**facts, **content}, indent=1))
-    return text

@@ -132,9 +132,12 @@ def describe() -> list[dict[str, Any]]:
     for point in importlib.metadata.entry_points(group="quest.suites"):
         assert point.dist is not None  # set for every entry point of an installed distribution
         about = {"name": point.name, "distribution": point.dist.name, "version": point.dist.version}
+        if point.name not in found and point.dist.name == "quest-suites":  # the tasks of a host
+            fix = f"pip install 'quest-{point.name}[host]'"
+            about |= {"status": "unsupported", "detail": f"quest-{point.name} is not installed", "fix": fix}
         record = found.setdefault(point.name, about)
         try:
-            record["suites"] = dict(declared_suites(point.value))
+            record["suites"] = declared_suites(point.value)
         except Exception as error:
             fix = f"pip install --force-reinstall {point.dist.name}"
             record |= {"status": "broken", "detail": f"its suites cannot be read: {error!r}", "fix": fix}
@@ -275,15 +278,14 @@ def _versions(suite: str) -> dict[str, str]:
     from quest_core.hosts.plugins import plugins
 
     entry = entry_point(suite)
-    plugin = entry.dist.metadata["Name"] if entry.dist else None
     found = {"python": platform.python_version()}
-    for distribution in ("torch", "quest-core", plugin):
-        if distribution:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[distribution] = importlib.metadata.version(distribution)
-    for host in (one.host() for one in plugins() if one.distribution == plugin):
-        name, _, version = host.partition(" ")
-        found |= {name: version} if host else {}
+    for distribution in ("torch", "quest-core", entry.dist.name if entry.dist else ""):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+            found[distribution] = importlib.metadata.version(distribution)
+    for plugin in (one for one in plugins() if one.name == _plugin_of(entry)):
+        found[plugin.distribution] = plugin.version
+        name, _, version = plugin.host().partition(" ")
+        found |= {name: version} if version else {}
     return found
 
 
@@ -298,8 +300,19 @@ def mechanisms(attention: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @functools.cache
+def _plugin_of(entry: importlib.metadata.EntryPoint) -> str:
+    """The plugin whose suites are declared beside the function that runs this one."""
+    declared = importlib.metadata.entry_points(group="quest.suites")
+    folder = entry.module.rpartition(".")[0]
+    return next((point.name for point in declared if point.module.rpartition(".")[0] == folder), "")
+
+
 def _commits(suite: str) -> dict[str, str]:
-    return commits(("quest_core", entry_point(suite).module))
+    from quest_core.hosts.plugins import plugins
+
+    entry = entry_point(suite)
+    hosts = [plugin.value for plugin in plugins() if plugin.name == _plugin_of(entry)]
+    return commits(("quest_core", entry.module, *hosts))
 
 
 def commits(modules: Iterable[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ HOSTS: dict[tuple[str, str], str] = {
     ("torch_geometric.nn.conv.gps_conv", "GPSConv"): "attn",
     ("graphgps.layer.gps_layer", "GPSLayer"): "self_attn",
     ("graphgps.layer.graphormer_layer", "GraphormerLayer"): "attention",
-    ("quest_graphgps.bench.gps", "GPSLayer"): "self_attn",
+    ("quest_suites.graphgps.gps", "GPSLayer"): "self_attn",
 }
 """Host layer (module, class) -> the name under which it holds its torch.nn.MultiheadAttention."""
 

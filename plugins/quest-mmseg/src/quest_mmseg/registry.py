@@ -1,12 +1,8 @@
-"""The registries that mmengine looks into for ``type='quest_mmseg.X'``."""
+"""The registry that mmengine looks into for ``type='quest_mmseg.X'``."""
 
 from __future__ import annotations
 
 from mmengine.registry import Registry
 from mmseg.registry import MODELS as MMSEG_MODELS
-from mmseg.registry import TRANSFORMS as MMSEG_TRANSFORMS
 
 MODELS = Registry("model", scope="quest_mmseg", parent=MMSEG_MODELS, locations=["quest_mmseg.models"])
-TRANSFORMS = Registry(
-    "transform", scope="quest_mmseg", parent=MMSEG_TRANSFORMS, locations=["quest_mmseg.bench.corruptions"]
-)

@@ -1,5 +1,5 @@
 # A Segmenter that trains on a laptop's processor in minutes, on generated scenes in the layout of ADE20K:
-#   python -m quest_mmseg.bench.scenes data/scenes --train 512 --validation 64
+#   python -m quest_suites.mmseg.scenes data/scenes --train 512 --validation 64
 #   python tools/train.py segmenter_laptop_scenes-64x64.py --cfg-options model.attention=quest
 # Real data in the same layout: --cfg-options data_root=... does not reach the loaders; set
 # train_dataloader.dataset.data_root and val_dataloader.dataset.data_root.

@@ -1,0 +1,1 @@
+"""The language-model benchmarks: tasks and texts."""

@@ -1,0 +1,273 @@
+"""Language modelling, clean and under the word-swap attack, trained and evaluated by fairseq's own tools.
+
+A cell preprocesses text with fairseq-preprocess's function, trains with fairseq-train's on a shipped yaml, and
+evaluates the best checkpoint with fairseq-eval-lm's, on the test text and on copies with a share of the words swapped.
+The same words are swapped for every attention and seed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.errors import ConfigError
+
+from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1.5, 2.5, 5)}
+"""Metric -> share of the test's words that are swapped."""
+
+SMOKE_UPDATES = 4
+SMOKE_LINES = {"train": 200, "valid": 20, "test": 20}
+SMOKE_LAYERS = 1
+
+
+def run_wikitext103(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate one of the paper's models on WikiText-103.
+
+    Args:
+        cell: `task` is small or medium; `data` a folder with wiki.{train,valid,test}.tokens and optionally data-bin,
+            the output of fairseq-preprocess, which saves preprocessing in every cell.
+        progress: called during training.
+
+    Returns:
+        Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
+        series ``train_loss`` and ``valid_loss`` in bits a token.
+
+    Raises:
+        ConfigError: the data is missing.
+    """
+    if cell.data is None:
+        raise ConfigError("lm/wikitext103 needs data; give the folder with wiki.train.tokens as --data")
+    folder, missing = cell.data, []
+    for split in ("train", "valid", "test"):
+        if not (folder / f"wiki.{split}.tokens").is_file():
+            missing.append(f"wiki.{split}.tokens")
+    if missing:
+        raise ConfigError(f"data is '{folder}', which has no {', '.join(missing)}; unpack wikitext-103-v1.zip there")
+
+    def lines(split: str) -> Lines:
+        with (folder / f"wiki.{split}.tokens").open(encoding="utf-8") as file:
+            # The window slides by one token, so every token takes one forward pass.
+            return [line.strip() for line in islice(file, SMOKE_LINES[split] // 10 if cell.smoke else None)]
+
+    ready = folder / "data-bin"
+    data_bin = cell.workdir / "data-bin"
+    test = lines("test")
+    if (ready / "dict.txt").is_file() and not cell.smoke:
+        data_bin = ready
+    else:
+        preprocess(data_bin, {"train": lines("train"), "valid": lines("valid"), "test": test})
+    tokens = int(configuration(f"wikitext103-{cell.task}").task.tokens_per_sample)
+    # The paper scores the last position of a window that slides by one token.
+    return _train_and_evaluate(cell, progress, f"wikitext103-{cell.task}", data_bin, test, tokens - 1)
+
+
+def run_pydocs(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate a small model on Python's documentation topics, in byte pairs.
+
+    Perplexities are per word: the pieces of a word are joined, so perplexities do not depend on the encoding. The text
+    is that of the Python that runs the cell; ``details`` holds its number of words.
+
+    Args:
+        cell: `task` is topics; `data` is not used.
+        progress: called during training.
+
+    Returns:
+        As `run_wikitext103`, with losses per piece.
+    """
+    train, valid, test = pydocs()
+    if cell.smoke:
+        train, valid, test = train[: SMOKE_LINES["train"]], valid[: SMOKE_LINES["valid"]], test[: SMOKE_LINES["test"]]
+    pairs = BytePairs(train, cell.options["merges"])
+    splits = {"train": train, "valid": valid, "test": test}
+    data_bin = cell.workdir / "data-bin"
+    preprocess(data_bin, {name: list(map(pairs.encode, lines)) for name, lines in splits.items()})
+    context = int(configuration("pydocs").task.tokens_per_sample) // 2
+    result = _train_and_evaluate(cell, progress, "pydocs", data_bin, test, context, pairs.encode)
+    result.details["words"] = {name: sum(len(line.split()) for line in lines) for name, lines in splits.items()}
+    return result
+
+
+def _train_and_evaluate(
+    cell: Cell,
+    progress: Progress,
+    config: str,
+    data_bin: Path,
+    test: Sequence[str],
+    context: int,
+    encode: Callable[[str], str] | None = None,
+) -> Result:
+    """Train `config` on `data_bin`; evaluate the best checkpoint there and on attacked copies of `test`."""
+    cfg = configuration(config)
+    cfg.task.data = str(data_bin)
+    cfg.model.attention = cell.attention
+    cfg.common.seed = cell.seed
+    cfg.common.cpu = not torch.cuda.is_available()
+    cfg.checkpoint.save_dir = str(cell.workdir / "checkpoints")
+    if cell.options["updates"] is not None:
+        cfg.optimization.max_update = cell.options["updates"]
+    if cell.smoke:
+        cfg.optimization.max_update, cfg.common.log_interval, cfg.dataset.batch_size = SMOKE_UPDATES, 1, 2
+        cfg.model.decoder_layers = SMOKE_LAYERS
+    if cfg.lr_scheduler._name == "cosine":
+        cfg.lr_scheduler.warmup_updates = min(cfg.lr_scheduler.warmup_updates, cfg.optimization.max_update // 4)
+
+    attacked = cell.workdir / "attacked"
+    copies = {f"attack{i}": swap_words(test, rate) for i, rate in enumerate(RATES.values())}
+    encoded = {name: [encode(line) for line in lines] if encode else lines for name, lines in copies.items()}
+    preprocess(attacked, encoded, dictionary=data_bin / "dict.txt")
+
+    started = time.perf_counter()
+    with watching(cfg.optimization.max_update, progress) as series:
+        train(cfg)
+    seconds = time.perf_counter() - started
+
+    checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
+    progress(0.95, "evaluating")
+    metrics: dict[str, float] = {}
+    places = {"perplexity": (data_bin, "test"), "validation perplexity": (data_bin, "valid")}
+    places |= {metric: (attacked, name) for metric, name in zip(RATES, copies, strict=True)}
+    for metric, (folder, subset) in places.items():
+        metrics[metric] = perplexity(
+            checkpoint,
+            folder,
+            subset,
+            tokens=int(cfg.task.tokens_per_sample),
+            context=context,
+            post_process=f"{JOINT} " if encode else None,
+            cpu=bool(cfg.common.cpu),
+        )
+    state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    metrics["updates_per_second"] = cfg.optimization.max_update / seconds
+    return Result(
+        metrics=metrics,
+        series=series,
+        details={
+            "config": config,
+            "attention": cell.attention,
+            "parameters": sum(x.numel() for name, x in state["model"].items() if is_parameter(name)),
+            "updates": state["optimizer_history"][-1]["num_updates"],
+            "window": {"tokens": int(cfg.task.tokens_per_sample), "context": context},
+        },
+    )
+
+
+def is_parameter(name: str) -> bool:
+    """Return whether a key of a state dict is a distinct parameter (shared embeddings have two keys)."""
+    return not name.endswith(("version", "_float_tensor", "output_projection.weight"))
+
+
+# --- fairseq's tools, called as functions ---------------------------------------------------------------------------
+
+
+def configuration(name: str) -> DictConfig:
+    """Return a shipped yaml merged over fairseq's defaults, for `train`."""
+    from fairseq.dataclass.configs import FairseqConfig
+    from fairseq.dataclass.initialize import add_defaults
+
+    from quest_fairseq import FairseqAdapter
+
+    FairseqAdapter().install()
+    cfg = OmegaConf.merge(OmegaConf.structured(FairseqConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    assert isinstance(cfg, DictConfig)
+    add_defaults(cfg)
+    return cfg
+
+
+def train(cfg: DictConfig) -> None:
+    """Train as fairseq-hydra-train does, in this process and on one device."""
+    from fairseq import checkpoint_utils
+    from fairseq_cli.train import main
+
+    # fairseq keeps the best loss of an earlier training in this process there and would not save this run's best.
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
+    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+    OmegaConf.set_struct(plain, True)
+    with open_dict(plain.distributed_training):
+        plain.distributed_training.distributed_world_size = 1
+    main(plain)
+
+
+def preprocess(folder: Path, splits: dict[str, Lines], dictionary: Path | None = None) -> None:
+    """fairseq-preprocess: write `splits` in binary form to `folder`, with the dictionary of "train" or a given one."""
+    from fairseq import options
+    from fairseq_cli.preprocess import main
+
+    shutil.rmtree(folder, ignore_errors=True)  # fairseq refuses to overwrite what a stopped cell left
+    texts = folder.with_name(f"{folder.name}-text")
+    texts.mkdir(parents=True, exist_ok=True)
+    for name, lines in splits.items():
+        (texts / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    given = ["--only-source", "--destdir", str(folder), "--workers", "1"]
+    given += ["--srcdict", str(dictionary)] if dictionary else []
+    for option, prefix in (("--trainpref", "train"), ("--validpref", "valid"), ("--testpref", "test")):
+        given += [option, str(texts / prefix)] if prefix in splits else []
+    others = [name for name in splits if name not in ("train", "valid", "test")]
+    given += ["--testpref", ",".join(str(texts / name) for name in others)] if others else []
+    main(options.get_preprocessing_parser().parse_args(given))
+    for number, name in enumerate(others):  # fairseq names them test, test1, test2, ...
+        for file in list(folder.glob(f"test{number or ''}.*")):
+            file.rename(file.with_name(name + file.name[len(f"test{number or ''}") :]))
+
+
+def perplexity(
+    checkpoint: Path, data: Path, subset: str, *, tokens: int, context: int, post_process: str | None, cpu: bool
+) -> float:
+    """fairseq-eval-lm: exp of the mean loss per word, over windows of `tokens`, the first `context` unscored."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq_cli.eval_lm import main
+
+    given = [str(data), "--path", str(checkpoint), "--gen-subset", subset, "--sample-break-mode", "none"]
+    given += ["--tokens-per-sample", str(tokens), "--context-window", str(context), "--num-workers", "0"]
+    # With the default multiple of 8, fairseq drops the last batch if it is not full.
+    given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
+    given += ["--post-process", post_process] if post_process else []
+    given += ["--cpu"] if cpu else []
+    parser = options.get_eval_lm_parser()
+    with warnings.catch_warnings():  # hydra warns about the way fairseq calls it
+        warnings.simplefilter("ignore", UserWarning)
+        results = main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=given)))
+    return float(results["perplexity"])
+
+
+@contextmanager
+def watching(updates: int, progress: Progress) -> Iterator[dict[str, list[float]]]:
+    """Yield the losses that fairseq logs as JSON inside the block, in bits per token; report them to `progress`."""
+    series: dict[str, list[float]] = {"train_loss": [], "valid_loss": []}
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name not in ("train_inner", "valid"):
+                return
+            found = json.loads(record.getMessage())
+            name = "loss" if record.name == "train_inner" else "valid_loss"
+            value = float(found[name])
+            series["train_loss" if name == "loss" else name].append(value)
+            if math.isfinite(value) and name == "loss":
+                done = int(found["num_updates"])
+                progress(0.9 * done / updates, f"update {done} loss {value:.3f}")
+
+    logger, handler = logging.getLogger("fairseq.logging.progress_bar"), Watch()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield series
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,232 @@
+"""Graphs that need no download of graphs: PATTERN and CLUSTER by their generator, and encodings of position.
+
+The generator is that of Dwivedi et al., "Benchmarking Graph Neural Networks" (JMLR 2023): stochastic block models. Here
+a set depends only on its seed and sizes; it is not the set of files that the authors published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from quest_core.errors import ConfigError, PluginError
+
+from .superpixels import superpixel_graphs
+
+SMALLEST, LARGEST = 5, 34
+"""Nodes of a block, uniform, both included."""
+PATTERNS = 100
+"""Fixed patterns of PATTERN; each is hidden in the same number of graphs of every split."""
+SPLITS = ("train", "val", "test")
+
+
+def block_model(sizes: Tensor, inside: float, across: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a graph in which two nodes are linked with probability `inside` in one block, `across` otherwise.
+
+    Args:
+        sizes: nodes of each block [blocks].
+
+    Returns:
+        The symmetric adjacency without loops, boolean [N, N], and the block of each node [N].
+    """
+    block = torch.repeat_interleave(torch.arange(len(sizes)), sizes)  # [N]
+    chance = torch.where(block[:, None] == block, inside, across)  # [N, N]
+    linked = (torch.rand(chance.shape, generator=generator) < chance).triu(1)
+    return linked | linked.T, block
+
+
+def pattern_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
+    """PATTERN: which nodes belong to a hidden pattern? The graphs of training, validation and test.
+
+    Five blocks (links 0.5 inside, 0.35 across) and a pattern (0.5 inside, 0.5 to the rest), each of 5 to 34 nodes;
+    features are uniform in {0, 1, 2}, one-hot. The 100 patterns, links and features, are the same in all splits.
+
+    Args:
+        sizes: graphs of each split, multiples of 100 (or fewer than 100, for tests).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patterns = []
+    for _ in range(PATTERNS):
+        adjacency, _ = block_model(_sizes(1, generator), 0.5, 0.5, generator)
+        patterns.append((adjacency, torch.randint(3, (len(adjacency),), generator=generator)))
+    splits = []
+    for graphs in sizes:
+        if graphs > PATTERNS and graphs % PATTERNS:
+            raise ConfigError(
+                f"PATTERN hides {PATTERNS} patterns equally often; {graphs} graphs is not a multiple of that"
+            )
+        splits.append([_hide(*patterns[i % PATTERNS], generator) for i in range(graphs)])
+    return splits
+
+
+def _hide(adjacency: Tensor, feature: Tensor, generator: torch.Generator) -> Data:
+    """One graph of PATTERN around a pattern [P, P] with features [P]."""
+    rest, _ = block_model(_sizes(5, generator), 0.5, 0.35, generator)
+    p, n = len(adjacency), len(rest) + len(adjacency)
+    linked = torch.zeros(n, n, dtype=torch.bool)
+    linked[:p, :p], linked[p:, p:] = adjacency, rest
+    linked[:p, p:] = torch.rand(p, n - p, generator=generator) < 0.5
+    linked[p:, :p] = linked[:p, p:].T
+    features = torch.cat([feature, torch.randint(3, (n - p,), generator=generator)])
+    return _data(linked, features, 3, (torch.arange(n) < p).long(), generator)
+
+
+def cluster_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
+    """CLUSTER: which of six communities does a node belong to? The graphs of training, validation and test.
+
+    Six blocks of 5 to 34 nodes, links 0.55 inside and 0.25 across. One random node of each block carries the block's
+    number from 1 to 6 as its feature, all others 0; seven values, one-hot.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [[_cluster(generator) for _ in range(graphs)] for graphs in sizes]
+
+
+def _cluster(generator: torch.Generator) -> Data:
+    sizes = _sizes(6, generator)
+    linked, block = block_model(sizes, 0.55, 0.25, generator)
+    feature = torch.zeros(len(block), dtype=torch.long)
+    first = sizes.cumsum(0) - sizes
+    chosen = first + (torch.rand(6, generator=generator) * sizes).long()
+    feature[chosen] = torch.arange(1, 7)
+    return _data(linked, feature, 7, block, generator)
+
+
+def _sizes(blocks: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(SMALLEST, LARGEST + 1, (blocks,), generator=generator)
+
+
+def _data(linked: Tensor, feature: Tensor, kinds: int, label: Tensor, generator: torch.Generator) -> Data:
+    """A graph with its nodes in random order: x [N, kinds] one-hot, y [N], both directions of every edge."""
+    order = torch.randperm(len(linked), generator=generator)
+    edges = linked[order][:, order].nonzero().T.contiguous()  # [2, E], sorted by the first row
+    x = torch.nn.functional.one_hot(feature[order], kinds).float()
+    return Data(x=x, edge_index=edges, y=label[order])
+
+
+GENERATORS = {"PATTERN": pattern_graphs, "CLUSTER": cluster_graphs}
+
+
+def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path:
+    """Write a dataset where PyTorch Geometric's GNNBenchmarkDataset, and so GraphGPS, looks for its download.
+
+    Args:
+        folder: GraphGPS's dataset.dir (``datasets`` in its checkout).
+    """
+    path = folder / "GNNBenchmarkDataset" / name / "raw" / f"{name}_v2.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save([[data.to_dict() for data in split] for split in splits], path)
+    return path
+
+
+# --- transforms for datasets of PyTorch Geometric -------------------------------------------------------------------
+
+
+def join_positions(data: Data) -> Data:
+    """Superpixels of MNIST and CIFAR10: append positions to the colours in x, as in GraphGPS.
+
+    Args:
+        data: x [N, colours] and pos [N, 2].
+    """
+    data.x = torch.cat([data.x, data.pos], dim=1).float()
+    return data
+
+
+def draw_negatives(data: Data) -> Data:
+    """Draw new negative pairs: for each head i, two random ones for every contact.
+
+    Args:
+        data: edge_label_index [2, L], pairs (i, j) of nodes, and edge_label [L], 1 where they are in contact.
+    """
+    contacts = data.edge_label_index[:, data.edge_label == 1]  # [2, C]
+    linked = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.bool)
+    linked[contacts[0], contacts[1]] = True
+    order = torch.rand(linked.shape).masked_fill(linked, math.inf).argsort(1).argsort(1)  # [N, N], contacts last
+    drawn = ((order < 2 * linked.sum(1, keepdim=True)) & ~linked).nonzero().T  # a head may have fewer candidates
+    data.edge_label_index = torch.cat([contacts, drawn], dim=1)
+    data.edge_label = (torch.arange(data.edge_label_index.shape[1]) < contacts.shape[1]).int()
+    return data
+
+
+# --- encodings of position ------------------------------------------------------------------------------------------
+
+
+def adjacency(data: Data) -> Tensor:
+    """[N, N] in float64, from the edges of a graph."""
+    dense = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.float64)
+    dense[data.edge_index[0], data.edge_index[1]] = 1
+    return dense
+
+
+def add_eigenvectors(data: Data, count: int) -> Data:
+    """Attach the `count` lowest eigenpairs of the graph's Laplacian D − A; missing ones are NaN.
+
+    EigVecs [N, count] has unit columns; EigVals [N, count, 1] repeats the eigenvalues for every node, as GraphGPS
+    stores them (Kreuzer et al., 2021).
+    """
+    links = adjacency(data)
+    values, vectors = torch.linalg.eigh(torch.diag(links.sum(1)) - links)
+    values, vectors = values[:count].clamp(min=0), vectors[:, :count]
+    vectors = vectors / vectors.norm(dim=0).clamp(min=1e-12)
+    missing = (0, count - len(values))
+    data.EigVecs = torch.nn.functional.pad(vectors.float(), missing, value=math.nan)
+    row = torch.nn.functional.pad(values.float(), missing, value=math.nan)
+    data.EigVals = row.expand(data.num_nodes, -1)[..., None].contiguous()
+    return data
+
+
+def add_random_walks(data: Data, steps: Sequence[int]) -> Data:
+    """Attach the probability that a random walk returns to its start after each number of steps [N, steps]."""
+    links = adjacency(data)
+    walk = links / links.sum(1, keepdim=True).clamp(min=1)
+    back, power = [], torch.eye(len(walk), dtype=torch.float64)
+    for step in range(1, max(steps) + 1):
+        power = power @ walk
+        if step in steps:
+            back.append(power.diagonal())
+    data.pestat_RWSE = torch.stack(back, dim=1).float()
+    return data
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write generated graphs to the path where GraphGPS and PyTorch Geometric look for the download."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quest_suites.graphgps.data",
+        description="Draw PATTERN or CLUSTER from its published generator, or CIFAR10's superpixels from its images, "
+        "and write it to the path where GraphGPS and PyTorch Geometric look for the downloaded file. The graphs differ "
+        "from the published files.",
+    )
+    parser.add_argument("name", choices=["CIFAR10", *sorted(GENERATORS)])
+    parser.add_argument("--images", type=Path, metavar="DIR", help="CIFAR10: its images, cifar-10-batches-bin")
+    parser.add_argument("--graphs", type=int, nargs=3, default=(1000, 200, 200), metavar=("TRAIN", "VAL", "TEST"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("datasets"), help="dataset.dir of the config")
+    given = parser.parse_args(argv)
+    if min(given.graphs) < 1:
+        parser.error(f"--graphs is {' '.join(map(str, given.graphs))}; every split has at least one graph")
+    if given.name == "CIFAR10" and given.images is None:
+        parser.error(
+            "CIFAR10 is drawn from images: give --images cifar-10-batches-bin (cs.toronto.edu/~kriz/cifar.html)"
+        )
+    if given.name != "CIFAR10" and given.images is not None:
+        parser.error(f"--images is {given.images}, but {given.name} is drawn without images; leave it out")
+    try:
+        generate = GENERATORS.get(given.name) or partial(superpixel_graphs, folder=given.images)
+        path = write_raw(given.out, given.name, generate(given.graphs, given.seed))
+    except (ConfigError, PluginError) as error:
+        parser.error(str(error))
+    if (path.parents[1] / "processed").exists():
+        print(f"{path.parents[1] / 'processed'} was made from an older file; delete it", file=sys.stderr)
+    print(f"wrote {path}: {' + '.join(map(str, given.graphs))} graphs, seed {given.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Segmenter trained and evaluated by mmengine's own Runner: on ADE20K, and on generated scenes in its layout.
+
+Corrupted data follow the protocol in quest_suites.mmseg.corruptions. Every cell runs a config of quest_mmseg/configs
+with the options of the suite applied.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.runner import Runner, TestLoop
+from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
+
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.checkpoints import AttentionMismatchWarning
+from quest_core.errors import CheckpointError, ConfigError
+from quest_core.hosts.inject import REPORT
+
+from . import scenes
+from .corruptions import CORRUPTIONS, corrupted, severities
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SMOKE_ITERATIONS = 4
+SMOKE_CORRUPTIONS = ("gaussian_noise", "fog")
+SMOKE_IMAGES = 8
+
+
+def run_shapes(cell: Cell, progress: Progress) -> Result:
+    """seg/shapes: train on generated scenes, evaluate on clean and corrupted ones.
+
+    Args:
+        cell: its options are those of the suite in info.py; `data` is not used.
+        progress: called at each iteration and after each corruption.
+
+    Returns:
+        Metrics ``mIoU`` and ``mIoU corrupted`` (the mean over the corruptions), ``aAcc`` and
+        ``mIoU corrupted/<name>``, the mean over its severities, all in %; the series ``loss``.
+    """
+    options = cell.options
+    config = Config.fromfile(CONFIGS / "segmenter_laptop_scenes-64x64.py")
+    folder = cell.workdir / "scenes"
+    # Scenes are the same for every attention and seed; the seed changes only the training.
+    images = (SMOKE_IMAGES, SMOKE_IMAGES) if cell.smoke else (options["train_images"], options["validation_images"])
+    scenes.write(folder, train=images[0], validation=images[1])
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.dataset.data_root = str(folder)
+    config.val_dataloader.batch_size = config.test_dataloader.batch_size = 16  # scenes are of one size
+    config.train_dataloader.batch_size = options["batch_size"]
+    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
+    config.optim_wrapper.optimizer.lr = options["lr"]
+    warm_up = min(100, max(1, iterations // 10))
+    config.param_scheduler[0].end = config.param_scheduler[1].begin = warm_up
+    config.param_scheduler[1].end = iterations
+    runner = train(config, cell, iterations, lambda done, text: progress(0.7 * done, text))
+    return evaluate(runner, cell, lambda done, text: progress(0.7 + 0.3 * done, text), with_corruptions=True)
+
+
+def run_ade20k(cell: Cell, progress: Progress) -> Result:
+    """seg/ade20k: train with the paper's schedule, evaluate on the validation images. `data` is ADEChallengeData2016.
+
+    Returns:
+        Metrics ``mIoU`` and ``aAcc`` in %; the series ``loss``.
+    """
+    return evaluate(train_ade20k(cell, progress), cell, progress, with_corruptions=False)
+
+
+def run_ade20k_corrupted(cell: Cell, progress: Progress) -> Result:
+    """seg/ade20k-c: as seg/ade20k, and evaluate on the corrupted validation images too.
+
+    Returns:
+        Metrics ``mIoU corrupted``, ``mIoU``, ``aAcc`` and ``mIoU corrupted/<name>`` in %; the series ``loss``.
+    """
+    runner = train_ade20k(cell, lambda done, text: progress(0.5 * done, text))
+    return evaluate(runner, cell, lambda done, text: progress(0.5 + 0.5 * done, text), with_corruptions=True)
+
+
+def train_ade20k(cell: Cell, progress: Progress) -> Runner:
+    """Train with a shipped config, or load the option `checkpoint` without training."""
+    if cell.data is None or not (cell.data / "annotations" / "validation").is_dir():
+        raise ConfigError(
+            f"data is '{cell.data}'; give the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/ and "
+            "training/ and validation/ in both"
+        )
+    options = cell.options
+    size = {"vit-t": "t", "vit-s": "s"}[cell.task]
+    config = Config.fromfile(CONFIGS / f"segmenter_vit-{size}_mask_standard_1xb8-160k_ade20k-512x512.py")
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.dataset.data_root = str(cell.data)
+        loader.num_workers = options["workers"]
+        loader.persistent_workers = options["workers"] > 0
+    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
+    config.model.pretrained = options["pretrained"]
+    if cell.smoke:
+        config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
+    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
+    config.param_scheduler[0].end = iterations
+    if options["checkpoint"] is not None:
+        runner = build(config, cell, iterations, resume=False)
+        load(runner, options["checkpoint"], cell.attention)
+        runner.call_hook("before_run")  # sets the folders that hooks write to
+        runner.model.eval()
+        return runner
+    return train(config, cell, iterations, progress)
+
+
+def load(runner: Runner, checkpoint: str, attention: str) -> None:
+    """Load a checkpoint strictly; mmengine only warns if names, shapes or the attention differ.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or its model or attention differs.
+    """
+    try:
+        stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
+        if not isinstance(stored, dict):
+            raise RuntimeError(f"it holds a {type(stored).__name__} instead of weights")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AttentionMismatchWarning)
+            _load_checkpoint_to_model(runner.model, stored, strict=True)  # takes DDP's "module." off the names
+    except (RuntimeError, OSError, CheckpointError, AttentionMismatchWarning) as error:
+        raise ConfigError(
+            f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {error}"
+        ) from error
+
+
+def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:
+    """Return the Runner of one cell. With `resume` it continues from the cell's last checkpoint, if one exists."""
+    config.model.type = "quest_mmseg.EncoderDecoder"
+    config.model.attention = cell.attention
+    config.train_cfg.max_iters = iterations
+    config.train_cfg.val_interval = iterations + 1  # evaluated once, below
+    config.default_hooks.checkpoint = {
+        "type": "CheckpointHook", "by_epoch": False, "interval": max(1, iterations // 10), "max_keep_ckpts": 1
+    }  # fmt: skip
+    config.randomness = {"seed": cell.seed}
+    config.work_dir = str(cell.workdir)
+    config.resume = resume
+    config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner
+    config.visualizer.name = config.experiment_name
+    config.log_level = "WARNING"
+    if not torch.cuda.is_available():
+        config.env_cfg.dist_cfg.backend = "gloo"
+    return Runner.from_cfg(config)
+
+
+def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
+    """Train with mmengine's Runner and return it, with its model in evaluation mode."""
+    runner = build(config, cell, iterations)
+    runner.register_hook(_Watch(iterations, progress))
+    runner.train()
+    runner.model.eval()
+    return runner
+
+
+class _Watch(Hook):
+    """Reports progress. mmengine's message hub keeps the losses, also those of a resumed run."""
+
+    def __init__(self, iterations: int, progress: Progress) -> None:
+        self.iterations, self.progress = iterations, progress
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        loss = float((outputs or {})["loss"].detach())
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of iteration {runner.iter + 1} is {loss}")
+        done = runner.iter + 1
+        self.progress(done / self.iterations, f"iteration {done} loss {loss:.3f}")
+
+
+def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions: bool) -> Result:
+    """Evaluate clean and optionally corrupted validation images with mmengine's test loop and mmseg's metric."""
+    names = (SMOKE_CORRUPTIONS if cell.smoke else CORRUPTIONS) if with_corruptions else ()
+    total = 1 + sum(len(severities(name)) for name in names)
+    done = 0
+
+    def test(pipeline: list[dict[str, Any]]) -> dict[str, float]:
+        nonlocal done
+        loader = runner.cfg.test_dataloader.copy()
+        loader.dataset = {**loader.dataset, "pipeline": pipeline}
+        found = TestLoop(runner, loader, runner.cfg.test_evaluator).run()
+        done += 1
+        progress(done / total, f"mIoU {found['mIoU']:.2f}")
+        return {key: float(value) for key, value in found.items()}
+
+    pipeline = runner.cfg.test_dataloader.dataset.pipeline
+    clean = test(pipeline)
+    metrics = {"mIoU": clean["mIoU"], "aAcc": clean["aAcc"]}
+    by_severity = {
+        name: [test(corrupted(pipeline, name, severity))["mIoU"] for severity in severities(name)] for name in names
+    }
+    if by_severity:
+        means = {name: statistics.fmean(values) for name, values in by_severity.items()}
+        metrics["mIoU corrupted"] = statistics.fmean(means.values())
+        metrics.update({f"mIoU corrupted/{name}": value for name, value in means.items()})
+    return Result(
+        metrics=metrics,
+        series={"loss": _losses(runner)},
+        details={
+            "injected": str(getattr(runner.model, REPORT)),
+            "parameters": sum(p.numel() for p in runner.model.parameters()),
+            "mIoU by severity": by_severity,
+        },
+    )
+
+
+def _losses(runner: Runner, points: int = 200) -> list[float]:
+    """Return the training loss as about `points` means over equal stretches."""
+    history: Callable[[str], Any] = runner.message_hub.get_scalar
+    if "train/loss" not in runner.message_hub.log_scalars:
+        return []
+    losses = [float(value) for value in history("train/loss").data[0]]
+    step = max(1, len(losses) // points)
+    return [statistics.fmean(losses[i : i + step]) for i in range(0, len(losses), step)]

@@ -1,0 +1,1 @@
+"""The point-cloud benchmarks: tasks and generated scenes."""

@@ -1,0 +1,248 @@
+"""points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, table A9 of the paper.
+
+`points/scenes` trains torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`). torch-pointcloud has
+a module for Lightning and no trainer, so the loop is here. It follows Pointcept's nuScenes configuration:
+AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns, flips and
+scales, one point of each voxel. Model and scenes are small, so a cell takes minutes on a CPU; blocks have the same
+learning rate as the rest.
+
+`points/nuscenes` runs Pointcept's tools/train.py with Pointcept's configuration and a few more lines.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
+from quest_core.errors import ConfigError, PluginError
+from quest_pointcept.on_cpu import train_on_cpu
+
+from . import own, scenes
+
+RINGS, RAYS = 24, 180
+SMOKE_SCENES, SMOKE_EPOCHS = 4, 2
+SIZES: dict[str, Any] = {
+    "strides": (2, 2),
+    "encoder_depths": (2, 2, 2),
+    "encoder_channels": (32, 64, 96),
+    "encoder_num_heads": (2, 4, 6),
+    "decoder_depths": (1, 1),
+    "decoder_channels": (64, 32),
+    "decoder_num_heads": (4, 2),
+    "drop_path": 0.1,
+}
+PROTOCOL = (
+    "Generated scenes, the same for all cells; the seed sets weights, order and augmentation. The last epoch is "
+    "evaluated, on one point of each voxel; no split selects anything."
+)
+
+
+class Batch(NamedTuple):
+    """Concatenated scenes: features [N, 4], voxels [N, 3], scene [N] and labels [N] of the points."""
+
+    x: Tensor
+    grid: Tensor
+    scene: Tensor
+    label: Tensor
+
+
+def run_scenes(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate a small Point Transformer V3 on generated scenes.
+
+    Args:
+        cell: `task` is "street".
+        progress: called after each scene made and each epoch.
+
+    Returns:
+        Metrics ``miou`` (mean intersection over union of the classes, in %), ``accuracy`` (% of points) and
+        ``seconds_per_epoch``; series ``train_loss`` by epoch; the IoU of every class in the details.
+    """
+    from torch_pointcloud.losses.lovasz import LovaszLoss
+
+    options = cell.options
+    epochs = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train_on_cpu()
+
+    data: dict[str, list[scenes.Scan]] = {}
+    for split in ("train", "val"):
+        count = min(options[f"{split}_scenes"], SMOKE_SCENES) if cell.smoke else options[f"{split}_scenes"]
+        data[split] = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds(split, count)]
+        progress(0.0, f"{count} scenes to {split}")
+
+    torch.manual_seed(cell.seed)
+    model = build(options["patch_size"], attention=cell.attention).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options["lr"], weight_decay=0.005)
+    steps = math.ceil(len(data["train"]) / options["batch_size"])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        options["lr"],
+        epochs=epochs,
+        steps_per_epoch=steps,
+        pct_start=0.1,
+        div_factor=10,
+        final_div_factor=100,
+    )
+    cross_entropy, lovasz = nn.CrossEntropyLoss(), LovaszLoss()
+    random = np.random.default_rng(cell.seed)
+    losses: list[float] = []
+    started = time.perf_counter()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if state := load_state(cell):
+        losses, random.bit_generator.state = state["losses"], state["random"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    first = len(losses)
+    for epoch in range(first, epochs):
+        model.train()
+        total = torch.zeros((), device=device)
+        for batch in batches(data["train"], options, random, device):
+            logits = model(batch.x, batch.grid, batch.scene)
+            loss = cross_entropy(logits, batch.label) + lovasz(logits, batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        losses.append(total.item() / steps)
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"losses": losses, "random": random.bit_generator.state, **kept})
+        progress((epoch + 1) / epochs, f"epoch {epoch + 1} loss {losses[-1]:.3f}")
+    seconds = time.perf_counter() - started
+
+    model.eval()
+    confusion = torch.zeros(len(scenes.CLASSES), len(scenes.CLASSES), dtype=torch.long, device=device)  # truth × guess
+    with torch.no_grad():
+        for batch in batches(data["val"], options, None, device):
+            guess = model(batch.x, batch.grid, batch.scene).argmax(1)
+            pairs = batch.label * len(scenes.CLASSES) + guess
+            confusion += pairs.bincount(minlength=confusion.numel()).view_as(confusion)
+    iou = intersection_over_union(confusion)
+    return Result(
+        metrics={
+            "miou": 100 * float(np.nanmean(list(iou.values()))),
+            "accuracy": 100 * (confusion.diagonal().sum() / confusion.sum()).item(),
+            "seconds_per_epoch": seconds / max(1, epochs - first),
+        },
+        series={"train_loss": losses},
+        details={
+            "protocol": PROTOCOL,
+            "iou": {name: 100 * value for name, value in iou.items()},
+            "injected": str(model.attention_report),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "points_per_scene": sum(len(one.labels) for one in data["val"]) / len(data["val"]),
+            "voxels_per_scene": int(confusion.sum()) / len(data["val"]),
+        },
+    )
+
+
+def build(patch_size: int, **how: Any) -> Any:
+    """Return torch-pointcloud's model in SIZES, with stock's attention if `attention` is not given."""
+    from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
+
+    return PointTransformerV3Segmentation(
+        in_channels=4,
+        num_classes=len(scenes.CLASSES),
+        encoder_patch_size=(patch_size,) * len(SIZES["encoder_depths"]),
+        decoder_patch_size=(patch_size,) * len(SIZES["decoder_depths"]),
+        **SIZES,
+        **how,
+    )
+
+
+def intersection_over_union(confusion: Tensor) -> dict[str, float]:
+    """Return each class's IoU from a confusion matrix (truth × guess); NaN for a class absent from both."""
+    hit = confusion.diagonal().double()
+    union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
+    return dict(zip(scenes.CLASSES, (hit / union).tolist(), strict=True))
+
+
+def batches(
+    scans: list[scenes.Scan], options: Any, random: np.random.Generator | None, device: torch.device
+) -> Iterator[Batch]:
+    """Yield every scan once: in random order and augmented, or unchanged if `random` is None."""
+    order = np.arange(len(scans)) if random is None else random.permutation(len(scans))
+    for first in range(0, len(scans), options["batch_size"]):
+        parts = [voxels(scans[i], options["grid_size"], random) for i in order[first : first + options["batch_size"]]]
+        scene = np.repeat(np.arange(len(parts)), [len(label) for _, _, label in parts])
+        x, grid, label = (np.concatenate(column) for column in zip(*parts, strict=True))
+        yield Batch(*(torch.from_numpy(array).to(device) for array in (x, grid, scene, label)))
+
+
+def voxels(
+    scan: scenes.Scan, size: float, random: np.random.Generator | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return one point of each voxel: position and strength [N, 4], voxel [N, 3], label [N]; augmented by `random`."""
+    points = scan.points
+    order = np.arange(len(points))
+    if random is not None:
+        angle = random.uniform(-math.pi, math.pi)
+        turn = np.array([[math.cos(angle), math.sin(angle), 0], [-math.sin(angle), math.cos(angle), 0], [0, 0, 1]])
+        turn *= random.uniform(0.9, 1.1)
+        turn[:, 1] *= random.choice([-1.0, 1.0])
+        points = (points @ turn).astype(np.float32)
+        order = random.permutation(len(points))
+    grid = np.floor((points - points.min(0)) / size).astype(np.int64)
+    _, first = np.unique(grid[order], axis=0, return_index=True)
+    kept = order[first]
+    x = np.concatenate([points[kept], scan.strength[kept, None]], axis=1)
+    return x, grid[kept], scan.labels[kept]
+
+
+# --- nuScenes ---------------------------------------------------------------------------------------------------------
+
+
+def run_nuscenes(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate on nuScenes with Pointcept's own trainer, in a process of its own.
+
+    Args:
+        cell: `data` is the folder with info/ and raw/ that Pointcept's preprocessing writes.
+        progress: called when the trainer logs.
+
+    Returns:
+        The result of `own.train`, with the metric ``miou``: Pointcept's precise evaluation of its best epoch, or,
+        without one in the config, the last epoch.
+
+    Raises:
+        PluginError: Pointcept cannot be imported, or its trainer fails.
+        ConfigError: the data or the configuration is missing.
+    """
+    root = checkout()
+    options = cell.options
+    base = root / "configs" / options["config"]
+    if not base.is_file():
+        raise ConfigError(f"option config is '{options['config']}', which is not a file in {root / 'configs'}")
+    if cell.data is None or not (cell.data / "info").is_dir() or not (cell.data / "raw").is_dir():
+        raise ConfigError(
+            f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
+            "preprocess_nuscenes_info.py has written"
+        )
+    lines = [f"data = { ({split: {'data_root': str(cell.data)} for split in ('train', 'val', 'test')})!r}"]
+    if not cell.smoke:
+        lines += [f"epoch = eval_epoch = {options['epochs']}"]
+        lines += [f"batch_size, num_worker = {options['batch_size']}, {options['workers']}"]
+    result = own.train(cell, progress, root, base, lines, gpus=options["gpus"])
+    result.metrics["miou"] = result.metrics.get("precise mIoU", result.metrics["mIoU"])
+    return result
+
+
+def checkout() -> Path:
+    """Return the folder of the importable Pointcept; raises PluginError if there is none."""
+    found = importlib.util.find_spec("pointcept")
+    if found is None or found.origin is None:
+        raise PluginError(
+            "points/nuscenes trains with Pointcept, which cannot be imported; put a checkout on PYTHONPATH"
+        )
+    root = Path(found.origin).parents[1]
+    if not (root / "tools" / "train.py").is_file():
+        raise PluginError(f"Pointcept at {root} has no tools/train.py; use a whole checkout")
+    return root

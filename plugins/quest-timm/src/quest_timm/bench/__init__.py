@@ -1,1 +1,0 @@
-"""Benchmark tasks; loaded by `quest bench` only."""

@@ -1,1 +1,0 @@
-"""Benchmark tasks; `import quest_transformers` loads none of this."""

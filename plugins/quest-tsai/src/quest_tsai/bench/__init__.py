@@ -1,1 +1,0 @@
-"""The ts/uea benchmark. `import quest_tsai` does not load this package."""

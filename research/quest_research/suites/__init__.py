@@ -1,0 +1,1 @@
+"""Experiments that need no host framework, as suites of `quest bench`."""

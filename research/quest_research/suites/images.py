@@ -1,0 +1,557 @@
+"""Suites images/*: a small Vision Transformer that classifies images, and what other suites train with it.
+
+The model is a pre-norm ViT (Dosovitskiy et al., 2021) whose tokens are averaged before the classifier. All Linear
+weights and the positions start from a normal distribution with standard deviation 0.02, truncated at two standard
+deviations, and all biases at 0. AdamW, a cosine schedule that starts at the full rate and ends at 0, no warm-up
+unless asked for, no dropout. Images are 0..1 and the model subtracts the mean of the training images and divides by
+their deviation, for each channel.
+
+images/fashion-mnist has no augmentation and no clipping of gradients. images/recipes has two recipes:
+
+- vit: gradients are clipped to norm 1, as in the ViT paper.
+- deit (Touvron et al., 2021): flips, shifts, mixup 0.8 or cutmix 1.0, random erasing 0.25, label smoothing 0.1 and
+  stochastic depth 0.1. RandAugment, repeated augmentation and distillation are left out.
+
+A part of the training images is held out. The reported test accuracy is that of the epoch with the best accuracy on
+these validation images; the test images choose nothing. With the option `rates`, images/recipes also chooses the
+learning rate so, for each attention and seed. A run whose loss is not finite ends, and counts as diverged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Progress, Result, observe, part
+from quest_core.errors import ConfigError
+from quest_core.projections import init_norms
+
+from .training import DivergedError, Fit, Float16Products, fit
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts the files."""
+PROBE = 512
+"""Validation images on which logits and norms are measured."""
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Split: TypeAlias = tuple[Tensor, Tensor]
+"""Inputs [n, ...] and labels, [n] for images, [n, N] for text."""
+
+
+class Block(nn.Module):
+    """Pre-norm Transformer block: attention, then an MLP of four times the width.
+
+    Args:
+        width: features E of a token.
+        heads: attention heads.
+        attention: its name.
+        causal: whether a token sees only itself and earlier ones.
+        drop: probability with which training skips a branch for a sample (stochastic depth).
+    """
+
+    def __init__(self, width: int, heads: int, attention: str, causal: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = quest_core.Attention(width, heads, attention)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.causal, self.drop = causal, drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, E] -> [B, N, E]."""
+        x = x + self._kept(self.attention(self.norm1(x), is_causal=self.causal))
+        return x + self._kept(self.mlp(self.norm2(x)))
+
+    def _kept(self, branch: Tensor) -> Tensor:
+        if not (self.training and self.drop):
+            return branch
+        keep = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop  # [B, 1, 1]
+        return branch * keep / (1 - self.drop)
+
+
+def start(model: nn.Module) -> None:
+    """Initialize every Linear and Embedding; attentions with options such as quest(init=12) set their norms."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    init_norms(model)
+
+
+class VisionTransformer(nn.Module):
+    """Classify square images.
+
+    Args:
+        attention: the attention of every block.
+        size: pixels a side.
+        patch: pixels a side of a patch; `size` is a multiple.
+        width: features E of a token.
+        layers: blocks.
+        heads: attention heads of a block.
+        channels: of an image.
+        classes: the number of logits.
+        drop: stochastic depth, see `Block`.
+
+    Raises:
+        ConfigError: `patch` does not divide `size`.
+    """
+
+    mean: Tensor  # [C, 1, 1]
+    deviation: Tensor  # [C, 1, 1]
+
+    def __init__(
+        self,
+        attention: str,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        channels: int = 1,
+        classes: int = 10,
+        drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if size % patch:
+            raise ConfigError(f"option patch is {patch}, which does not divide the {size} pixels of a side")
+        self.patch = patch
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("deviation", torch.ones(channels, 1, 1))
+        self.embedding = nn.Linear(channels * patch * patch, width)
+        self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))  # [N, E]
+        self.blocks = nn.ModuleList(Block(width, heads, attention, drop=drop) for _ in range(layers))
+        quest_core.chain(self)
+        self.norm = nn.LayerNorm(width)
+        self.classifier = nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.positions, std=0.02, a=-0.04, b=0.04)
+        start(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images [B, C, S, S], or [B, S, S] of one channel -> class logits [B, classes]."""
+        images = images[:, None] if images.dim() == 3 else images
+        images = (images - self.mean) / self.deviation
+        patches = images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [B, C, n, n, p, p]
+        x = self.embedding(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)) + self.positions  # [B, N, E]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.classifier(self.norm(x).mean(1))
+        return logits
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def classify(
+    cell: Cell,
+    phase: str,
+    model: nn.Module,
+    train: Split,
+    splits: Mapping[str, Split],
+    options: Mapping[str, Any],
+    *,
+    rate: float,
+    draw: torch.Generator,
+    progress: Progress,
+    precision: str = "float32",
+    clip: float = math.inf,
+    change: Callable[[Tensor, Tensor], Split] | None = None,
+    watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+) -> Fit:
+    """Train a classifier and choose its epoch by the accuracy on a split; see `quest_research.suites.training.fit`.
+
+    Args:
+        cell, phase, progress: as in `fit`.
+        model: inputs [B, ...] -> logits [B, classes] or [B, N, classes].
+        train: the training split.
+        splits: their accuracies are measured after each epoch; "validation" is one of them and chooses the epoch.
+        options: epochs, batch, warmup (steps) and weight_decay.
+        rate: the highest learning rate.
+        draw: gives the order of the samples.
+        precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
+        clip: the largest norm of the gradients.
+        change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
+        watch: gives further values after each epoch.
+
+    Raises:
+        DivergedError: a loss is not finite.
+    """
+    device = next(model.parameters()).device.type
+
+    def loss(picked: Tensor) -> Tensor:
+        x, y = train[0][picked], train[1][picked]
+        x, y = change(x, y) if change else (x, y)
+        with torch.autocast(device, PRECISIONS[precision], enabled=precision != "float32"):
+            logits = model(x).flatten(0, -2)
+        return F.cross_entropy(logits.float(), y if y.is_floating_point() else y.flatten())
+
+    with Float16Products() if precision == "float16" else contextlib.nullcontext():
+        return fit(
+            cell,
+            phase,
+            model,
+            loss,
+            len(train[0]),
+            **{name: options[name] for name in ("epochs", "batch", "warmup", "weight_decay")},
+            rate=rate,
+            measure=lambda: (
+                {name: accuracy(model, *split) for name, split in splits.items()} | dict(watch(model) if watch else {})
+            ),
+            progress=progress,
+            select="validation",
+            draw=draw,
+            clip=clip,
+            scale_loss=precision == "float16",
+        )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    """Return the share of labels that are predicted correctly, in %."""
+    model.eval()
+    pieces = zip(inputs.split(500), labels.split(500), strict=True)
+    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / labels.numel()
+
+
+# --- the suites -----------------------------------------------------------------------------------------------------
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate one attention with one seed, without a recipe.
+
+    Args:
+        cell: `task` is "lr=" and a learning rate; `data` see `load`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split), ``last_accuracy``
+        and ``validation`` (in %), ``max_logit`` and ``query_norm`` on validation images at the end, and
+        ``first_query_norm`` before the first step; all NaN if the run diverged, and ``diverged`` (0 or 1). Series
+        ``train_loss``, ``validation`` and ``accuracy`` by epoch.
+
+    Raises:
+        ConfigError: a size is invalid, or the data is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+    draw = torch.Generator().manual_seed(cell.seed)
+    data = load(cell.data, options, draw)
+    torch.manual_seed(cell.seed)
+    model = build(cell.attention, data, options)
+    probe = data.validation[0][:PROBE]
+    first = observe(model, probe)
+    try:
+        found = classify(
+            cell,
+            "training",
+            model,
+            data.train,
+            {"validation": data.validation, "accuracy": data.test},
+            options,
+            rate=float(cell.task.removeprefix("lr=")),
+            draw=draw,
+            progress=progress,
+        )
+    except DivergedError as error:
+        progress(1.0, str(error))
+        missing = dict.fromkeys(("accuracy", "last_accuracy", "validation", "max_logit", "query_norm"), math.nan)
+        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, error.series)
+    best, series, last = found.selected, found.series, observe(model, probe)
+    return Result(
+        {
+            "accuracy": series["accuracy"][best],
+            "last_accuracy": series["accuracy"][-1],
+            "validation": series["validation"][best],
+            "max_logit": last["max_logit"],
+            "query_norm": last["query_norm"],
+            "first_query_norm": first["query_norm"],
+            "diverged": 0.0,
+        },
+        series,
+        {"best_epoch": best + 1, "parameters": sum(p.numel() for p in model.parameters()), "first": first},
+    )
+
+
+def recipe(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with the recipe that the task names, "vit" or "deit", from the same weights at each rate.
+
+    Args:
+        cell: `data` see `load`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the
+        rate that is best on it too, NaN if all rates diverged; ``validation``; and ``diverged``, a number of rates.
+        Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
+        the series' names end on ``/lr=R`` too.
+
+    Raises:
+        ConfigError: a size is invalid, or the data is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+    data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
+    deit = cell.task == "deit"
+    scores: dict[str, float] = {}
+    series: dict[str, list[float]] = {}
+    best, chosen, several = -math.inf, "", options["rates"] > 1
+    for place in range(options["rates"]):
+        rate = options["rate"] * 10 ** (place / 2)
+        name = f"lr={rate:.2g}"
+        draw = torch.Generator().manual_seed(cell.seed)
+        change = partial(augment, classes=data.classes, draw=draw) if deit else None
+        torch.manual_seed(cell.seed)
+        model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
+        scores[name] = math.nan
+        try:
+            found = classify(
+                cell,
+                name,
+                model,
+                data.train,
+                {"validation": data.validation},
+                options,
+                rate=rate,
+                draw=draw,
+                progress=part(progress, place, options["rates"]),
+                precision=options["precision"],
+                clip=math.inf if deit else 1.0,
+                change=change,
+            )
+        except DivergedError as error:
+            curves = error.series
+        else:
+            curves = found.series
+            model.load_state_dict(found.weights)
+            scores[name] = accuracy(model, *data.test)
+            reached = curves["validation"][found.selected]
+            if reached > best:
+                best, chosen = reached, name
+        series |= {f"{key}/{name}" if several else key: values for key, values in curves.items()}
+    return Result(
+        {
+            "accuracy": scores.get(chosen, math.nan),
+            **({f"accuracy/{name}": score for name, score in scores.items()} if several else {}),
+            "validation": best if chosen else math.nan,
+            "diverged": float(sum(map(math.isnan, scores.values()))),
+        },
+        series,
+        {"chosen": chosen},
+    )
+
+
+def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
+    """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
+    images = data.train[0]
+    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
+    channels, size = images.shape[1:3]
+    model = VisionTransformer(attention, size=size, channels=channels, classes=data.classes, drop=drop, **shape)
+    model.mean, model.deviation = (x[:, None, None].cpu() for x in (images.mean((0, 2, 3)), images.std((0, 2, 3))))
+    return model.to(data.device)
+
+
+def augment(x: Tensor, y: Tensor, classes: int, draw: torch.Generator) -> Split:
+    """Return a mini-batch with DeiT's augmentation that needs no image library.
+
+    Args:
+        x: images [B, C, S, S].
+        y: labels [B].
+        classes: their number.
+        draw: gives the random numbers.
+
+    Returns:
+        Images [B, C, S, S], and probabilities [B, classes] after label smoothing and mixing.
+    """
+    size, margin = x.shape[-1], max(1, x.shape[-1] // 8)
+
+    def chance(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, generator=draw).to(x.device)
+
+    def place(share: float) -> tuple[slice, slice]:
+        """A random square that covers a share of the image."""
+        side = round(size * math.sqrt(share))
+        top, left = (int(torch.randint(size - side + 1, (), generator=draw)) for _ in range(2))
+        return slice(top, top + side), slice(left, left + side)
+
+    flipped = chance(len(x)) < 0.5
+    x = torch.where(flipped[:, None, None, None], x.flip(-1), x)
+    down, right = (torch.randint(-margin, margin + 1, (len(x),), generator=draw).to(x.device) for _ in range(2))
+    grid = torch.arange(size, device=x.device)
+    rows, columns = (grid + down[:, None]) % size, (grid + right[:, None]) % size  # [B, S] each
+    x = x[torch.arange(len(x), device=x.device)[:, None, None], :, rows[:, :, None], columns[:, None]]  # [B, S, S, C]
+    x = x.permute(0, 3, 1, 2).contiguous()
+    target = torch.full((len(x), classes), 0.1 / classes, device=x.device)
+    target = target.scatter_add(1, y[:, None], torch.full((len(x), 1), 0.9, device=x.device))
+    seed = int(torch.randint(2**31, (), generator=draw))
+    cut = bool(torch.rand((), generator=draw) < 0.5)
+    share = float(np.random.default_rng(seed).beta(*((1.0, 1.0) if cut else (0.8, 0.8))))
+    if cut:
+        box = place(1 - share)
+        share = 1 - (box[0].stop - box[0].start) ** 2 / size**2
+        other = x.flip(0)
+        x[:, :, box[0], box[1]] = other[:, :, box[0], box[1]]
+    else:
+        x = share * x + (1 - share) * x.flip(0)
+    target = share * target + (1 - share) * target.flip(0)
+    for row in (chance(len(x)) < 0.25).nonzero().flatten().tolist():
+        box = place(0.02 + 0.31 * float(torch.rand((), generator=draw)))
+        x[row, :, box[0], box[1]] = torch.rand((), generator=draw)
+    return x, target
+
+
+# --- the data -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images [n, C, S, S], float32 in 0..1, and labels [n] of each split, on the device that trains.
+
+    Attributes:
+        train: drawn for each seed.
+        validation: further training images.
+        test: the first `test` images of the test split in an order that is the same for all seeds.
+        classes: the number of classes.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+    classes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.train[0].device
+
+
+def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator) -> Images:
+    """Read the images of a folder.
+
+    Args:
+        folder: holds the four IDX files of Fashion-MNIST or MNIST, compressed or not; the binary version of CIFAR-10 or
+            CIFAR-100; or one folder of images for each class in `train/` and in `test/` or `val/`, as ImageNet has
+            them. None takes Debian's package dataset-fashion-mnist.
+        options: train and validation, numbers of images; test, 0 or left out for all; size, the pixels a side to which
+            images of folders are scaled.
+        draw: selects training and validation images.
+
+    Raises:
+        ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
+    """
+    if folder and (folder / "train").is_dir():
+        sources = _folders(folder, options.get("size", 64))
+    elif folder and any(folder.glob("*.bin")):
+        sources = _cifar(folder)
+    else:
+        idx = [read(folder, split) for split in ("train", "t10k")]
+        sources = [(images[:, None].__getitem__, labels) for images, labels in idx]
+    (training, labels), (test, test_labels) = sources
+    count, held_out = options["train"], options["validation"]
+    if count + held_out > len(labels):
+        raise ConfigError(f"train + validation is {count + held_out}, and there are {len(labels)} training images")
+    order = torch.randperm(len(labels), generator=draw)
+    some = torch.randperm(len(test_labels), generator=torch.Generator().manual_seed(0))
+    some = some[: options.get("test") or len(some)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def split(pick: Callable[[Tensor], Tensor], of: Tensor, chosen: Tensor) -> Split:
+        images = pick(chosen)  # [n, C, S, S]
+        images = images if images.is_floating_point() else images.float() / 255
+        return images.to(device), of[chosen].to(device)
+
+    return Images(
+        split(training, labels, order[:count]),
+        split(training, labels, order[count : count + held_out]),
+        split(test, test_labels, some),
+        int(max(labels.max(), test_labels.max())) + 1,
+    )
+
+
+Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
+"""Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
+
+
+def read(folder: Path | None, split: str) -> Split:
+    """Return the images [n, 28, 28], float32 in 0..1, and the labels [n] of a split, "train" or "t10k".
+
+    Raises:
+        ConfigError: a file is missing or is not of the IDX format; the message says where the data can be had.
+    """
+    home = folder or DEBIAN
+    found = []
+    for name in (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"):
+        path = next((p for p in (home / f"{name}.gz", home / name) if p.is_file()), None)
+        if path is None:
+            raise ConfigError(
+                f"no {name}.gz in '{home}'; install Debian's package dataset-fashion-mnist, or name a folder as "
+                "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version "
+                "of CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
+            )
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        axes = raw[3] if raw[:3] == b"\0\0\x08" else 0
+        shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(axes)]
+        if not axes or len(raw) != 4 + 4 * axes + math.prod(shape):
+            raise ConfigError(f"'{path}' is not a complete IDX file of bytes; download it again")
+        found.append(torch.frombuffer(bytearray(raw[4 + 4 * axes :]), dtype=torch.uint8).view(shape))
+    images, labels = found
+    return images.float() / 255, labels.long()
+
+
+def _cifar(folder: Path) -> list[Source]:
+    hundred = (folder / "train.bin").is_file()
+    names = [["train"], ["test"]] if hundred else [[f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]]
+    sources: list[Source] = []
+    for split in names:
+        raw = b""
+        for name in split:
+            path = folder / f"{name}.bin"
+            size = path.stat().st_size if path.is_file() else 0
+            if not size or size % (3073 + hundred):
+                raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
+            raw += path.read_bytes()
+        table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073 + hundred)
+        images = table[:, -3072:].unflatten(1, (3, 32, 32))
+        sources.append((images.__getitem__, table[:, int(hundred)].long()))
+    return sources
+
+
+def _folders(folder: Path, size: int) -> list[Source]:
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    if test is None or not classes:
+        raise ConfigError(f"'{folder}' has train/ but not CLASS/ in it, or neither test/ nor val/")
+    sources = []
+    for home in (folder / "train", test):
+        files = [(p, i) for i, name in enumerate(classes) for p in sorted((home / name).glob("*")) if p.is_file()]
+        if not files:
+            raise ConfigError(f"'{home}' holds no images of the classes of train/: {', '.join(classes[:5])}, ...")
+        paths = [path for path, _ in files]
+        sources.append((_decoder(paths, size), torch.tensor([label for _, label in files])))
+    return sources
+
+
+def _decoder(paths: Sequence[Path], size: int) -> Callable[[Tensor], Tensor]:
+    from PIL import Image, ImageOps
+
+    def pick(chosen: Tensor) -> Tensor:
+        images = []
+        for index in chosen.tolist():
+            with Image.open(paths[index]) as image:
+                images.append(np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))))
+        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+    return pick

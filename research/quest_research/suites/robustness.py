@@ -1,0 +1,269 @@
+"""Suite robustness/images: a small Vision Transformer on images that differ from those it was trained on.
+
+Each task trains on some images and tests on others. The accuracy is the mean over these tests; each is an item.
+
+- fog: trained on clean images and tested in fog, trained in fog and tested on clean images, and trained and tested in
+  fog, as in Your Attention Matters (tables 1 to 3).
+- corruptions: trained on clean images, tested under the 15 corruptions of Hendrycks and Dietterich (2019), each a mean
+  over severities 1 to 5.
+- attacks: trained on clean images, tested under FGSM and PGD at `epsilon` and under SPSA at 0.1, as in QUEST's
+  tables 3 and 4.
+- autoattack: as attacks, under AutoAttack; minutes a cell.
+- patch: a small white square is at the place of an image's class, in `share` of the training images and in none of the
+  test images. The others have it at the place of another class.
+
+The relative accuracy is 100 · accuracy / accuracy on clean images after training on clean images; in the task patch on
+images whose square is at the place of their class. The mean corruption error of the papers is normalized by a reference
+network. Here standard attention is the reference: see the figure "Corruption error".
+
+Corruptions are those of the package imagecorruptions-imaug, attacks those of torchattacks. Their test images are the
+same for all attentions and seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quest_core.benchmarks import Cell, Progress, Result, part
+from quest_core.errors import ConfigError, PluginError
+
+from .images import Images, Split, accuracy, build, classify, load
+from .training import DivergedError, Fit
+
+CORRUPTIONS = (
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
+    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
+)  # fmt: skip
+SEVERITIES = range(1, 6)
+SMALLEST = 32
+"""Pixels a side that imagecorruptions needs; smaller images are padded with their edge and cropped again."""
+SPSA_EPSILON = 0.1
+PATCH = 4
+"""Pixels a side of the square of the task patch."""
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with one seed and test it on shifted images.
+
+    Args:
+        cell: `task` see above; `data` see `quest_research.suites.images.load`.
+        progress: called after each epoch.
+
+    Returns:
+        Metrics ``accuracy`` (in %, the mean over the shifts) and ``relative accuracy``, with an item for each shift;
+        and ``clean``, the accuracy that is the reference. NaN if a training diverged. Series ``train_loss`` and
+        ``validation`` by epoch, of each training.
+
+    Raises:
+        ConfigError: a size is invalid, or the data is missing.
+        PluginError: the package that corrupts or attacks is not installed.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 128, "validation": 64, "test": 32, "shifted": 4, "epochs": 1, "layers": 1}
+    data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
+    few = data.test[0][: options["shifted"]], data.test[1][: options["shifted"]]
+    severity = options["severity"]
+    trainings: dict[str, Callable[[Split], Split]] = {"clean": lambda split: split}
+    if cell.task == "fog":
+        trainings["fog"] = lambda split: (corrupt(split[0], "fog", severity), split[1])
+    if cell.task == "patch":
+        trainings = {"patch": lambda split: patch(split, data.classes, options["share"])}
+    require(cell.task)
+
+    torch.manual_seed(cell.seed)
+    model = build(cell.attention, data, options)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    done: dict[str, Fit] = {}
+    for place, (name, change) in enumerate(trainings.items()):
+        model.load_state_dict(first)
+        try:
+            done[name] = classify(
+                cell,
+                name,
+                model,
+                change(data.train),
+                {"validation": change(data.validation)},
+                options,
+                rate=options["rate"],
+                draw=torch.Generator().manual_seed(cell.seed),
+                progress=part(progress, place, len(trainings)),
+            )
+        except DivergedError as error:
+            return Result(dict.fromkeys(("accuracy", "relative accuracy", "clean"), math.nan), error.series)
+
+    def after(name: str) -> nn.Module:
+        model.load_state_dict(done[name].weights)
+        return model.eval()
+
+    if cell.task == "patch":
+        clean = accuracy(after("patch"), *patch(data.test, data.classes, 1.0))
+        scores = {"place_of_another_class": accuracy(model, *patch(data.test, data.classes, 0.0))}
+    else:
+        clean = accuracy(after("clean"), *(data.test if cell.task == "fog" else few))
+    if cell.task == "fog":
+        foggy = corrupt(data.test[0], "fog", severity)
+        scores = {"trained_clean,_tested_in_fog": accuracy(model, foggy, data.test[1])}
+        scores["trained_in_fog,_tested_clean"] = accuracy(after("fog"), *data.test)
+        scores["trained_and_tested_in_fog"] = accuracy(model, foggy, data.test[1])
+    if cell.task == "corruptions":
+        scores = {}
+        for name in CORRUPTIONS:
+            found_here = [accuracy(model, corrupt(few[0], name, level), few[1]) for level in SEVERITIES]
+            scores[name] = sum(found_here) / len(found_here)
+    if cell.task in ("attacks", "autoattack"):
+        scores = {}
+        for name, attack in attacks(cell.task, model, data, options["epsilon"] / 255, cell.smoke).items():
+            torch.manual_seed(cell.seed)
+            scores[name] = accuracy(model, attack(*few), few[1])
+    metrics = {"accuracy": sum(scores.values()) / len(scores), "clean": clean}
+    metrics |= {f"accuracy/{name}": score for name, score in scores.items()}
+    metrics |= {
+        name.replace("accuracy", "relative accuracy"): 100 * score / clean if clean else math.nan
+        for name, score in metrics.items()
+        if name != "clean"
+    }
+    series = {f"{key}/trained on {name}": found.series[key] for name, found in done.items() for key in found.series}
+    return Result(metrics, series, {"best_epochs": {name: found.selected + 1 for name, found in done.items()}})
+
+
+def require(task: str) -> None:
+    """Raise PluginError if the package that a task needs is not installed."""
+    try:
+        if task in ("fog", "corruptions"):
+            import imagecorruptions  # noqa: F401
+        if task in ("attacks", "autoattack"):
+            import torchattacks  # noqa: F401
+    except ImportError as error:
+        # torchattacks declares torchvision and requests 2.25, which it does not import.
+        package = "imagecorruptions-imaug" if task in ("fog", "corruptions") else "--no-deps torchattacks"
+        raise PluginError(f"task '{task}' of robustness/images: {error}; pip install {package}") from error
+
+
+def corrupt(images: Tensor, name: str, severity: int) -> Tensor:
+    """Return corrupted images; the random numbers depend only on the corruption, its severity and the image's place.
+
+    Args:
+        images: [n, C, S, S] in 0..1, with 1 or 3 channels.
+        name: one of `CORRUPTIONS`.
+        severity: 1 to 5.
+    """
+    from imagecorruptions import corrupt as corrupted
+
+    channels, size = images.shape[1:3]
+    margin = max(0, SMALLEST - size)
+    low, high = margin // 2, margin - margin // 2
+    pixels = F.pad(images.cpu(), (low, high, low, high), mode="replicate") * 255
+    pixels = pixels.round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)  # [n, S, S, 3]
+    before = np.random.get_state(), random.getstate()
+    made = []
+    try:
+        for place, image in enumerate(pixels.numpy()):
+            seed = zlib.crc32(f"{name}/{severity}/{place}".encode())
+            # The library draws from the global generators; two corruptions have generators of their own.
+            own = {"seed": seed} if name in ("glass_blur", "impulse_noise") else {}
+            np.random.seed(seed)
+            random.seed(seed)
+            made.append(corrupted(np.ascontiguousarray(image), severity=severity, corruption_name=name, **own))
+    finally:
+        np.random.set_state(before[0])
+        random.setstate(before[1])
+    result = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).float() / 255  # [n, 3, S, S]
+    result = result.mean(1, keepdim=True) if channels == 1 else result
+    return result[:, :, low : low + size, low : low + size].contiguous().to(images.device)
+
+
+def patch(split: Split, classes: int, share: float) -> Split:
+    """Return images with a white square.
+
+    Args:
+        split: images [n, C, S, S] and labels [n].
+        classes: their number; each has a place on a grid of squares.
+        share: of the images whose square is at the place of their own class. The others have it at that of another
+            class, drawn at random; which images these are depends only on their place in the split.
+    """
+    images, labels = split[0].clone(), split[1]
+    side = images.shape[-1] // PATCH
+    if classes > side**2:
+        raise ConfigError(
+            f"task 'patch' has {side**2} places in images of {images.shape[-1]} pixels a side, and there are {classes} "
+            "classes; use larger images (option size)"
+        )
+    draw = torch.Generator().manual_seed(0)
+    other = torch.randint(1, classes, labels.shape, generator=draw).to(labels.device)
+    false = (torch.rand(labels.shape, generator=draw) >= share).to(labels.device)
+    place = (labels + other * false) % classes * (side**2 // classes)  # [n]
+    for image, cell in zip(images, place.tolist(), strict=True):
+        top, left = PATCH * (cell // side), PATCH * (cell % side)
+        image[:, top : top + PATCH, left : left + PATCH] = 1
+    return images, labels
+
+
+def attacks(
+    task: str, model: nn.Module, data: Images, epsilon: float, smoke: bool
+) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Return the attacks of a task by name: (images, labels) -> images.
+
+    PGD takes 20 steps of a quarter of epsilon. SPSA has torchattacks' defaults, one step with 128 samples.
+    """
+    import torchattacks
+
+    if task == "autoattack":
+        auto = torchattacks.AutoAttack(model, eps=epsilon, n_classes=data.classes, seed=0)
+        if smoke:
+            auto._autoattack.attacks = auto._autoattack.attacks[:1]
+        return {"AutoAttack": auto}
+    return {
+        "FGSM": torchattacks.FGSM(model, eps=epsilon),
+        "PGD": torchattacks.PGD(model, eps=epsilon, alpha=epsilon / 4, steps=20),
+        "SPSA": torchattacks.SPSA(model, eps=SPSA_EPSILON, nb_sample=4 if smoke else 128),
+    }
+
+
+def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
+    """Title, caption and figure of the task corruptions: the errors relative to those of standard attention.
+
+    Args:
+        rows: one row a cell, as in results.parquet.
+        results: the cells' decoded results, with what determines each cell.
+    """
+    attentions = list(dict.fromkeys(rows["attention"]))
+    if results[0]["task"] != "corruptions" or "standard" not in attentions:
+        return []
+    from matplotlib.figure import Figure
+
+    def errors(attention: str) -> list[float]:
+        own = [cell["metrics"] for cell in results if cell["attention"] == attention]
+        own = [metrics for metrics in own if math.isfinite(metrics["accuracy"])]
+        return [100 - sum(m[f"accuracy/{name}"] for m in own) / max(1, len(own)) for name in CORRUPTIONS]
+
+    reference = errors("standard")
+    table = {a: [100 * e / r for e, r in zip(errors(a), reference, strict=True)] for a in attentions}
+    figure = Figure(figsize=(9.6, 1.2 + 0.4 * len(attentions)), layout="constrained")
+    axes = figure.subplots()
+    grid = [[*values, sum(values) / len(values)] for values in table.values()]
+    axes.imshow(grid, cmap="PiYG_r", vmin=80, vmax=120, aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8)
+    names = [name.replace("_", " ") for name in (*CORRUPTIONS, "MEAN")]
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(len(attentions)), attentions, fontsize=8)
+    axes.grid(False)
+    return [
+        (
+            "Corruption error",
+            "Error in % of that of standard attention, over all severities and seeds; MEAN is the mean corruption "
+            "error with standard attention as the reference network. Lower is better.",
+            figure,
+        )
+    ]

@@ -1,0 +1,368 @@
+"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+OPTIONS: list[dict[str, Any]] = [
+    {
+        "name": "samples",
+        "kind": "int",
+        "default": 2048,
+        "minimum": 1,
+        "doc": "training sequences; the paper does not say how many, and which attentions succeed depends on it",
+    },
+    {
+        "name": "test_samples",
+        "kind": "int",
+        "default": 2048,
+        "minimum": 1,
+        "doc": "test sequences, none of them biased",
+    },
+    {
+        "name": "seq_len",
+        "kind": "int",
+        "default": 20,
+        "minimum": 11,
+        "doc": "vectors in a sequence; answers lie around position 10 with standard deviation 2",
+    },
+    {"name": "epochs", "kind": "int", "default": 50, "minimum": 1, "doc": "passes over the training sequences"},
+    {"name": "batch", "kind": "int", "default": 32, "minimum": 1, "doc": "sequences in a mini-batch"},
+    {
+        "name": "weight_seeds",
+        "kind": "int",
+        "default": 3,
+        "minimum": 1,
+        "doc": "weight initializations for each learning rate and weight decay (the paper: 5)",
+    },
+    {
+        "name": "block",
+        "kind": "str",
+        "default": "prenorm",
+        "choices": ("prenorm", "printed"),
+        "doc": "where the Transformer block normalizes",
+    },
+    {
+        "name": "embed_std",
+        "kind": "float",
+        "default": 0.02,
+        "minimum": 0.0,
+        "doc": "standard deviation of the initial [CLS] token and positional embeddings",
+    },
+]
+
+
+def _whole(name: str, default: int, doc: str, minimum: int = 1) -> dict[str, Any]:
+    return {"name": name, "kind": "int", "default": default, "minimum": minimum, "doc": doc}
+
+
+IMAGE_OPTIONS = [
+    _whole("train", 8000, "training images, drawn for each seed"),
+    _whole("validation", 2000, "further training images, which choose the epoch that is reported"),
+    _whole("epochs", 5, "passes over the training images"),
+    _whole("batch", 128, "images in a mini-batch"),
+    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 4, "Transformer blocks"),
+    _whole("heads", 4, "attention heads of a block"),
+    _whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
+    {"name": "weight_decay", "kind": "float", "default": 0.05, "minimum": 0.0, "doc": "of AdamW, on every parameter"},
+]
+IMAGE_DATA = (
+    "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
+    "test/CLASS/*.png; Debian's dataset-fashion-mnist by default"
+)
+IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin", "train/*"]
+IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-mnist by default"
+_TEST = _whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
+_SIZE = _whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
+_PRECISION = {
+    "name": "precision",
+    "kind": "str",
+    "default": "float32",
+    "choices": ("float32", "bfloat16", "float16"),
+    "doc": "of autocast in training; float16 scales the loss",
+}
+
+
+def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, Any]]:
+    """Return options with other defaults."""
+    return [{**option, "default": defaults.get(option["name"], option["default"])} for option in options]
+
+
+RECIPE_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
+    {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
+    _TEST,
+    _SIZE,
+    _PRECISION,
+]
+STABILITY_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
+    {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
+    _whole("rates", 5, "learning rates, half a decade apart", 2),
+    {"name": "lowest", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _SIZE,
+    _PRECISION,
+]
+ROBUSTNESS_OPTIONS = [
+    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
+    {"name": "rate", "kind": "float", "default": 0.003, "minimum": 0.0, "doc": "highest learning rate"},
+    {**_TEST, "default": 3000},
+    _whole("shifted", 100, "test images that are corrupted or attacked"),
+    {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
+    {"name": "epsilon", "kind": "float", "default": 1.0, "minimum": 0.0, "doc": "budget of attacks, in 255ths"},
+    {
+        "name": "share",
+        "kind": "float",
+        "default": 0.9,
+        "minimum": 0.0,
+        "doc": "training images whose square is at the place of their class",
+    },
+    _SIZE,
+]
+
+
+def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
+    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
+
+
+GQA_OPTIONS = [
+    _whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
+    _whole("uptrain_images", 800, "those of them that up-training sees"),
+    _whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
+    _whole("validation", 500, "further images of each half, which draw the curves"),
+    _whole("test", 2000, "test images of each half, the first ones"),
+    _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
+    _whole("uptrain", 3, "epochs of up-training"),
+    _whole("finetune", 3, "epochs of fine-tuning"),
+    _rate("pretrain_rate", 0.001, "learning rate of pretraining"),
+    _rate("uptrain_rate", 0.0003, "learning rate of up-training"),
+    _rate("finetune_rate", 0.001, "learning rate of fine-tuning"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _whole("batch", 32, "images in a mini-batch"),
+    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 3, "Transformer blocks"),
+    _whole("heads", 8, "query heads of a block", 2),
+    _whole("rounds", 15, "how often inference is timed"),
+]
+
+EXPLAIN_OPTIONS = [
+    _whole("train", 3000, "training images, drawn for each seed"),
+    _whole("validation", 500, "further training images, which choose the epoch"),
+    _whole("test", 1000, "test images, the first ones"),
+    _whole("epochs", 4, "passes over the training images"),
+    _whole("batch", 32, "images in a mini-batch"),
+    _rate("rate", 0.002, "learning rate of AdamW"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _rate("noise", 0.1, "the background is uniform between 0 and this; the object reaches 1"),
+    _whole("size", 42, "pixels a side of the canvas", 28),
+    _whole("patch", 7, "pixels a side of a patch; it divides the size"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 3, "Transformer blocks"),
+    _whole("heads", 4, "attention heads of a block"),
+]
+
+AFT_OPTIONS = [
+    _whole("epochs", 1, "passes over the training data"),
+    _whole("images", 2000, "training images; a quarter as many more for validation, half as many for the test"),
+    _whole("tokens", 1024, "bytes or pixels in a mini-batch"),
+    _rate("rate", 0.004, "learning rate of AdamW"),
+    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
+    _whole("width", 64, "features of a token"),
+    _whole("layers", 2, "Transformer blocks"),
+    _whole("heads", 4, "attention heads of a block"),
+    _whole("rounds", 10, "how often a training step is timed"),
+]
+
+SUITES: dict[str, dict[str, Any]] = {
+    "toy/spurious": {
+        "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
+        "tasks": ["retrieval"],
+        "metric": "success_rate",
+        "selection": "last",
+        "unit": "%",
+        "higher_is_better": True,
+        "paper": _PAPER["toy/spurious"],
+        "options": OPTIONS,
+        "plots": "quest_research.suites.toy_plots:plots",
+        "needs": None,
+    },
+    "images/fashion-mnist": {
+        "summary": "a small Vision Transformer on Fashion-MNIST, one task for each learning rate",
+        "tasks": ["lr=0.001", "lr=0.003", "lr=0.01", "lr=0.03"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "options": IMAGE_OPTIONS,
+        "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
+        "needs": None,
+    },
+    "images/recipes": {
+        "summary": "a small Vision Transformer with the recipes of ViT and DeiT",
+        "tasks": ["vit", "deit"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "options": RECIPE_OPTIONS,
+        "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
+        "needs": None,
+    },
+    "stability/rates": {
+        "summary": "accuracy over learning rates up to divergence, of a Vision Transformer and of a language model",
+        "tasks": ["vit", "pydocs"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "also": [
+            {"metric": "best accuracy"},
+            {"metric": "range", "unit": "decades"},
+            {"metric": "diverged", "unit": "rates", "higher_is_better": False},
+        ],
+        "selection": "validation",
+        "options": STABILITY_OPTIONS,
+        "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
+        "plots": "quest_research.suites.stability:plots",
+        "needs": None,
+    },
+    "robustness/images": {
+        "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",
+        "tasks": ["fog", "corruptions", "attacks", "autoattack", "patch"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "also": [{"metric": "relative accuracy"}, {"metric": "clean"}],
+        "selection": "validation",
+        "options": ROBUSTNESS_OPTIONS,
+        "data": IMAGE_DATA,
+        "data_files": IMAGE_FILES,
+        "plots": "quest_research.suites.robustness:plots",
+        "needs": None,
+    },
+    "gqa/fashion-mnist": {
+        "summary": "grouped attentions up-trained from a multi-head checkpoint, on halves of Fashion-MNIST",
+        "tasks": ["half"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "last",
+        "also": [
+            {"metric": "fine-tuned"},
+            {"metric": "fine-tuned from gqa"},
+            {"metric": "time of gqa", "unit": "×", "higher_is_better": False},
+        ],
+        "jobs": 1,
+        "options": GQA_OPTIONS,
+        "data": IDX_DATA,
+        "data_files": IMAGE_FILES[:1],
+        "needs": None,
+    },
+    "explain/fashion-mnist": {
+        "summary": "maps of a classifier's attention against the exact masks of the objects",
+        "tasks": ["canvas"],
+        "metric": "AG-CAM IoU",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "also": [
+            {"metric": name}
+            for name in (
+                "AG-CAM Dice",
+                "AG-CAM pixel accuracy",
+                "AG-CAM pointing",
+                "rollout IoU",
+                "rollout pointing",
+                "accuracy",
+            )
+        ],
+        "paper": _PAPER["explain/fashion-mnist"],
+        "plots": "quest_research.suites.explain:pictures",
+        "options": EXPLAIN_OPTIONS,
+        "data": IDX_DATA,
+        "data_files": IMAGE_FILES[:1],
+        "needs": None,
+    },
+    "aft/causal": {
+        "summary": "attention-free layers as byte and pixel models, in bits, with time and memory of standard's",
+        "tasks": ["text=64", "text=256", "text=1024", "image=14"],
+        "metric": "bits",
+        "unit": "bits",
+        "higher_is_better": False,
+        "selection": "validation",
+        "also": [
+            {"metric": "time of standard", "unit": "×"},
+            {"metric": "memory of standard", "unit": "×"},
+        ],
+        "jobs": 1,
+        "options": AFT_OPTIONS,
+        "data": f"for images: {IDX_DATA}",
+        "data_files": IMAGE_FILES[:1],
+        "needs": None,
+    },
+    "calibration/pydocs": {
+        "summary": "a pretrained character model fine-tuned with calibrated QUEST, and the gain of calibrating it; "
+        "standard attention needs none, so its gain is 0",
+        "tasks": ["finetune"],
+        "metric": "loss",
+        "unit": "nats",
+        "higher_is_better": False,
+        "selection": "last",
+        "also": [{"metric": "gain", "higher_is_better": True}, {"metric": "first gain", "higher_is_better": True}],
+        "options": [
+            _whole("pretrain", 1500, "steps of pretraining with standard attention"),
+            _whole("finetune", 300, "steps of fine-tuning"),
+            {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
+        ],
+        "needs": None,
+    },
+    "gpu/attention": {
+        "summary": "attention on a GPU against the fastest back-end of scaled_dot_product_attention, in turns",
+        "tasks": [f"N={n}" for n in (25, 64, 197, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+        "metric": "time of sdpa",
+        "higher_is_better": False,
+        "selection": "none",
+        "also": [{"metric": "forward time of sdpa"}],
+        "jobs": 1,
+        "device": "cuda",
+        "options": [
+            {
+                "name": "dtype",
+                "kind": "str",
+                "default": "bfloat16",
+                "choices": ("bfloat16", "float16", "float32"),
+                "doc": "type of the tensors",
+            },
+            _whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),
+            _whole("heads", 16, "query heads"),
+            _whole("dim", 64, "features of a head"),
+            _whole("rounds", 21, "how often each contender takes its turn", 2),
+            _whole("slice_ms", 20, "milliseconds that a turn lasts", 0),
+        ],
+        "needs": None,
+    },
+    "time-series-library": {
+        "summary": "thuml's Time-Series-Library: its own run.py with any command of its scripts whose model has its "
+        "FullAttention",
+        "tasks": [],
+        "metric": "accuracy",  # or that of the command's task
+        "selection": "paper",  # classification; forecasting and imputation choose on a validation split
+        "data": "a checkout of Time-Series-Library (--repo PATH) and commands in it (--cfg SCRIPT or SCRIPT#MODEL_ID)",
+        "data_required": True,
+        "tasks_from_data": "quest_research.suites.time_series_library:tasks",
+        "options": [
+            {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
+        ],
+        "restarts": "Time-Series-Library saves weights only, without its optimizer and its epoch",
+        "needs": None,
+    },
+}

@@ -1,0 +1,107 @@
+"""Put the combinations of precision, depth and warm-up beside each other, and average over them.
+
+    python research/scripts/stability.py    # in a clone, with quest-bench installed
+
+It reads the committed results.parquet of each report and prints Markdown tables of paired differences from standard
+attention: one for each metric, and one of ten other seeds; then the largest logits. The mean of a seed over
+combinations is one value. Holm's method corrects all means of the tables by metric, and those of the other seeds.
+Single combinations are tested in their own reports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from quest_bench.stats import Comparison, compare, correct, write_p
+
+SITE = "https://quest-attention.github.io/quest/results/"
+HERE = Path(__file__).resolve().parents[1] / "results" / "stability"
+OTHERS = {"quest": "quest", "quest(init=12)": "quest(init=12.0)", "qknorm-hs": "qknorm-hs"}  # as written -> as stored
+METRICS = {
+    "best accuracy": "accuracy at the rate that validation chooses, %",
+    "accuracy": "mean accuracy over the five rates, %",
+    "range": "decades of rates within 1 point of the best",
+}
+COMBINATIONS = {
+    f"{precision}, {blocks} blocks{', warm-up' * warm}": "-".join(
+        ["warmup"] * warm + ["depth"] * (blocks == 12) + [precision] * (precision != "float32")
+    )
+    for precision in ("float32", "bfloat16", "float16")
+    for blocks in (4, 12)
+    for warm in (False, True)
+}
+
+NEW = {"float32, 4 blocks": "confirm", "float32, 4 blocks, warm-up": "warmup/confirm"}  # reports on other seeds
+
+
+def differences(folder: str, metric: str) -> pd.DataFrame:
+    """Return a table [seeds, attentions]: standard itself, and the others minus standard."""
+    cells = pd.read_parquet(HERE / folder / "results.parquet")
+    table = cells.pivot_table(f"metric/{metric}", "seed", "attention")
+    others = [name for name in OTHERS.values() if name in table]
+    return table[others].sub(table["standard"], axis=0).assign(standard=table["standard"])
+
+
+def compared(values: pd.Series) -> Comparison:
+    """Compare one attention's differences from standard, by seed, with nothing."""
+    given = values.to_dict()
+    return compare(given, dict.fromkeys(given, 0.0), higher_is_better=True)
+
+
+def shown(found: Comparison) -> str:
+    """Return a difference and its 95 % interval as text."""
+    three = (found.difference.mean, found.difference.low, found.difference.high)
+    mean, low, high = (f"{round(x, 1) + 0.0:.1f}".replace("-", "−") for x in three)  # + 0.0: no "−0.0"
+    return f"{'' if mean.startswith('−') else '+'}{mean} ({low} to {high})"
+
+
+def averaged(folders: list[str], keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return for each metric and attention its mean over folders, with p, in bold where it is distinguished."""
+    tables = {metric: sum(differences(folder, metric) for folder in folders) / len(folders) for metric, _ in keys}
+    tested = correct([compared(tables[metric][name]) for metric, name in keys])
+    texts = [f"{shown(found)}, p = {write_p(found.adjusted)}" for found in tested]
+    bold = [f"**{text}**" if found.adjusted < 0.05 else text for text, found in zip(texts, tested, strict=True)]
+    base = {(metric, "standard"): f"{table['standard'].mean():.1f}" for metric, table in tables.items()}
+    return dict(zip(keys, bold, strict=True)) | base
+
+
+def link(name: str, folder: str) -> str:
+    return f"[{name}]({SITE}{'/'.join(filter(None, ['stability', folder]))}/report/)"
+
+
+def main() -> None:
+    names = {name: folder for name, folder in COMBINATIONS.items() if (HERE / folder / "results.parquet").exists()}
+    full = [folder for name, folder in names.items() if "float16" not in name.split(", ")]
+    means = averaged(full, [(metric, name) for metric in METRICS for name in OTHERS.values()])
+    for metric, title in METRICS.items():
+        print(f"| {title} | `standard` | " + " | ".join(f"`{name}`" for name in OTHERS) + " |")
+        print("|---|---:|" + "---:|" * len(OTHERS))
+        for name, folder in names.items():
+            table = differences(folder, metric)
+            row = [shown(compared(table[key])) if key in table else "–" for key in OTHERS.values()]
+            print(f"| {link(name, folder)} | {table['standard'].mean():.1f} | " + " | ".join(row) + " |")
+        row = [means[metric, key] for key in ("standard", *OTHERS.values())]
+        print(f"| mean of the {len(full)} in float32 and bfloat16 | " + " | ".join(row) + " |\n")
+
+    tested = list(METRICS)[:2]
+    print("| ten other seeds, `quest` | " + " | ".join(METRICS[metric] for metric in tested) + " |")
+    print("|---|---:|---:|")
+    for name, folder in NEW.items():
+        row = [shown(compared(differences(folder, metric)["quest"])) for metric in tested]
+        print(f"| {link(name, folder)} | " + " | ".join(row) + " |")
+    again = averaged(list(NEW.values()), [(metric, "quest") for metric in tested])
+    print("| mean of both | " + " | ".join(again[metric, "quest"] for metric in tested) + " |\n")
+
+    print("| largest logit at 0.1, after training | `standard` | " + " | ".join(f"`{name}`" for name in OTHERS) + " |")
+    print("|---|---:|" + "---:|" * len(OTHERS))
+    for name, folder in names.items():
+        cells = pd.read_parquet(HERE / folder / "results.parquet")
+        found = cells["series/max_logit/lr=0.1"].str[-1].groupby(cells["attention"]).mean()
+        row = [f"{found[key]:.0f}" if key in found else "–" for key in ("standard", *OTHERS.values())]
+        print(f"| {link(name, folder)} | " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Images in the layout of Fashion-MNIST."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 600 training and 200 test images."""
+    folder = tmp_path_factory.mktemp("fashion")
+    for split, count in (("train", 600), ("t10k", 200)):
+        draw = torch.Generator().manual_seed(count)
+        labels = torch.randint(10, (count,), generator=draw, dtype=torch.uint8)
+        pixels = torch.randint(60, (count, 28, 28), generator=draw, dtype=torch.uint8)
+        pixels += (labels * 19)[:, None, None]  # brighter for each class, so that there is something to learn
+        for name, raw in ((f"{split}-images-idx3-ubyte", pixels), (f"{split}-labels-idx1-ubyte", labels)):
+            head = bytes([0, 0, 8, raw.dim()]) + b"".join(size.to_bytes(4, "big") for size in raw.shape)
+            (folder / f"{name}.gz").write_bytes(gzip.compress(head + raw.numpy().tobytes()))
+    return folder

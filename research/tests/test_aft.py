@@ -1,0 +1,106 @@
+"""aft/*: what is predicted from what, bits, and the measurements of a cell."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.errors import ConfigError, InputError
+from quest_core.testing.cells import check_resume
+from quest_research.suites import aft
+from quest_research.suites.suites import AFT_OPTIONS
+
+DEFAULTS = {option["name"]: option["default"] for option in AFT_OPTIONS}
+
+
+def run(data: Path | None, attention: str, task: str, **options: object) -> Result:
+    cell = Cell("aft/causal", task, attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp()))
+    return aft.run(cell, lambda fraction, text: None)
+
+
+def test_every_byte_is_predicted_from_those_before_it() -> None:
+    tokens, following = aft.pieces(torch.arange(11), 3)
+    assert tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert following.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    with pytest.raises(ConfigError, match="11 bytes, fewer than a piece of 11 needs"):
+        aft.pieces(torch.arange(11), 11)
+
+
+def test_the_parts_of_the_text_do_not_overlap() -> None:
+    cell = Cell("aft/causal", "text=64", "quest", 0, False, None, DEFAULTS, Path())
+    parts = aft.splits(cell, DEFAULTS)
+    written = "\n".join(topics[name] for name in sorted(topics)).encode()
+    found = [bytes(part[0].flatten().tolist()) for part in parts]
+    tenth = len(written) // 10
+    for text, start in zip(found, (0, len(written) - 2 * tenth, len(written) - tenth), strict=True):
+        assert text == written[start : start + len(text)]
+    assert len(found[0]) <= len(written) - 2 * tenth
+    assert len(found[1]) <= tenth
+
+
+def test_pixels_are_averages_and_follow_a_start() -> None:
+    images = torch.zeros(1, 28, 28)
+    images[0, :14, 14:] = 1.0
+    images[0, 14:, :14] = 0.25
+    tokens, following = aft.pixels(images, 2)
+    assert following.tolist() == [[0, 255, 64, 0]]
+    assert tokens.tolist() == [[256, 0, 255, 64]]
+
+
+@pytest.mark.parametrize("attention", ["standard", "aft-simple", "aft-local(window=4)", "aft-full"])
+def test_no_token_sees_a_later_one(attention: str) -> None:
+    torch.manual_seed(0)
+    model = aft.Decoder(attention, length=12, width=16, layers=2, heads=2).eval()
+    tokens = torch.randint(256, (2, 12))
+    changed = tokens.clone()
+    changed[:, 8] = (tokens[:, 8] + 1) % 256
+    one, other = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :8], other[:, :8])
+    assert not torch.allclose(one[:, 8:], other[:, 8:])
+
+
+def test_bits_are_logarithms_of_probabilities() -> None:
+    model = aft.Decoder("quest", length=8, width=16, layers=1, heads=2).eval()
+    batch = (torch.randint(256, (5, 8)), torch.randint(256, (5, 8)))
+    wanted = -model(batch[0]).softmax(-1).gather(2, batch[1][..., None]).log2().mean().item()
+    assert aft.bits(model, batch) == pytest.approx(wanted, rel=1e-5)
+    torch.nn.init.zeros_(model.out.weight)
+    torch.nn.init.zeros_(model.out.bias)
+    assert aft.bits(model, batch) == pytest.approx(8)  # 256 values alike
+
+
+@pytest.mark.parametrize("task", ["text=64", "text=256", "image=14"])
+def test_a_cell_measures(data: Path, task: str) -> None:
+    result = run(data, "aft-local(window=8)", task)
+    assert 0 < result.metrics["bits"] < 9
+    assert result.metrics["time of standard"] > 0
+    assert len(result.series["validation"]) == 1
+
+
+def test_what_does_not_fit_is_named(data: Path) -> None:
+    with pytest.raises(ConfigError, match="choose a divisor of 28"):
+        run(data, "quest", "image=5")
+    with pytest.raises(InputError, match="64 tokens are more than max_length=32"):
+        run(data, "aft-local(max_length=32)", "text=64")
+
+
+def test_a_diverged_run_is_not_scored(data: Path) -> None:
+    assert math.isnan(run(data, "standard", "image=14", rate=1e30).metrics["bits"])
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
+    options = DEFAULTS | {"images": 40, "epochs": 2, "layers": 1, "rounds": 1}
+    cell = Cell("aft/causal", "image=7", "aft-simple", 0, False, data, options, tmp_path)
+
+    def bits(cell: Cell, progress: Progress) -> Result:
+        """The suite without its times and memory, which differ from run to run."""
+        result = aft.run(cell, progress)
+        return Result({k: v for k, v in result.metrics.items() if "of standard" not in k}, result.series)
+
+    check_resume(bits, cell, tmp_path, share=0.5)

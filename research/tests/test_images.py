@@ -1,0 +1,135 @@
+"""images/*: the measurements of a cell, and its errors for missing or broken data."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from quest_core.benchmarks import Cell, Result
+from quest_core.errors import ConfigError
+from quest_core.testing.cells import check_resume
+from quest_research.suites import images
+from quest_research.suites.suites import IMAGE_OPTIONS, RECIPE_OPTIONS
+
+DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
+
+
+def run(data: Path | None, attention: str = "quest", task: str = "lr=0.003", **options: object) -> Result:
+    cell = Cell("images/fashion-mnist", task, attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp()))
+    return images.run(cell, lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest(init=6)", "qknorm-hs", "elliptical-quest"])
+def test_a_cell_measures(data: Path, attention: str) -> None:
+    result = run(data, attention)
+    assert 0 <= result.metrics["accuracy"] <= 100
+    assert result.metrics["diverged"] == 0
+    assert len(result.series["accuracy"]) == 1
+    assert math.isfinite(result.metrics["max_logit"])
+
+
+def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
+    assert run(data, "quest(init=6)").metrics["first_query_norm"] == pytest.approx(6, rel=0.1)
+    assert run(data, "quest").metrics["first_query_norm"] < 1
+
+
+def test_a_cell_is_repeatable(data: Path) -> None:
+    assert run(data).metrics == run(data).metrics
+
+
+def test_a_run_without_a_finite_loss_is_diverged_not_scored(data: Path) -> None:
+    result = run(data, "standard", task="lr=1e30")
+    assert result.metrics["diverged"] == 1
+    assert math.isnan(result.metrics["accuracy"])
+
+
+def test_missing_and_broken_data_is_named(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no train-images-idx3-ubyte\.gz in .*dataset-fashion-mnist"):
+        run(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\3" + bytes(20))
+    with pytest.raises(ConfigError, match="is not a complete IDX file"):
+        run(tmp_path)
+    with pytest.raises(ConfigError, match="patch is 5"):
+        run(data, patch=5)
+
+
+def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
+    options = DEFAULTS | {"train": 200, "validation": 100, "epochs": 2, "layers": 1}
+    cell = Cell("images/fashion-mnist", "lr=0.003", "quest", 0, False, data, options, tmp_path)
+    check_resume(images.run, cell, tmp_path, share=0.5)
+
+
+ATTENTIONS = (
+    "standard", "quest(init=12)", "qnorm", "qknorm-ds", "elliptical-quest", "linear", "sigmoid", "cosine", "sinkhorn",
+    "aft-conv",
+)  # fmt: skip
+"""Those that the suite compares, among them the five attentions of Your Attention Matters."""
+
+
+def recipe(data: Path | None, attention: str, task: str, **options: object) -> Result:
+    defaults = {option["name"]: option["default"] for option in RECIPE_OPTIONS} | {"warmup": 0}
+    cell = Cell("images/recipes", task, attention, 0, True, data, defaults | options, Path(tempfile.mkdtemp()))
+    return images.recipe(cell, lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_trains_with_the_recipe_of_deit(data: Path, attention: str) -> None:
+    result = recipe(data, attention, "deit")
+    assert result.metrics["diverged"] == 0
+    assert math.isfinite(result.series["train_loss"][0])
+
+
+@pytest.mark.parametrize("precision", images.PRECISIONS)
+def test_a_recipe_trains_in_each_precision(data: Path, precision: str) -> None:
+    assert math.isfinite(recipe(data, "quest", "vit", precision=precision).series["train_loss"][0])
+
+
+def test_a_recipe_reports_the_rate_that_validation_chooses(data: Path) -> None:
+    result = recipe(data, "quest", "vit", rate=1e-6, rates=6, validation=60)
+    rates = [name.removeprefix("accuracy/") for name in result.metrics if name.startswith("accuracy/")]
+    assert rates == ["lr=1e-06", "lr=3.2e-06", "lr=1e-05", "lr=3.2e-05", "lr=0.0001", "lr=0.00032"]
+    best = max(rates, key=lambda rate: max(result.series[f"validation/{rate}"]))
+    assert result.details["chosen"] == best
+    assert result.metrics["accuracy"] == result.metrics[f"accuracy/{best}"]
+
+
+def test_augmentation_keeps_probabilities_and_mixes_in_proportion() -> None:
+    x, y = torch.zeros(8, 1, 16, 16), torch.arange(8) % 4
+    x[4:] = 1  # the batch is mixed with its reverse, so each image is mixed with one of the other value
+    for seed in range(20):
+        mixed, target = images.augment(x.clone(), y, 4, torch.Generator().manual_seed(seed))
+        assert mixed.shape == x.shape
+        torch.testing.assert_close(target.sum(1), torch.ones(8))
+        assert (target >= 0.1 / 4 - 1e-6).all()
+
+
+def test_images_of_cifar_and_of_folders_are_read(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    options = {"train": 6, "validation": 2, "test": 3, "size": 16}
+    for name, records in (("train", 10), ("test", 5)):
+        (tmp_path / "cifar").mkdir(exist_ok=True)
+        labels = torch.arange(records, dtype=torch.uint8)[:, None]
+        pixels = (labels + 100).expand(-1, 3072)
+        table = torch.cat([torch.zeros_like(labels), labels, pixels], 1)  # CIFAR-100: coarse label, label, pixels
+        (tmp_path / "cifar" / f"{name}.bin").write_bytes(table.numpy().tobytes())
+        for label, colour in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
+            home = tmp_path / "folders" / name / label
+            home.mkdir(parents=True)
+            for place in range(records // 2):
+                Image.new("RGB", (20, 30), colour).save(home / f"{place}.png")
+    cifar = images.load(tmp_path / "cifar", options, draw)
+    assert cifar.train[0].shape == (6, 3, 32, 32)
+    assert cifar.classes == 10
+    torch.testing.assert_close(cifar.train[0][:, 0, 0, 0] * 255, 100 + cifar.train[1].float())
+    folders = images.load(tmp_path / "folders", options, draw)
+    assert folders.train[0].shape == (6, 3, 16, 16)
+    assert folders.classes == 2
+    assert (folders.train[0][:, 2].mean((1, 2)) == folders.train[1]).all()  # dogs are blue
+    (tmp_path / "cifar" / "test.bin").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="binary version"):
+        images.load(tmp_path / "cifar", options, draw)

@@ -1,0 +1,62 @@
+"""The commands of research/results still run, shortened; those of host plugins are tested in their environments."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from quest_bench.groups import read_groups
+from quest_core.testing.cells import run_committed
+from quest_research.speed.__main__ import app_main
+from quest_research.suites import images
+
+RESULTS = Path(__file__).parents[1] / "results"
+FOLDERS = [path.parent for path in RESULTS.glob("**/results.parquet")]
+SUITES = [
+    "aft/causal",
+    "calibration/pydocs",
+    "explain/fashion-mnist",
+    "gpu/attention",
+    "gqa/fashion-mnist",
+    "images/fashion-mnist",
+    "robustness/images",
+    "stability/rates",
+    "toy/spurious",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_committed_suite_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "DEBIAN", data)
+    ran = run_committed(RESULTS, SUITES, tmp_path)
+    assert {cell.split()[0] for cell in ran} == set(SUITES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["speed", "scaling"])
+def test_every_committed_measurement_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(path.read_text() for path in RESULTS.rglob("*.md"))
+    commands = re.findall(f"`python -m quest_research.speed ({name} [^`]*)`", text)
+    assert commands
+    for command in commands:
+        assert app_main([*shlex.split(command), "--smoke"]) == 0, command
+
+
+def test_reports_name_no_script_of_a_plugin() -> None:
+    """One home for measurement: a suite or a command of quest bench."""
+    found = [path for path in RESULTS.glob("**/*.md") if re.search(r"benchmarks/\w+\.py", path.read_text())]
+    assert found == []
+    assert list(RESULTS.parents[1].glob("plugins/*/benchmarks")) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_committed_results_can_be_read(folder: Path) -> None:
+    groups = read_groups(folder, "standard")
+    assert groups
+    assert all(row.finished for group in groups for row in group.rows)

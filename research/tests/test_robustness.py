@@ -1,0 +1,106 @@
+"""robustness/images: each task measures its shift, and the shifts are the same for every attention."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quest_core.benchmarks import Cell, Result
+from quest_core.errors import ConfigError, PluginError
+from quest_core.testing.cells import check_resume
+from quest_research.suites import robustness
+from quest_research.suites.suites import ROBUSTNESS_OPTIONS, SUITES
+
+DEFAULTS = {option["name"]: option["default"] for option in ROBUSTNESS_OPTIONS}
+SUITE = SUITES["robustness/images"]
+
+
+def run(data: Path, task: str, folder: Path, **options: object) -> Result:
+    cell = Cell("robustness/images", task, "quest", 0, True, data, DEFAULTS | options, folder)
+    return robustness.run(cell, lambda fraction, text: None)
+
+
+ITEMS = {"fog": 3, "corruptions": 15, "attacks": 3, "autoattack": 1, "patch": 1}
+
+
+@pytest.mark.parametrize("task", SUITE["tasks"])
+def test_every_task_reports_the_mean_of_its_shifts(data: Path, tmp_path: Path, task: str) -> None:
+    pytest.importorskip("torchattacks" if "attack" in task else "imagecorruptions")
+    result = run(data, task, tmp_path)
+    scores = [value for name, value in result.metrics.items() if name.startswith("accuracy/")]
+    assert len(scores) == ITEMS[task]
+    assert result.metrics["accuracy"] == pytest.approx(sum(scores) / len(scores))
+    assert result.metrics["relative accuracy"] == pytest.approx(
+        100 * result.metrics["accuracy"] / result.metrics["clean"]
+    )
+    assert len(result.details["best_epochs"]) == (2 if task == "fog" else 1)
+
+
+def test_corruptions_are_repeatable_and_leave_the_generators_alone() -> None:
+    pytest.importorskip("imagecorruptions")
+    images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    for name in robustness.CORRUPTIONS:
+        before = np.random.get_state()[1]
+        once = robustness.corrupt(images, name, 3)
+        assert (np.random.get_state()[1] == before).all()
+        assert once.shape == images.shape
+        assert once.min() >= 0
+        assert once.max() <= 1
+        np.random.random()
+        assert torch.equal(once, robustness.corrupt(images, name, 3)), name
+        assert not torch.allclose(once, images, atol=0.02), name
+
+
+def test_attacks_stay_within_their_budget(data: Path) -> None:
+    pytest.importorskip("torchattacks")
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    images, labels = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    split = (images, labels)
+    given = robustness.Images(split, split, split, 3)
+    for name, attack in robustness.attacks("attacks", model, given, 1 / 255, True).items():
+        change = (attack(images, labels) - images).abs().max()
+        assert 0 < change <= (robustness.SPSA_EPSILON if name == "SPSA" else 1 / 255) + 1e-6
+
+
+def test_the_square_is_at_the_place_of_the_class_or_of_another() -> None:
+    labels = torch.arange(10).repeat(30)
+    images = torch.zeros(300, 1, 28, 28)
+    own, _ = robustness.patch((images, labels), 10, 1.0)
+    other, _ = robustness.patch((images, labels), 10, 0.0)
+    mixed, _ = robustness.patch((images, labels), 10, 0.9)
+    places = own[:10]  # one of each class
+    assert own.sum((1, 2, 3)).eq(robustness.PATCH**2).all()
+    assert len(places.flatten(1).unique(dim=0)) == 10
+    assert torch.equal(own, places.repeat(30, 1, 1, 1))
+    assert (other != own).flatten(1).any(1).all()
+    assert {tuple(x.tolist()) for x in other.flatten(1)} == {tuple(x.tolist()) for x in places.flatten(1)}
+    assert 0.8 < (mixed == own).flatten(1).all(1).float().mean() < 0.97
+    with pytest.raises(ConfigError, match="49 places"):
+        robustness.patch((images, labels), 100, 1.0)
+
+
+def test_a_missing_package_is_named_with_its_command(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchattacks", None)
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    monkeypatch.setattr(robustness, "classify", _no_training)
+    with pytest.raises(PluginError, match="pip install --no-deps torchattacks"):
+        run(data, "attacks", tmp_path)
+    with pytest.raises(PluginError, match=r"pip install 'quest-bench\[robustness\]'"):
+        run(data, "fog", tmp_path)
+
+
+def _no_training(*_: object, **__: object) -> None:
+    raise AssertionError("a missing package is found before training")
+
+
+def test_a_stopped_cell_continues_at_its_second_training(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("imagecorruptions")
+    small = {"train": 64, "validation": 32, "test": 32, "shifted": 4, "epochs": 1, "layers": 1}
+    cell = Cell("robustness/images", "fog", "quest", 0, False, data, DEFAULTS | small, tmp_path)
+    check_resume(robustness.run, cell, tmp_path, share=0.4)

@@ -1,0 +1,93 @@
+"""stability/rates: a rate that diverges stays in the result, and the range of good rates is counted right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+from quest_core.benchmarks import Cell, Result, observe
+from quest_core.testing.cells import check_resume
+from quest_research.suites import stability
+from quest_research.suites.suites import STABILITY_OPTIONS
+
+SMALL = {option["name"]: option["default"] for option in STABILITY_OPTIONS} | {
+    "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,
+}  # fmt: skip
+
+
+def cell(data: Path, folder: Path, task: str = "vit", **options: object) -> Cell:
+    return Cell("stability/rates", task, "quest", 0, False, data, SMALL | options, folder)
+
+
+def run(given: Cell) -> Result:
+    return stability.run(given, lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_layer_of_nan_is_seen_wherever_it_stands(broken: int) -> None:
+    layers = nn.ModuleList(quest_core.Attention(8, 2, "quest") for _ in range(2))
+    nn.init.constant_(next(layers[broken].parameters()), math.nan)
+    model = Each(layers)
+    assert math.isnan(observe(model, torch.randn(2, 5, 8))["max_logit"])
+    with pytest.raises(RuntimeError):
+        observe(model, torch.randn(2, 5, 7))
+    observe(model, torch.randn(2, 5, 8))  # the failed call left no Monitor behind
+
+
+class Each(nn.Module):
+    """Calls every layer with the input."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer(x)
+
+
+def test_a_rate_that_diverges_counts_as_guessing(data: Path, tmp_path: Path) -> None:
+    result = run(cell(data, tmp_path, lowest=1e30))
+    assert result.metrics["diverged"] == 2
+    assert result.metrics["accuracy"] == result.metrics["best accuracy"] == 10
+    assert result.details["diverged"] == ["lr=1e+30", "lr=3.2e+30"]
+
+
+@pytest.mark.parametrize("task", ["vit", "pydocs"])
+def test_a_cell_measures_every_rate(data: Path, tmp_path: Path, task: str) -> None:
+    result = run(cell(data, tmp_path, task))
+    scores = [result.metrics["accuracy/lr=0.001"], result.metrics["accuracy/lr=0.0032"]]
+    assert result.metrics["accuracy"] == sum(scores) / 2
+    assert result.metrics["best accuracy"] in scores
+    for name in ("max_logit", "entropy", "query_norm", "key_norm", "validation", "train_loss"):
+        assert len(result.series[f"{name}/lr=0.0032"]) == 2
+        assert all(map(math.isfinite, result.series[f"{name}/lr=0.0032"]))
+
+
+def test_the_language_model_sees_no_later_character() -> None:
+    model = stability.LanguageModel("quest", 11, SMALL).eval()
+    tokens = torch.randint(11, (1, 20))
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 11
+    torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
+
+
+def test_a_stopped_cell_continues_in_the_middle_of_a_rate(data: Path, tmp_path: Path) -> None:
+    check_resume(stability.run, cell(data, tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
+
+
+def test_plots_draw_seeds_that_stop_early(data: Path, tmp_path: Path) -> None:
+    result = run(cell(data, tmp_path))
+    short = {name: values[:1] for name, values in result.series.items()}
+    cells = [
+        {"attention": "quest", "metrics": result.metrics, "series": series, "details": result.details}
+        for series in (result.series, short)
+    ]
+    titles = [title for title, _, _ in stability.plots(pd.DataFrame({"attention": ["quest", "quest"]}), cells)]
+    assert titles == ["Accuracy by learning rate", "Logits and norms over training"]
