@@ -1,4 +1,4 @@
-"""What PyTorch's own Transformer takes: see quest_core.testing.support."""
+"""What PyTorch's own Transformer takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import quest_core
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str, **layer: float) -> None:

@@ -17,7 +17,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig
 
-from quest_core.testing import matrix
+from devtools import matrix
 
 ARCH = "quest_transformer_lm"
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"

@@ -1,4 +1,4 @@
-"""What fairseq's transformer_lm takes: see quest_core.testing.support."""
+"""What fairseq's transformer_lm takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from conftest import SHAPE, build
 
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str) -> None:

@@ -19,7 +19,7 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 
 import quest_graphgps  # noqa: F401
-from quest_core.testing import matrix
+from devtools import matrix
 
 FOLDER, PAGE = sys.argv[1:]
 

@@ -20,8 +20,8 @@ from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import GraphGymModule, create_model
 from torch_geometric.loader import DataLoader
 
+from devtools import matrix
 from quest_core.checkpoints import ENTRY
-from quest_core.testing import matrix
 from quest_graphgps import GraphGPSAdapter
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"

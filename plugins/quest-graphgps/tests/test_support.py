@@ -1,4 +1,4 @@
-"""What a model of PyTorch Geometric's GPSConv takes: see quest_core.testing.support."""
+"""What a model of PyTorch Geometric's GPSConv takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_geometric.nn import GINConv, GPSConv
 
 import quest_core
 import quest_graphgps  # noqa: F401
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str) -> None:

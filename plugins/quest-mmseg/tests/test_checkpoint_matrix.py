@@ -27,9 +27,9 @@ from mmseg.structures import SegDataSample
 from torch import nn
 from torch.utils.data import Dataset
 
+from devtools import matrix
 from quest_core import AttentionMismatchWarning, ConfigError
 from quest_core.checkpoints import ENTRY
-from quest_core.testing import matrix
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 EMA = [{"type": "EMAHook", "momentum": 0.1, "update_buffers": True}]

@@ -1,4 +1,4 @@
-"""What mmsegmentation's Segmenter takes: see quest_core.testing.support."""
+"""What mmsegmentation's Segmenter takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conftest import segmenter
 from mmengine.registry import MODELS
 from mmseg.structures import SegDataSample
 
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quest_core.testing import matrix
+from devtools import matrix
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 

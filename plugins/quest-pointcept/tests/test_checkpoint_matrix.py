@@ -14,8 +14,8 @@ from torch_pointcloud.utils import state_dict
 
 import quest_core
 import quest_pointcept
+from devtools import matrix
 from quest_core.checkpoints import ENTRY
-from quest_core.testing import matrix
 
 NAME = "ptv3-base.scannet20.pointcept"
 SMALL = {

@@ -1,4 +1,4 @@
-"""What torch-pointcloud's Point Transformer V3 takes: see quest_core.testing.support."""
+"""What torch-pointcloud's Point Transformer V3 takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from clouds import clouds
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
 import quest_pointcept  # noqa: F401
-from quest_core.testing.support import check
+from devtools.support import check
 
 SMALL = {
     "in_channels": 4,

@@ -12,7 +12,7 @@ from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver, ModelEmaV3
 
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
-from quest_core.testing import matrix
+from devtools import matrix
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 WEIGHT = "blocks.1.attn.proj.weight"

@@ -1,4 +1,4 @@
-"""What timm's ViT takes: see quest_core.testing.support."""
+"""What timm's ViT takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import timm
 import torch
 
 import quest_timm  # noqa: F401
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str) -> None:

@@ -14,9 +14,9 @@ import transformers as hf
 from models import BERT, build, inputs
 from safetensors.torch import load_file
 
+from devtools import matrix
 from quest_core import AttentionMismatchWarning, CheckpointError
 from quest_core.checkpoints import set_attention_from
-from quest_core.testing import matrix
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"

@@ -1,4 +1,4 @@
-"""What BERT of transformers takes: see quest_core.testing.support."""
+"""What BERT of transformers takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import quest_transformers  # noqa: F401
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str, **options: float) -> None:

@@ -14,8 +14,8 @@ from tsai.basics import TSClassification, TSClassifier, load_all, load_learner
 from tsai.callback.MVP import MVP
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
+from devtools import matrix
 from quest_core.checkpoints import ENTRY
-from quest_core.testing import matrix
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 WEIGHT = "backbone.encoder.layers.1.self_attn.W_Q.weight"

@@ -1,4 +1,4 @@
-"""What tsai's TSTPlus takes: see quest_core.testing.support."""
+"""What tsai's TSTPlus takes: see devtools.support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tsai.models.TSTPlus import TSTPlus
 
 import quest_tsai  # noqa: F401
-from quest_core.testing.support import check
+from devtools.support import check
 
 
 def train(attention: str, **options: object) -> None:

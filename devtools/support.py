@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import QuestError
-from ..registry import mechanisms, owner
+from quest_core.errors import QuestError
+from quest_core.registry import mechanisms, owner
 
 Train = Callable[..., None]
 
