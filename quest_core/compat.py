@@ -96,19 +96,19 @@ def is_exporting() -> bool:
     return bool(exporting())
 
 
-_is_torch_func_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+_is_torch_func_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def transform() -> str | None:
     """Return the name of the active function transform, or None: torch.func or forward differentiation.
 
-    Always None inside torch.compile, which handles transforms itself.
+    Always None inside torch.compile and torch.export, which handle transforms themselves.
     """
-    if is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     if _is_torch_func_active():
-        return "torch.func"
-    return "forward-mode differentiation" if getattr(forward_ad, "_current_level", -1) >= 0 else None
+        return None if is_compiling() else "torch.func"
+    return "forward-mode differentiation" if forward_ad._current_level >= 0 and not is_compiling() else None
 
 
 def is_eager() -> bool:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .cache import Cache
 from .checkpoints import CheckpointGuard
-from .checks import check_inputs
 from .compat import (
+    autocast_dtype,
     constant_result,
     is_tracing,
     name_second_derivative,
     same_random_state,
-    size,
     tokens_are_divided,
     transform,
 )
@@ -33,29 +32,14 @@ from .mechanisms.base import (
     Score,
 )
 from .ops import (
-    apply_weights,
-    drop,
     hide_lowest,
     hides_the_future,
     logits,
-    merge_causal,
 )
 from .projections import HeadSizes
 
-
-class Observation(NamedTuple):
-    """One call of a Mechanism, which its observer is given."""
-
-    q: Tensor  # queries before any normalization [B, H, N, D]
-    k: Tensor  # keys before any normalization [B, G, M, D]; while decoding only those of the new tokens
-    # q and k as the score prepared them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens too; None for a
-    # family
-    prepared: tuple[Tensor, Tensor] | None
-    mask: Tensor | None  # boolean (True = may attend) or additive, broadcastable to [B, H, N, M]
-    is_causal: bool  # query i sees keys j ≤ i + M − N
-    residual: Tensor | None = None  # what was added to the logits [B, H, N, M]
-    real: Tensor | None = None  # the queries that are not padding [B, N]; None if all are, or the mask hides others
-    piece: int = 0  # 0, and 1, 2, ... for the later pieces of a call that is taken in pieces (`attention_packed`).
+TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+NAMES = "float32, bfloat16, float16 or float64"
 
 
 class Mechanism(CheckpointGuard):
@@ -92,7 +76,7 @@ class Mechanism(CheckpointGuard):
         takes_unit_keys: whether `forward` may be given unit keys.
         family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
             are `score`, `normalizer` and `grouping`.
-        observer: None, or a function that gets every call (see :class:`quest_core.Monitor`); copies have none.
+        monitor: the :class:`quest_core.Monitor` that watches it, or None; copies have none.
         head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
             (see :class:`quest_core.tools.parallel.HeadParallel`).
         keys_divided: whether the key/value heads are divided too; a single one is on all ranks.
@@ -127,7 +111,7 @@ class Mechanism(CheckpointGuard):
         parts = config.components
         super().__init__(config, keeps=dims is not None)
         self._name = str(config)
-        self.observer: Callable[[Observation], None] | None = None
+        self.monitor: Any = None
         self.hides_by_infinity = False
         self.head_share = (0, 1)
         self.keys_divided = True
@@ -143,6 +127,10 @@ class Mechanism(CheckpointGuard):
         self.on_grid = any(part.on_grid for part in parts)
         self.unit_keys = any(part.unit_keys for part in parts)
         self.takes_unit_keys = self.unit_keys and not any(part.reads for part in parts if part.axis != "normalizer")
+        grouping = None if self.family is not None else self.grouping
+        self._chooses = grouping is not None and grouping.chooses
+        self._shares = grouping is not None and grouping.shares
+        self._perturbs = grouping is not None and grouping.needs_weights
         self._learns = any(part.learnable for part in parts)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in parts if not part.causal]
         self._no_cache = [part.name for part in parts if not part.cached]
@@ -160,7 +148,7 @@ class Mechanism(CheckpointGuard):
         dropout_p: float = 0,  # and not 0.0, which a dynamic graph takes for an input, so that it is compiled twice
         unit_keys: bool = False,
     ) -> Tensor:
-        """Return the attention output.
+        """Return the attention output; `is_causal` is aligned at the last query: query i sees keys j ≤ i + M − N.
 
         Args:
             q: [B, H, N, D].
@@ -168,24 +156,29 @@ class Mechanism(CheckpointGuard):
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             dropout_p: dropout on the weights; the caller passes 0 outside training.
-            unit_keys: `k` holds unit vectors, as a host's cache may, and is taken as it is; see `takes_unit_keys`.
+            unit_keys: `k` holds unit vectors, as a host's cache may, and is not normalized again; see
+                `takes_unit_keys`.
 
         Returns:
             [B, H, N, Dv]; zeros for a query with no visible key.
 
         Raises:
-            InputError: naming the shape or type that does not fit.
+            InputError: a shape or type does not fit; the message names it.
             UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
-        if unit_keys and not self.takes_unit_keys:
-            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, unit_keys=unit_keys)
         if self.family is not None:
-            if self.observer is not None:
-                self.observer(Observation(q, k, None, mask, is_causal))
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        q, k, v = self._group_and_score(q, k, v, mask, is_causal, unit_keys=unit_keys)
-        return self._normalize(q, k, v, mask, is_causal, dropout_p)
+        head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups
+        q, k, scale = self.score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
+        k, v = (k, v) if head is None else (k.index_select(1, head), v.index_select(1, head))
+        plain = {"perturb": self.grouping.perturb} if self._perturbs else {}
+        out: Tensor = self.normalizer(
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares, **plain
+        )
+        if out.requires_grad:
+            name_second_derivative(out, self._name)
+        return out
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
@@ -193,70 +186,6 @@ class Mechanism(CheckpointGuard):
             f"attention '{self.config}' does not support torch.jit.script, which compiles a subset of Python; use "
             "torch.export or torch.jit.trace"
         )
-
-    def _group_and_score(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: Cache | None = None,
-        residual: Tensor | None = None,
-        unit_keys: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, G or H, M, D] for the dot product, cached tokens included."""
-        parts: Any = self._modules  # a module looks its own attributes up slowly
-        raw = q, k
-        new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
-        head = parts["grouping"].assign(k, q.shape[1], new)
-        if unit_keys:
-            q = parts["score"].query(q)
-        else:
-            q, k = parts["score"].prepare(q, k, v, mask=mask, is_causal=is_causal, cache=cache, head=head)
-        if cache is not None:
-            k, v = cache.append("k", k), cache.append("v", v)
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
-        if self.observer is not None:
-            self.observer(Observation(*raw, (q, k), mask, is_causal, residual))
-        return q, k, v
-
-    def _normalize(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
-    ) -> Tensor:
-        """Return the output softmax(scale · q kᵀ) v, [B, H, N, Dv], for prepared q and k."""
-        parts: Any = self._modules
-        grouping = parts["grouping"]
-        if grouping.needs_weights:
-            return self._by_weights(q, k, v, mask, is_causal, dropout_p)[0]
-        scale = parts["score"].scale(size(q, -1))
-        out: Tensor = parts["normalizer"].forward(
-            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouping.shares
-        )
-        if out.requires_grad:
-            name_second_derivative(out, self._name)
-        return out
-
-    def _by_weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output of `_normalize`, the weights after dropout and the logits, by the plain formula."""
-        grouped = self.grouping.shares
-        scores = logits(q, k, self.score.scale(size(q, -1)), grouped, residual)
-        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = self.normalizer.weights(scores, mask)
-        weights = drop(self.grouping.perturb(weights, k.shape[1], mask), dropout_p)
-        if mask is not None and mask.dtype != torch.bool:
-            scores = scores + mask
-        return apply_weights(weights, v, grouped), weights, scores
 
     def forward_with_weights(
         self,
@@ -302,8 +231,11 @@ class Mechanism(CheckpointGuard):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        q, k, v = self._group_and_score(q, k, v, mask, is_causal, residual=residual)
-        return self._by_weights(q, k, v, mask, is_causal, dropout_p, residual)
+        q, k, v, how = self._prepare(q, k, v, mask, is_causal)
+        made: tuple[Tensor, Tensor, Tensor] = self.normalizer(
+            q, k, v, mask=mask, is_causal=is_causal, dropout_p=dropout_p, residual=residual, need_weights=True, **how
+        )
+        return made
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, *, attn_mask: Tensor | None = None, dropout_p: float = 0
@@ -326,21 +258,33 @@ class Mechanism(CheckpointGuard):
         """
         if self._no_cache:
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
-        mask = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens)
+        mask, n = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens), q.shape[2]
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
         cache.admit(self, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
-            if self.observer is not None:
-                self.observer(Observation(q, k, None, mask, True))
             key_mask = self._key_mask(mask)  # [B or 1, M or 1]
             if key_mask is not None and key_mask.shape[1] > 1:
                 key_mask = key_mask[:, cache.tokens :]
-            out = self.family.decode(q, k, v, cache, key_mask)
+            out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
         else:
-            q, k, v = self._group_and_score(q, k, v, mask, True, cache)
-            out = self._normalize(q, k, v, mask, q.shape[2] > 1, dropout_p)  # a single query sees every key
-        cache.tokens += q.shape[2]
+            q, k, v, how = self._prepare(q, k, v, mask, True, cache)
+            out = self.normalizer(q, k, v, mask=mask, is_causal=n > 1, dropout_p=dropout_p, **how)
+        cache.tokens += n
         return out
+
+    def _prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Return q, k and v for the normalizer, as in `forward`, cached tokens included, and its further arguments."""
+        head = None
+        if self._chooses:
+            new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
+            head = self.grouping(k, q.shape[1], new)
+        q, k, scale = self.score(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache)
+        k, v = (k, v) if cache is None else (cache.append("k", k), cache.append("v", v))
+        k, v = (k, v) if head is None else (k.index_select(1, head), v.index_select(1, head))
+        plain = {"perturb": self.grouping.perturb} if self._perturbs else {}
+        return q, k, v, {"scale": scale, "grouped": self._shares, **plain}
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the logits [B, H, N, M] before any mask, of scores that look only at queries and keys.
@@ -352,7 +296,8 @@ class Mechanism(CheckpointGuard):
         if self.family is not None or self.chained:
             raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
         grouped = q.shape[1] != k.shape[1]
-        return logits(self.score.query(q), self.score.key(k), self.score.scale(q.shape[-1]), grouped)
+        q, k, scale = self.score(q, k, k, mask=None, is_causal=False)
+        return logits(q, k, scale, grouped)
 
     def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
         """Return the attention mask for padding.
@@ -385,9 +330,26 @@ class Mechanism(CheckpointGuard):
         )
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, cached: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        *,
+        cached: int = 0,
+        unit_keys: bool = False,
     ) -> Tensor | None:
-        """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism."""
+        """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism.
+
+        Args:
+            cached: further keys, before those of k, that the mask covers.
+        """
+        if self.monitor is not None:  # torch.compile guards this attribute, and not the hooks of the Monitor
+            self.monitor.breaks_graphs()
+        if unit_keys and not self.takes_unit_keys:
+            raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -400,18 +362,67 @@ class Mechanism(CheckpointGuard):
                 "choose a score of queries and keys (standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa "
                 "or dgqa"
             )
-        if not is_tracing():  # sizes are tensors there, and what a comparison says would be frozen
-            heads, groups = check_inputs(q, k, v, mask, dropout_p, self._key_features, cached)
-            if self.family is None:
-                parts: Any = self._modules
-                shares = self.head_share[1]
-                why = parts["grouping"].mismatch(heads * shares, groups * shares if self.keys_divided else groups)
-            else:
-                why = None if heads == groups else f"q has {heads} heads and k has {groups}"
-            if why:
-                raise InputError(f"attention '{self.config}': {why}")
-        self.refuse_future(mask, is_causal)
+        # Self-attention without a mask is checked by one comparison; any other call piece by piece.
+        plain = q.shape == k.shape == v.shape and mask is None and dropout_p == 0 and not self._key_features
+        plain = plain and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+        if not (plain and len(q.shape) == 4 and q.dtype in TYPES and not (self._shares or self._chooses)):
+            self._check_shapes(q, k, v, mask, dropout_p, cached)
+        if self._no_causal:
+            self.refuse_future(mask, is_causal)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
+
+    def _check_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int
+    ) -> None:
+        """Raise InputError unless q, k, v and mask fit together; the mask covers `cached` further keys before k."""
+        if is_tracing():  # sizes are tensors, and the trace would freeze the result of a comparison
+            return
+        same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in TYPES
+        for name, x in () if same and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4:
+                raise InputError(
+                    f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features"
+                )
+            if x.dtype not in TYPES:
+                raise InputError(f"{name} is {x.dtype}; attention takes {NAMES}")
+            if x.dtype != q.dtype and autocast_dtype(q.device.type) is None:
+                raise InputError(f"q is {q.dtype} but {name} is {x.dtype}; convert them to one type")
+            if x.device != q.device:
+                raise InputError(f"q is on {q.device} but {name} is on {x.device}")
+        if q.is_nested:
+            raise InputError(
+                "q is a nested tensor; pad it and pass a mask of the padding, or use quest_core.attention_packed"
+            )
+        batch, heads, n, dim = q.shape
+        batch_k, groups, m, key_dim = k.shape
+        batch_v, groups_v, m_v, _ = v.shape
+        if batch_k != batch or batch_v != batch:
+            raise InputError(f"batch sizes differ: q {batch}, k {batch_k}, v {batch_v}")
+        if key_dim != (self._key_features or dim):
+            expected = f"{self._key_features}" if self._key_features else f"{dim}, as q"
+            raise InputError(f"k has head_dim {key_dim}; expected {expected}")
+        if groups_v != groups or m_v != m:
+            raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
+        if not 0 <= dropout_p < 1:
+            raise InputError(f"dropout_p is {dropout_p}; expected a probability in [0, 1)")
+        why = None
+        if self.family is not None:
+            why = None if heads == groups else f"q has {heads} heads and k has {groups}"
+        elif heads != groups or self._shares or self._chooses:
+            shares = self.head_share[1]
+            why = self.grouping.mismatch(heads * shares, groups * shares if self.keys_divided else groups)
+        if why:
+            raise InputError(f"attention '{self.config}': {why}")
+        if mask is not None:
+            full = (batch, heads, n, m + cached)
+            if mask.dtype not in (torch.bool, *TYPES):
+                raise InputError(f"attn_mask is {mask.dtype}; expected booleans (True = may attend) or {NAMES} to add")
+            if mask.dim() not in (2, 4) or any(mask.shape[i] not in (1, full[i]) for i in range(-mask.dim(), 0)):
+                raise InputError(
+                    f"attn_mask has shape {list(mask.shape)}; it needs [N, M] = [{n}, {m + cached}] or a shape "
+                    f"that broadcasts to [B, H, N, M] = {list(full)} (for a mask per sample [B, N, M] write "
+                    "mask[:, None])"
+                )
 
     def refuse_future(self, mask: Tensor | None, is_causal: bool = False) -> None:
         """Raise UnsupportedError if the future is to be hidden and this mechanism cannot be causal.
@@ -439,7 +450,7 @@ class Mechanism(CheckpointGuard):
         return str(self.config)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "observer": None}  # it belongs to the model it watches, not to a copy
+        return {**self.__dict__, "monitor": None}  # it belongs to the model it watches, not to a copy
 
 
 def _refuse_state(config: AttentionConfig) -> None:
@@ -524,32 +535,45 @@ def attention(
         InputError: wrong shapes, types or mask.
         UnsupportedError: as in `Mechanism.forward`.
     """
-    return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    place = _place(attention if isinstance(attention, str) else _taken_apart(attention))
+    made: Mechanism = getattr(_STATELESS, place)
+    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def stateless(attention: AttentionSpec) -> Mechanism:
-    """Return the mechanism that `attention` names, made once for all callers; ConfigError if it would have a state."""
-    # A mapping is taken apart here, where torch.compile reads it, so that other contents compile again.
-    mapping = isinstance(attention, Mapping)
-    given = tuple(attention.items()) if isinstance(attention, Mapping) else attention
-    made: Mechanism = getattr(_STATELESS, _place(given, mapping))
+    """Return the mechanism that `attention` names, in evaluation, shared by all callers.
+
+    Raises:
+        ConfigError: it has parameters or a state.
+    """
+    made: Mechanism = getattr(_STATELESS, _place(_taken_apart(attention)))
     return made
 
 
 _STATELESS = SimpleNamespace()
-"""Every mechanism that `stateless` has made, each an attribute named by its text in hexadecimal, because torch.compile
-reads attributes where they are. It would trace into a cache, and a module cannot be one of its constants."""
+"""The latest `MOST` mechanisms that `stateless` has made.
+
+Each is an attribute, named by its text in hexadecimal, because torch.compile guards the attributes that it reads. It
+would trace into a cache, and a module cannot be a constant in a graph.
+"""
+MOST = 64
+_ONE_AT_A_TIME = threading.Lock()
 
 
-@constant_result  # parsing reads entry points, which nothing can trace
-def _place(given: Any, mapping: bool) -> str:
-    """Return the name of the attribute of _STATELESS that is meant."""
-    return _make(given if isinstance(given, str) else AttentionConfig.parse(dict(given) if mapping else given))
+def _taken_apart(attention: AttentionSpec) -> Any:
+    """Return `attention` with a mapping as a tuple, whose contents torch.compile compares with those of each call."""
+    return tuple(attention.items()) if isinstance(attention, Mapping) else attention
 
 
-@functools.cache
-def _make(spec: str | AttentionConfig) -> str:
-    config = AttentionConfig.parse(spec)
-    name = f"_{str(config).encode().hex()}"  # two threads at once store equal mechanisms
-    setattr(_STATELESS, name, Mechanism(config))
+@constant_result  # parsing reads entry points, which cannot be traced
+def _place(given: Any) -> str:
+    """Return the name of the attribute of _STATELESS that `given` means; make it if it is missing."""
+    given = given if isinstance(given, str) else AttentionConfig.parse(dict(given) if type(given) is tuple else given)
+    name, made = f"_{str(given).encode().hex()}", vars(_STATELESS)
+    if name not in made:
+        new = Mechanism(given).eval()
+        with _ONE_AT_A_TIME:
+            while len(made) >= MOST:
+                del made[next(iter(made))]
+            made[name] = new
     return name

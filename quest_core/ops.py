@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .compat import HAS_DTENSOR, autocast_dtype, is_eager, may_read, until_changed, wider
+from .compat import HAS_DTENSOR, autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
 
 PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
@@ -21,50 +21,44 @@ BLOCK_ROWS = 64  # least number of queries a block, below which matrix products 
 def unit(x: Tensor) -> Tensor:
     """Return x / ‖x‖₂ over the last axis; a zero vector stays zero and has a zero gradient.
 
+    Norms are float32 (float64 for float64). Norms outside 1e-19 to 1e19 (1e-154 to 1e154) may round to zero or
+    infinity; the result is zero then.
+
     Args:
         x: [..., D], floating point, any strides.
 
     Returns:
         [..., D] in the dtype of `x`.
     """
-    eager = is_eager()
-    # The heads of a projection [B, N, H, D] are taken in the order of memory.
-    turned = eager and x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    # The heads of a projection [B, N, H, D] are read in the order of memory.
+    turned = not x.is_contiguous() and x.dim() == 4 and x.transpose(1, 2).is_contiguous()
     x = x.transpose(1, 2) if turned else x
-    # The derivative written by hand takes half the passes of the recorded one.
-    by_hand = eager and x.requires_grad and torch.is_grad_enabled()
-    # A result is laid out like the first factor: contiguous, whatever x is. That takes a third of the time.
-    out: Tensor = _unit(x)[0] if by_hand else (inverse_norm(x, eager) * x).to(x.dtype)
+    # The hand-written derivative takes half the time of the recorded one. Transforms and compilers need the formula.
+    by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
+    out = (_unit if by_hand else _divide)(x)[0]
     return out.transpose(1, 2) if turned else out
 
 
-def inverse_norm(x: Tensor, eager: bool) -> Tensor:
-    """Return 1 / ‖x‖₂ over the last axis, 0 for a zero vector: [..., D] -> [..., 1], float32 or wider.
-
-    The squares are summed in a type that they neither overflow nor underflow: float32 for float16, and in `eager` code
-    for norms that prove to be moderate, else float64. Apple GPUs have none: there, norms of 1e-19 to 1e19 are right.
-    """
-    narrow, quick = x.dtype == torch.float16 or x.device.type == "mps", None
-    if not narrow and eager and may_read(x):  # a CPU takes up to four times as long for the sum in float64
-        quick = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wider(x.dtype))
-        least, most = torch.aminmax(quick)
-        if least.item() > 1e-10 and most.item() < 1e10:  # neither zero nor NaN
-            return torch.reciprocal(quick)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32 if narrow else torch.float64)
-    # Below the least normal float32 a norm counts as zero: its reciprocal would overflow. 1/inf and its derivatives are
-    # 0. The number stands here because torch.compile takes a float of the module for an input, and compiles twice.
-    inverse = norm.masked_fill(norm <= torch.finfo(torch.float32).tiny, math.inf).reciprocal().to(wider(x.dtype))
-    # No vector depends on whether another one is moderate.
-    return inverse if quick is None else torch.where((quick > 1e-10) & (quick < 1e10), quick.reciprocal(), inverse)
+def _divide(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / ‖x‖₂ [..., D] and ‖x‖₂ [..., 1] in float32 or float64, infinity for a zero vector."""
+    dtype, least = (torch.float64, 1e-154) if x.dtype == torch.float64 else (torch.float32, 1e-19)
+    wide = x if x.dtype == dtype else x.to(dtype)
+    norm: Tensor = torch.linalg.vector_norm(wide, 2, -1, True)
+    # One operation, whose derivative is 0 where it replaces the norm; torch.onnx.export(dynamo=False) lacks it.
+    norm = norm.masked_fill(norm <= least, math.inf) if is_tracing() else torch.threshold(norm, least, math.inf)
+    if x.dtype == dtype:
+        return x / norm, norm
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    return (wide / norm if recorded else wide.div_(norm)).to(x.dtype), norm
 
 
 class _Unit(torch.autograd.Function):
-    """`unit` and `inverse_norm` of x; both are returned so that the derivative, made of them, has a derivative."""
+    """x / ‖x‖₂ and 1 / ‖x‖₂; both are returned so that the derivative, made of them, has a derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        inverse = inverse_norm(x, True)  # [..., 1]
-        out = (inverse * x).to(x.dtype)
+        out, norm = _divide(x)
+        inverse = norm.reciprocal()  # [..., 1]
         ctx.save_for_backward(out, inverse)
         ctx.set_materialize_grads(False)
         return out, inverse

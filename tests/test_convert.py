@@ -96,7 +96,7 @@ def test_parameters_mode_and_random_state_are_kept() -> None:
     assert ours is stock
     assert all(parameters[name] is p and p.requires_grad for name, p in ours.named_parameters())
     assert [m.training for m in ours.layers] == modes
-    assert all(layer.self_attn.mechanism.observer is None for layer in ours.layers)
+    assert all(layer.self_attn.mechanism.monitor is None for layer in ours.layers)
 
 
 def test_an_injected_model_starts_from_its_own_scale_and_normalizer() -> None:

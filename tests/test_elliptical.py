@@ -190,17 +190,42 @@ def test_threads_do_not_see_each_others_values() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_recomputing_an_older_forward_pass_is_refused() -> None:
-    model = encoder("elliptical")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forward_passes_are_recomputed_each_with_its_own_values(reentrant: bool) -> None:
+    """Reentrant checkpointing records no graph that could hold them, so only the latest pass can be repeated."""
+    inputs, model = torch.randn(2, 2, 5, 16), encoder("elliptical")
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor, recompute: bool = True) -> Tensor:
+        x = x.clone().requires_grad_()
         for layer in model.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
         return x
 
-    early, _ = run(torch.randn(2, 5, 16)), run(torch.randn(2, 5, 16))
-    with pytest.raises(quest_core.UnsupportedError, match="another forward pass ran in between"):
-        early.sum().backward()
+    early, late = (run(x) for x in inputs)
+    if reentrant:
+        with pytest.raises(quest_core.UnsupportedError, match="the values of its forward pass are gone"):
+            early.square().sum().backward()
+        return
+    parameters = list(model.parameters())
+    for out, x in ((early, inputs[0]), (late, inputs[1])):
+        want = torch.autograd.grad(run(x, False).square().sum(), parameters)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), parameters), want)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_is_kept_after_the_backward_pass(recompute: bool) -> None:
+    model, x = encoder("elliptical"), torch.randn(2, 5, 16, requires_grad=True)
+    out = x
+    for layer in model.layers:
+        out = torch.utils.checkpoint.checkpoint(layer, out, use_reentrant=False) if recompute else layer(out)
+    loss = out.square().sum()
+    scores = [layer.self_attn.mechanism.score for layer in model.layers]
+    assert [len(score._steps) for score in scores] == [0, 1, 1]
+    loss.backward()
+    assert all(step.values is None for score in scores for step in score._steps.values())
+    assert not any(score._values for score in scores)
+    del loss, out
+    assert [len(score._steps) for score in scores] == [0, 0, 0]
 
 
 def test_copies_keep_their_own_chain() -> None:

@@ -53,10 +53,10 @@ def keys(norms: list[float], batch: int = 2, tokens: int = 3, dim: int = 4) -> T
 def test_kdgqa_follows_the_paper() -> None:
     made = quest_core.Mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
     # n̂ = (0, 1/2, 1): sizes ⌊(0, 2, 4)⌋
-    assert made.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
-    assert made.grouping.assign(torch.ones(1, 3, 1, 4), 6, None).tolist() == [0, 0, 1, 1, 2, 2]
+    assert made.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
+    assert made.grouping(torch.ones(1, 3, 1, 4), 6, None).tolist() == [0, 0, 1, 1, 2, 2]
     least = quest_core.Mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
-    assert least.grouping.assign(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
+    assert least.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("score", ["standard", "quest", "qnorm"])
@@ -101,7 +101,7 @@ def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -
     norms = [[1.0, 4.0], [2.0, 2.0], [5.0, 1.0], [6.0, 2.0], [1.0, 1.0], [1.0, 1.0], [3.0, 6.0], [9.0, 9.0]]
     cached, want, sizes = norms[0], [4, 4], []
     for step, now in enumerate(norms):
-        head = made.grouping.assign(keys(now), 8, None)
+        head = made.grouping(keys(now), 8, None)
         sizes.append(torch.bincount(head, minlength=2).tolist())
         assert sizes[-1] == want, step
         if step and step % 3 == 0:  # what this step finds takes effect at the next

@@ -261,7 +261,9 @@ class Squares(Normalizer):
 class Mean(Family):
     """The mean of the visible values, whatever the query; ignores is_causal."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         seen = torch.ones_like(v[:, :1, :, :1]) if key_mask is None else self._seen(key_mask, v)
         return (v * seen).sum(2, keepdim=True) / seen.sum(2, keepdim=True).clamp(min=1) + 0 * (q + k.mean())
 
@@ -270,18 +272,14 @@ class Mean(Family):
         seen = key_mask if key_mask.dtype == torch.bool else key_mask > -torch.inf
         return seen[:, None, :, None].to(v.dtype)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        return self.forward(q, k, v, key_mask=key_mask, is_causal=True)
-
 
 class Sums(Family):
     """Linear attention that keeps its sums where `keep` says."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self.average(q, k, v, key_mask, Cache())
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        return self.average(q, k, v, key_mask, cache)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
+        return self.average(q, k, v, key_mask, Cache() if cache is None else cache)
 
     def average(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cache: Cache) -> Tensor:
         seen = 1 if key_mask is None else key_mask[:, None, :, None].to(k.dtype)
@@ -312,14 +310,14 @@ class HeadsFirst(Sums):
 class SomeQuery(Score):
     """Right under is_causal; under a mask it looks at every key that some query sees."""
 
-    def prepare(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, is_causal: bool, **_: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, float]:
         n, m = q.shape[2], k.shape[2]
         seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n if is_causal else m)
         if mask is not None:
             seen = seen & visible(mask).any(1, keepdim=True).any(2, keepdim=True)
-        return q + seen.to(k.dtype) @ k / seen.sum(-1, keepdim=True).clamp(min=1), k
+        return q + seen.to(k.dtype) @ k / seen.sum(-1, keepdim=True).clamp(min=1), k, 1.0
 
 
 def toy(base: type[Component], **declared: Any) -> type[Component]:

@@ -357,7 +357,7 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
             lambda q, k, v: (*[x.to(torch.float8_e4m3fn) for x in (q, k, v)], None),
             "q is torch.float8_e4m3fn; attention",
         ),
-        (lambda q, k, v: (q, k[..., :3], v, None), "k has 3 features a head where q's 8 ask for 8"),
+        (lambda q, k, v: (q, k[..., :3], v, None), "k has head_dim 3; expected 8, as q"),
         (lambda q, k, v: (q, k[:1], v, None), "batch sizes differ: q 2, k 1"),
         (lambda q, k, v: (q, k[:, :2], v[:, :2], None), r"shared key heads add a grouping"),
         (lambda q, k, v: (q, k, v[:, :, :3], None), r"k has .* but v has"),
@@ -366,7 +366,7 @@ def test_padding_and_batch_mates_do_not_matter(score: str) -> None:
         (lambda q, k, v: (q, k, v, torch.ones(5, 6, dtype=torch.long)), "attn_mask is torch.int64"),
         (
             lambda q, k, v: (q, k, v, torch.ones(5, 6).to(torch.float8_e5m2)),
-            "attn_mask is torch.float8_e5m2; it is bool",
+            "attn_mask is torch.float8_e5m2; expected bool",
         ),
     ],
 )

@@ -167,7 +167,7 @@ def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
         first(q, k, v)
         before = copy.deepcopy(second)
         second(q, k, v + torch.randn_like(v))
-    assert before.observer is None
+    assert before.monitor is None
     seen = monitor.collect()
     assert seen["0"]["max_logit"] == pytest.approx(expected(mechanism("quest"), q, k, v)["max_logit"], rel=1e-5)
     assert seen["1"]["max_logit"] != pytest.approx(seen["0"]["max_logit"], rel=1e-2)
@@ -288,7 +288,7 @@ def test_a_normalizer_from_elsewhere_is_asked_for_its_weights() -> None:
             return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
 
     m, (q, k, v) = mechanism("quest"), inputs()
-    m.normalizer, m.fused = Squares(), False  # as its Part would say
+    m.normalizer, m.fused = Squares(None), False  # as its Part would say
     wanted = expected(m, q, k, v, is_causal=True)
     with Monitor(m) as monitor:
         m(q, k, v, is_causal=True)
@@ -345,7 +345,7 @@ def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, 
     assert packed.keys() == single.keys()
     for name, values in single.items():
         assert packed[name] == pytest.approx(values, rel=2e-5, abs=2e-6), name
-    assert m.observer is None
+    assert m.monitor is None
 
 
 def test_a_packed_call_counts_once() -> None:
@@ -399,7 +399,7 @@ def test_every_nth_call_is_observed() -> None:
 
 
 def test_norms_and_bound_without_the_logits() -> None:
-    m, (q, k, v) = mechanism("quest(scale=-2)"), inputs()
+    m, (q, k, v) = mechanism("quest(scale=2)"), inputs()
     with Monitor(m, logits=False) as monitor:
         m(q, k, v)
     seen = monitor.collect()["mechanism"]
@@ -464,9 +464,9 @@ def test_state_dicts_copies_and_pickles_have_no_monitor() -> None:
             twin(x)
             assert monitor.collect() == {}
         shallow = copy.copy(model.layers[0].self_attn.mechanism)
-        assert shallow.observer is None
-        assert model.layers[0].self_attn.mechanism.observer is not None
-    assert model.layers[0].self_attn.mechanism.observer is None
+        assert shallow.monitor is None
+        assert model.layers[0].self_attn.mechanism.monitor is not None
+    assert model.layers[0].self_attn.mechanism.monitor is None
 
 
 @pytest.mark.needs_torch("2.5", "a compiled module whose attributes change")
@@ -518,9 +518,8 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(monitor_module, "BLOCK", 4096)
     m = mechanism(attention)
     q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)
-    seen = quest_core.mechanism.Observation(q, k, (q, k), None, causal)
     monitor = Monitor(m)
     with Largest() as largest:
-        m.observer(seen)  # type: ignore[misc]
+        monitor._layers["mechanism"]._count(q, k, (q, k), None, causal)
     assert largest.largest <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from allocations import allocated
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from quest_core.ops import unit
 from quest_core.testing import references as reference
@@ -86,7 +81,7 @@ def test_a_zero_vector_stays_zero_with_zero_derivatives(dtype: torch.dtype) -> N
         assert not value[1, 2].any()
 
 
-@pytest.mark.parametrize("exponent", [-37, -30, -22, 18, 22, 30, 37])
+@pytest.mark.parametrize("exponent", [-18, -10, 10, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_neither_overflow_nor_underflow(dtype: torch.dtype, exponent: int) -> None:
     x = (torch.randn(4, 16, dtype=torch.float64) * 10.0**exponent).to(dtype).requires_grad_()
@@ -100,112 +95,34 @@ def test_norms_neither_overflow_nor_underflow(dtype: torch.dtype, exponent: int)
     torch.testing.assert_close(slope.double(), true_slope, rtol=4 * eps, atol=16 * eps * float(true_slope.abs().max()))
 
 
-# --- the two ways to sum the squares --------------------------------------------------------------------------------
-
-
-class Subclass(Tensor):
-    """A tensor that might have no numbers to read."""
-
-
-def sums(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The types in which `call` sums squares, in order."""
-    found: list[torch.dtype] = []
-    norm = torch.linalg.vector_norm
-
-    def watched(*given: object, dtype: torch.dtype, **options: object) -> Tensor:
-        found.append(dtype)
-        return norm(*given, dtype=dtype, **options)  # type: ignore[no-any-return,call-overload]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.linalg, "vector_norm", watched)
-        call()
-    return found
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_squares_are_summed_in_float32_where_all_norms_allow_it(
-    dtype: torch.dtype, recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast, slow = [torch.float32], [torch.float32, torch.float64]
-    for length, wanted in {1e-8: fast, 1: fast, 1e8: fast, 1e-12: slow, 1e12: slow, 0: slow, torch.nan: slow}.items():
-        x = torch.nn.functional.one_hot(torch.arange(6), 8).to(dtype)
-        x[4] *= length
-        x.requires_grad_(recorded)
-        assert sums(lambda x=x: unit(x), monkeypatch) == wanted, length
-    assert sums(lambda: unit(torch.ones(0, 4)), monkeypatch) == [torch.float64]
-    assert sums(lambda: unit(torch.zeros(4, dtype=torch.float16)), monkeypatch) == [torch.float32]
-
-
-def test_squares_are_summed_in_float64_where_numbers_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(3, 4)
-
-    def fake() -> None:
-        with FakeTensorMode() as mode:
-            unit(mode.from_tensor(x))
-
-    def counted() -> None:
-        with FlopCounterMode(display=False):
-            unit(x)
-
-    ways: dict[str, Callable[[], object]] = {
-        "subclass": lambda: unit(x.as_subclass(Subclass)),
-        "meta": lambda: unit(x.to("meta")),
-        "FakeTensorMode": fake,
-        "TorchDispatchMode": counted,
-        "make_fx": lambda: make_fx(unit)(x),
-        "vmap": lambda: torch.func.vmap(unit)(x),
-        "jvp": lambda: torch.func.jvp(unit, (x,), (x,)),
-        "grad": lambda: torch.func.grad(lambda x: unit(x).sum())(x),
-        "jit.trace": lambda: torch.jit.trace(unit, x, check_trace=False),
-    }
-    for name, call in ways.items():
-        assert sums(call, monkeypatch) == [torch.float64], name
-    leaf = x.clone().requires_grad_()
-    again = sums(lambda: checkpoint(unit, leaf, use_reentrant=False).sum().backward(), monkeypatch)
-    assert again == [torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("layout", [name for name in layouts(torch.float32) if not name.startswith("no ")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_both_ways_agree(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = layouts(dtype)[layout].detach().requires_grad_()
-    eps = torch.finfo(dtype).eps
-
-    def both() -> tuple[Tensor, Tensor]:
-        out = unit(x)
-        return out, torch.autograd.grad(out, x, torch.ones_like(out))[0]
-
-    fast = both()
-    monkeypatch.setattr(torch, "aminmax", lambda norm: torch.zeros(2))
-    for mine, other in zip(fast, both(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=4 * eps, atol=4 * eps * float(other.abs().max()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    rows = torch.randn(8, 16, dtype=torch.float64)
-    for i, length in enumerate([1e-25, 1e25, 1e-30, 1e30, 0, torch.nan, torch.inf]):
-        rows[i] *= length
-    x = rows.to(dtype).requires_grad_()
-    eps = torch.finfo(dtype).eps
+@pytest.mark.parametrize("norm", [1e-30, 1e30])
+def test_norms_outside_the_range_are_zero_with_zero_derivatives(norm: float) -> None:
+    x = torch.full((3, 8), norm).requires_grad_()
+    plain = torch.func.grad(lambda x: unit(x).sum())(x.detach())
     out = unit(x)
-    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    for i, row in enumerate(x.detach()):
-        one = row.clone().requires_grad_()
-        (own,) = torch.autograd.grad(unit(one), one, torch.ones_like(one))
-        torch.testing.assert_close(out[i], unit(row), rtol=2 * eps, atol=0, equal_nan=True)
-        size = float(own.nan_to_num(0, 0, 0).abs().max())
-        torch.testing.assert_close(slope[i], own, rtol=8 * eps, atol=16 * eps * size, equal_nan=True)
-        if row.isfinite().all():
-            torch.testing.assert_close(out[i].double(), reference.unit(row.double()), rtol=2 * eps, atol=2 * eps)
+    (slope,) = torch.autograd.grad(out.sum(), x)
+    assert not torch.cat([out, slope, plain]).any()
 
 
-def test_results_are_contiguous_or_in_the_order_of_a_projection() -> None:
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.1), (torch.bfloat16, 3.1), (torch.float16, 3.1)])
+def test_memory_is_the_result_and_one_product(dtype: torch.dtype, factor: float) -> None:
+    """Bytes allocated, per byte of x: the result, and for half types the product in float32."""
+    x = torch.randn(2, 8, 256, 64).to(dtype)
+    assert allocated(lambda: unit(x)) <= factor * x.nbytes
+
+
+def test_derivatives_agree_by_hand_and_by_formula() -> None:
+    x, grad = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16)
+    leaf = x.clone().requires_grad_()
+    (by_hand,) = torch.autograd.grad(unit(leaf), leaf, grad)
+    _, pullback = torch.func.vjp(unit, x)
+    torch.testing.assert_close(by_hand, pullback(grad)[0])
+
+
+def test_results_lie_in_the_order_of_a_projection() -> None:
     """A step with two layouts takes up to four times as long, and so does the projection's backward pass."""
     heads = torch.randn(2, 5, 3, 16).transpose(1, 2)  # [B, H, N, D]
-    packed = torch.randn(2, 5, 3, 3, 16)[:, :, 1].transpose(1, 2)
-    for x, stride in ((heads, heads.stride()), (packed, torch.empty(packed.shape).stride())):
+    for x, stride in ((heads, heads.stride()), (heads.contiguous(), heads.contiguous().stride())):
         leaf = x.detach().requires_grad_()
         grads = (torch.randn(2, 3, 5, 16), torch.randn(2, 5, 3, 16).transpose(1, 2))  # as SDPA's kernels return them
         for out in (unit(x), unit(leaf)):

@@ -450,7 +450,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"{f'{path!r}' if path else 'the model'} is wrapped in {found[0]} already, which would not see the "
                 "replaced modules; inject first, then wrap"
             )
-        if isinstance(module, Mechanism) and module.observer is not None:
+        if isinstance(module, Mechanism) and module.monitor is not None:
             raise InjectionError(
                 f"'{path}' is observed by a Monitor, which would not see its successor; call remove() first"
             )

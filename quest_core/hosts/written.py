@@ -212,8 +212,8 @@ class _Preparing(Following):
                     self._refuse(f"multiplies its {what} by {given}, and in the example by {factor:g}")
         q, k = (_turned(pair[role], product, role) for role in roles)
         undone = [x if factor == 1 else x * (1 / factor) for x, factor in zip((q, k), product.undone, strict=False)]
-        q, k = score.query(undone[0]), score.key(undone[1])
-        scale = score.scale(q.shape[-1]) / product.factors[2]
+        q, k, scale = score(undone[0], undone[1], undone[1], mask=None, is_causal=False)
+        scale = scale / product.factors[2]
         q = q if scale == 1 else q * scale
         for role, x in zip(roles, (q, k), strict=True):
             pair[role] = _turned(x, product, role, back=pair[role].dim())
@@ -287,7 +287,7 @@ def prepare(module: nn.Module, written: Written, config: AttentionConfig) -> nn.
 
 def _is_host(score: Score, written: Written) -> bool:
     """Return whether a score neither prepares operands nor scales them in another way than the host."""
-    plain = all(getattr(type(score), name) is getattr(Score, name) for name in ("query", "key", "prepare"))
+    plain = all(getattr(type(score), name) is getattr(Score, name) for name in ("query", "key", "forward"))
     return plain and score.scale(written.head_dim) == written.scale
 
 

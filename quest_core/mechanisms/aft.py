@@ -104,7 +104,11 @@ class AttentionFreeSimple(Family):
         super().__init__(dims)
         self.query = query
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
+        if cache is not None:
+            return self._decode(q, k, v, cache, key_mask)
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = masked(k, v, key_mask)
@@ -114,8 +118,8 @@ class AttentionFreeSimple(Family):
         # The last query sees every key, and the first N − M queries of too few keys see none.
         return gate(q, F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:], self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. The state is one token that counts as much as all earlier ones."""
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        """Return the output of new tokens; the cache keeps one token that counts as much as all earlier ones."""
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = extended(cache, *masked(k, v, key_mask))
@@ -166,13 +170,17 @@ class AttentionFreeFull(Family):
             return local(self.table)[start : start + n, first : first + m], None
         return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless
         causal, where the last query stands at the last key.
 
         Raises:
             InputError: more tokens than `max_length`.
         """
+        if cache is not None:
+            return self._decode(q, k, v, cache, key_mask)
         n, m = q.shape[2], k.shape[2]
         self._check_length(max(n, m))
         if (empty := nothing(q, k, v)) is not None:
@@ -182,8 +190,8 @@ class AttentionFreeFull(Family):
         y = averages(self.name, *masked(k, v, key_mask), *w, is_causal, self.window)
         return gate(q, F.pad(y, (0, 0, blind, 0)), self.query)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. Biases differ from query to query, so all keys and values are kept."""
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        """Return the output of new tokens; the cache keeps all keys and values, because biases differ by query."""
         self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:
             return empty
@@ -226,7 +234,9 @@ class AttentionFreeLocal(AttentionFreeFull):
         super().__init__(dims, **positions)
         self.window = window
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         """See `AttentionFreeFull.forward`.
 
         Raises:
@@ -237,11 +247,13 @@ class AttentionFreeLocal(AttentionFreeFull):
                 f"attention '{self.name}' needs the distance of a query from a key, which the {q.shape[2]} queries and "
                 f"{k.shape[2]} keys of two sequences do not have; use 'aft-simple' or 'aft-full' to attend across"
             )
-        return super().forward(q, k, v, key_mask=key_mask, is_causal=is_causal)
+        return super().forward(q, k, v, key_mask=key_mask, is_causal=is_causal, cache=cache)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """See `Family.decode`. The state is the last `window` − 1 tokens, and one for all before them, which have no
-        bias: it stands `window` tokens before the next query.
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
+        """Return the output of new tokens.
+
+        The cache keeps the last `window` − 1 tokens, and one for all before them, which have no bias: it stands
+        `window` tokens before the next query.
         """
         self._check_length(cache.tokens + q.shape[2])
         if (empty := nothing(q, k, v)) is not None:

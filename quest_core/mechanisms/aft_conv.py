@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..cache import Cache
 from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..ops import block_rows, local, recomputed, widen
@@ -168,7 +169,9 @@ class AttentionFreeConv(Family):
             chosen = (position == flat.argmax(1, keepdim=True)).to(flat.dtype)
         return (flat * chosen).view(w.shape)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         """See `Family.forward`; k is [B, H, T, 1].
 
         Raises:

@@ -7,11 +7,15 @@ key/value head a query head uses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..cache import Cache
+from ..compat import is_tracing, size
 from ..ops import apply_weights, drop, logits, merge_causal
 from ..registry import Component
 
@@ -34,7 +38,7 @@ class Dims:
 
 
 class Score(Component):
-    """How q and k meet. A subclass overrides `default_scale`, and `query` and `key` or, to see values, `prepare`."""
+    """How q and k meet. A subclass overrides `query`, `key` and `default_scale`, or `forward` to see values too."""
 
     axis = "score"
     dropout = compares = True
@@ -43,11 +47,37 @@ class Score(Component):
         super().__init__()
         self.given_scale = scale
 
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        is_causal: bool,
+        head: Tensor | None = None,
+        cache: Cache | None = None,
+        unit_keys: bool = False,
+    ) -> tuple[Tensor, Tensor, float]:
+        """Return q [B, H, N, D] and k [B, G, M, D] ready for the dot product, and the factor on q kᵀ.
+
+        Arguments as in `Mechanism.forward`, and:
+
+        Args:
+            head: the key/value head of each query head [H], or None for equal consecutive groups.
+            cache: the layer's state while decoding; k and v are only the new tokens then.
+            unit_keys: k holds unit vectors already.
+        """
+        head_dim = size(q, -1) if is_tracing() else q.shape[-1]
+        scale = self.default_scale(head_dim) if self.given_scale is None else self.given_scale
+        return self.query(q), k if unit_keys else self.key(k), scale
+
     def scale(self, head_dim: int) -> float:
         """Return the factor on q kᵀ: the `scale` option, or the score's own."""
         return self.default_scale(head_dim) if self.given_scale is None else self.given_scale
 
     def default_scale(self, head_dim: int) -> float:
+        """Return the score's own factor on q kᵀ."""
         return 1.0
 
     def query(self, q: Tensor) -> Tensor:
@@ -57,25 +87,6 @@ class Score(Component):
     def key(self, k: Tensor) -> Tensor:
         """Return k [B, G, M, D] ready for the dot product, in the same shape; a cache stores this."""
         return k
-
-    def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: Cache | None,
-        head: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys ready for the dot product; arguments as in `Mechanism.forward`.
-
-        Args:
-            cache: the layer's state while decoding; `v` and `k` are then only the new tokens.
-            head: the key/value head of each query head [H], where the grouping is not that of equal groups.
-        """
-        return self.query(q), self.key(k)
 
 
 class Normalizer(Component):
@@ -98,19 +109,35 @@ class Normalizer(Component):
         is_causal: bool,
         dropout_p: float,
         grouped: bool,
-    ) -> Tensor:
-        """Return the attention output [B, H, N, Dv].
+        residual: Tensor | None = None,
+        perturb: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Return the attention output [B, H, N, Dv], by the plain formula.
+
+        A subclass that overrides this method takes the last three arguments as ``**plain``, and returns
+        ``super().forward(...)`` if there are any.
 
         Args:
             q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
             v: [B, G, M, Dv].
+            scale: the factor on q kᵀ.
             mask: None, boolean (True = may attend) or additive (−inf hides), broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N.
+            is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
+            dropout_p: dropout on the weights.
             grouped: H/G consecutive query heads share a key/value head; False means G = H.
+            residual: added to the logits [B, H, N, M].
+            perturb: `Grouping.perturb`, if the grouping changes the weights.
+            need_weights: return (output, weights after dropout [B, H, N, M], logits [B, H, N, M]) instead.
         """
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        weights = self.weights(logits(q, k, scale, grouped), mask)
-        return apply_weights(drop(weights, dropout_p), v, grouped)
+        scores = logits(q, k, scale, grouped, residual)
+        weights = self.weights(scores, mask)
+        weights = drop(weights if perturb is None else perturb(weights, k.shape[1], mask), dropout_p)
+        out = apply_weights(weights, v, grouped)
+        if not need_weights:
+            return out
+        return out, weights, scores if mask is None or mask.dtype == torch.bool else scores + mask
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Return the weights [B, H, N, M] of logits [B, H, N, M]: 0 where hidden, also in a row that sees no key."""
@@ -134,30 +161,33 @@ class Grouping(Component):
         """Return why tensors with these heads do not fit, or None."""
         raise NotImplementedError
 
-    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor | None:
-        """Return the key/value head of each query head, [H] on the device of `k`, or None for equal consecutive groups.
+    def forward(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
+        """Return the key/value head of each query head, [H] on the device of `k`, if the grouping `chooses`.
 
         Args:
             k: keys before any normalization, [B, G, M, D].
             mask: as in `Mechanism.forward`; keys that no query sees do not count.
         """
-        return None
+        raise NotImplementedError
 
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:
         """Return the weights [B, H, N, M] that are applied to the values; by default those given."""
         return weights
 
+    chooses: bool = False
+    """Whether `forward` returns the key/value head of each query head; without it `forward` is not called."""
+
     needs_weights: bool = False
     """Whether `perturb` does anything, so that no fused path applies."""
 
     shares: bool = False
-    """Whether H/G consecutive query heads share a key/value head, unless `assign` says another one."""
+    """Whether H/G consecutive query heads share a key/value head."""
 
 
 class Family(Component):
     """A mechanism that never forms the N×M weights and is therefore not combined.
 
-    A subclass computes `forward` and, where it can be causal, `decode`. Masks reach it as a key mask only.
+    Masks reach it as a key mask only.
     """
 
     axis = "family"
@@ -165,21 +195,17 @@ class Family(Component):
     def __init__(self, dims: Dims | None) -> None:
         super().__init__()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
+    ) -> Tensor:
         """Return the output [B, H, N, D] of q [B, H, N, D], k [B, H, M, Dk] and v [B, H, M, D].
+
+        A family that is not declared `cached` need not take `cache`.
 
         Args:
             key_mask: None, boolean (True = visible) or additive (−inf hides), [B or 1, M].
-            is_causal: query i sees keys j ≤ i + M − N.
-        """
-        raise NotImplementedError
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """Return the causal output [B, H, N, D] of N new tokens after those in the cache; extends the cache.
-
-        `Mechanism.decode` changes ``cache.tokens``; this method must not.
-
-        Args:
-            key_mask: as in `forward`, [B or 1, N]: whether the new tokens are visible, to themselves and later ones.
+            is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
+            cache: the layer's state while decoding. q, k, v and `key_mask` are only the N new tokens then, which follow
+                those in the cache, and `is_causal` is True. Extend the state; `Mechanism` changes ``cache.tokens``.
         """
         raise NotImplementedError

@@ -13,10 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..cache import Cache
 from ..compat import is_compiling, is_eager, is_recomputing, no_autocast, wider
 from ..errors import UnsupportedError
 from ..ops import unit, visible
@@ -36,8 +38,10 @@ class Elliptical(Standard):
     gradient flows through it. A cache keeps the change of every token.
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
 
-    Values are handed over once, within one forward pass and one thread. A layer that finds none refuses to run: its
-    predecessor was skipped, or is an unused copy.
+    Values are handed over once, within one forward pass and one thread. A layer that finds none raises
+    UnsupportedError: its predecessor was skipped, or is an unused copy.
+
+    Memory is O(N + M); under a mask that differs between queries the mean takes O(N·M), a weight per pair.
     """
 
     causal = cross = cached = chained = stops_gradient = True
@@ -50,8 +54,10 @@ class Elliptical(Standard):
         self._next: tuple[Elliptical, ...] = ()
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
         self._arrangement: tuple[Arrange, Arrange] | None = None
-        # thread -> own values and those before, of the latest step with gradients: a backward pass may repeat it.
-        self._step: dict[int, tuple[Tensor, Tensor]] = {}
+        # The forward passes whose backward pass may repeat them. The graph of each holds its step, and drops it after
+        # use; reentrant checkpointing records no graph, so the layer holds the latest step of such a pass.
+        self._steps = _Steps()
+        self._unrecorded: _Step | None = None
 
     def follow(self, previous: Elliptical | None) -> None:
         """Set the layer before this one; None makes it the first."""
@@ -77,27 +83,40 @@ class Elliptical(Standard):
         finally:
             self._arrangement = None
 
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, head: Tensor | None, **how: Any
-    ) -> tuple[Tensor, Tensor]:
-        before = self.hand_over(v.detach())
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        is_causal: bool,
+        head: Tensor | None = None,
+        cache: Cache | None = None,
+        **how: Any,
+    ) -> tuple[Tensor, Tensor, float]:
+        before, step = self.hand_over(v.detach())
         if before is not None:
             change = (v.detach() - before).abs()  # [B, G, M, D]
-            change = change if how["cache"] is None else how["cache"].append("elliptical_change", change)
+            change = change if cache is None else cache.append("elliptical_change", change)
+            spread = head
             if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # query heads see different keys
-                change, head = _spread(change, q.shape[1], head), None
+                change, spread = _spread(change, q.shape[1], head), None
             metric = _metric(change.to(wider(v.dtype)), q.shape[2], mask, is_causal)  # [B, G or H, N or 1, D]
-            q = q * _spread(metric.to(q.dtype), q.shape[1], head)
-        return self.query(q), self.key(k)
+            q = q * _spread(metric.to(q.dtype), q.shape[1], spread)
+        if step is not None and q.requires_grad:
+            q.register_hook(step.forget)  # the graph holds the step until its backward pass is here
+        return super().forward(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, **how)
 
-    def hand_over(self, v: Tensor) -> Tensor | None:
+    def hand_over(self, v: Tensor) -> tuple[Tensor | None, _Step | None]:
         """Return the values of the layer before, and keep `v` for the next layer.
 
         Args:
             v: own values [B, G, M, D].
 
         Returns:
-            [B, G, M, D] in the order of `v`; None in the first layer of a chain or of a stage.
+            The values before [B, G, M, D] in the order of `v`, None in the first layer of a chain or of a stage; and
+            the step that the graph of this forward pass has to hold, if checkpointing may repeat it.
 
         Raises:
             UnsupportedError: `follow` was never called, or the layer before has left no values.
@@ -110,10 +129,22 @@ class Elliptical(Standard):
         (previous,) = self._previous
         kept = v if self._arrangement is None else self._arrangement[0](v)
         repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
-        before = None
-        if previous is not None:
-            before = self._again(kept) if repeats else self._first(previous, kept, thread)
-        if previous is None and not repeats:  # a forward pass begins, and what one that ended early has left is over
+        before = step = None
+        if previous is not None and repeats:
+            before = self._again(kept)
+        elif previous is not None:
+            before = previous._values.pop(thread, None)
+            if before is None:
+                raise UnsupportedError(
+                    "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                    "skipped, or only this one was copied. Run all layers in their order, and call "
+                    "quest_core.chain(model) after copying layers"
+                )
+            if is_eager() and (self.training or torch.is_grad_enabled()):
+                step = _Step(kept, before)
+                self._steps[id(step)] = step
+                self._unrecorded = None if torch.is_grad_enabled() else step
+        elif not repeats:  # a forward pass begins, so values of one that ended early are out of date
             layer = self
             while layer._next:
                 (layer,) = layer._next
@@ -121,38 +152,55 @@ class Elliptical(Standard):
         if self._next and not repeats:
             self._values[thread] = kept
         if before is None or before.shape != kept.shape:
-            return None
-        return before if self._arrangement is None else self._arrangement[1](before)
-
-    def _first(self, previous: Elliptical, kept: Tensor, thread: int) -> Tensor:
-        """Take the values that the layer before has left in this forward pass."""
-        before = previous._values.pop(thread, None)
-        if before is None:
-            raise UnsupportedError(
-                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                "skipped, or only this one was copied. Run all layers in their order, and call "
-                "quest_core.chain(model) after copying layers"
-            )
-        if self.training or (torch.is_grad_enabled() and is_eager()):
-            self._step[thread] = (kept, before)
-        return before
+            return None, step
+        return before if self._arrangement is None else self._arrangement[1](before), step
 
     def _again(self, kept: Tensor) -> Tensor:
-        """Return what `_first` has taken in the forward pass that is being computed again.
+        """Return the values before in the forward pass that is repeated: the pass whose own values are nearly `kept`.
 
-        On a GPU the backward pass runs in a thread of its own, so the values name their forward pass.
+        The backward pass may run in another thread, as on a GPU, whose rounding may differ.
         """
-        for own, before in list(self._step.values()):
-            alike = (own.shape, own.dtype, own.device) == (kept.shape, kept.dtype, kept.device)
-            if alike and torch.equal(own.nan_to_num(), kept.nan_to_num()):  # a step that overflows is repeated too
+        for reference in self._steps.valuerefs():
+            step = reference()
+            if step is not None and step.values is not None and _alike(step.values[0], kept):
+                before = step.values[1]
+                self._unrecorded = None if self._unrecorded is step else self._unrecorded
                 return before
         raise UnsupportedError(
-            "elliptical attention cannot compute this layer again for the backward pass: another forward pass ran in "
-            "between. Run backward after each forward pass, or leave out activation checkpointing"
+            "elliptical attention cannot compute this layer again for the backward pass: the values of its forward "
+            "pass are gone. Call backward once per forward pass, and with use_reentrant=True before the next forward "
+            "pass, or leave out activation checkpointing"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": {}, "_step": {}}  # of one forward pass; no copy should have them
+        # No copy needs what belongs to one forward pass.
+        return {**self.__dict__, "_values": {}, "_steps": _Steps(), "_unrecorded": None}
+
+
+class _Step:
+    """Own values and those of the layer before, [B, G, M, D], in one forward pass until its backward pass."""
+
+    def __init__(self, own: Tensor, before: Tensor) -> None:
+        self.values: tuple[Tensor, Tensor] | None = (own, before)
+
+    def forget(self, _grad: Tensor) -> None:
+        """Drop the values; a hook of the prepared queries."""
+        self.values = None
+
+
+class _Steps(WeakValueDictionary[int, _Step]):
+    """The steps that a graph or a layer still holds; a copy is empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Steps, ()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device) or one.numel() == 0:
+        return one.shape == other.shape
+    one, other = (x.float().nan_to_num(0, 0, 0) for x in (one, other))  # a step that overflows is repeated too
+    return bool((one - other).abs().amax() <= 0.05 * one.abs().amax())
 
 
 def _spread(x: Tensor, heads: int, head: Tensor | None) -> Tensor:

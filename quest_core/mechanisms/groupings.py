@@ -140,6 +140,7 @@ class KeyDriven(Grouped):
     """
 
     causal = cached = shares = False
+    chooses = True
     causal_reason = "its head sizes depend on all keys, those of the future too"
     reads: ClassVar[tuple[str, ...]] = ("tokens", "unseen", "heads", "samples")
 
@@ -152,7 +153,7 @@ class KeyDriven(Grouped):
             return None
         return f"kv_heads={kv_heads} with min_queries={self.min_queries} needs more than the {num_heads} query heads"
 
-    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
+    def forward(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         norms = key_norms(k, mask).mean(0)  # [G]
         spread = norms.max() - norms.min()
         differ = spread > EQUAL * norms.max()
@@ -177,8 +178,8 @@ class DynamicKeyDriven(KeyDriven):
     Sizes stay for `window` training steps.
 
     The state lives in float32 buffers, so that it is saved and resumed, and survives averaging of checkpoints.
-    Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the keys and
-    values of all H query heads, as assigned when they came.
+    Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the G key/value
+    heads; each step assigns them to the query heads by the current sizes.
 
     Where torch.distributed is initialized, a training step takes the mean over the batches of all ranks, so that all
     hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to
@@ -211,7 +212,7 @@ class DynamicKeyDriven(KeyDriven):
             self.register_buffer("pending", sizes.float())  # what the next training step will use
             self.register_buffer("steps", torch.zeros((), dtype=torch.float32))  # training steps so far
 
-    def assign(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
+    def forward(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         if self.training and not is_recomputing():
             if (active := transform()) is not None:
                 raise UnsupportedError(

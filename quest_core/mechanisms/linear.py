@@ -44,9 +44,6 @@ class Linear(Family):
             out = self.attend(q, k, v, key_mask, is_causal, cache)
         return out.to(result_type(q))
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        return self.forward(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import HAS_GROUPED_ATTENTION, HIDES_BLIND_ROWS, is_exporting, size, traces_onnx, transform, wider
+from ..compat import is_exporting, size, traces_onnx, transform, wider
 from ..ops import (
     apply_weights,
     block_rows,
@@ -22,7 +22,6 @@ from ..ops import (
     in_blocks,
     logits,
     merge_causal,
-    result_type,
     visible,
     widen,
 )
@@ -56,7 +55,11 @@ class Softmax(Normalizer):
         is_causal: bool,
         dropout_p: float,
         grouped: bool,
-    ) -> Tensor:
+        **plain: Any,
+    ) -> Any:
+        if plain or transform():  # the kernels have neither rules for batches nor forward derivatives
+            plain |= {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
+            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **plain)
         if is_causal:
             n, m = q.shape[2], k.shape[2]
             if n == 1:
@@ -65,31 +68,21 @@ class Softmax(Normalizer):
                 mask, is_causal = merge_causal(mask, n, m, q.device), False
         if scale <= 0:
             q, scale = q * scale, 1.0  # the kernels look for the largest product before they scale it
-        if transform():  # the kernels have neither rules for batches nor forward derivatives
-            return super().forward(
-                q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=grouped
-            )
         blind = None
-        if mask is not None and (is_exporting() or not HIDES_BLIND_ROWS):  # other runtimes divide 0 by 0 there
-            blind = ~visible(mask).any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
-            mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
-        traced = traces_onnx()  # by an exporter that knows no groups, and before PyTorch 2.2 no scale
-        if grouped and (traced or not HAS_GROUPED_ATTENTION):
+        if mask is not None:
+            if is_exporting():  # other runtimes divide 0 by 0 in rows that see no key
+                blind = ~visible(mask).any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
+                mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+        # Of the fused kernels, only those of the CPU take shared heads together with a mask.
+        if grouped and ((mask is not None and not q.is_cpu) or traces_onnx()):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-        if traced:
-            q = q * (scale * math.sqrt(size(q, -1)))
-        if not HAS_GROUPED_ATTENTION:  # nor does autocast know the function there
-            q, k, v = [x.to(result_type(x)) for x in (q, k, v)]
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
         batch, head, token, feature = q.stride()
         if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap, and PyTorch's output would too
             q = q.contiguous()
         options = {"enable_gqa": True} if grouped else {}
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p, is_causal, scale=None if traced else scale, **options
-        )
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
         return out if blind is None else out.masked_fill(blind, 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -127,15 +120,28 @@ class Sigmoid(Normalizer):
         super().__init__(dims)
         self.bias = bias
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Tensor:
-        rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
-        if rows is None:  # `block` never meets Dynamo: that of PyTorch 2.1 cannot restore a closure of `layers[-1]`
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
+        **plain: Any,
+    ) -> Any:
+        how: dict[str, Any] = plain | {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
+        rows = None if plain else block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        if rows is None:
             return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
-        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
             return Normalizer.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
 
-        return in_blocks(block, rows, q, k, v, mask, is_causal=is_causal, random=how["dropout_p"] > 0)
+        return in_blocks(block, rows, q, k, v, mask, is_causal=is_causal, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         seen, shifted = _seen(mask, logits), widen(logits)
@@ -187,12 +193,22 @@ class Sinkhorn(Normalizer):
         self.eps = eps
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, grouped: bool, **how: Any
-    ) -> Tensor:
-        rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        grouped: bool,
+        **plain: Any,
+    ) -> Any:
+        rows = None if plain else block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
         if rows is None:
-            return super().forward(q, k, v, scale=scale, mask=mask, grouped=grouped, **how)
-        dropout_p = how["dropout_p"]
+            plain |= {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
+            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **plain)
 
         def sums(columns: Tensor | float) -> Tensor:
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
@@ -266,7 +282,7 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
     """
     seen = _seen(mask, like)
     seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]
-    rows, columns = [  # no generator: Dynamo of PyTorch 2.1 does not unpack one
+    rows, columns = (
         seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)
-    ]
+    )
     return rows - columns

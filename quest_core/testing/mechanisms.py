@@ -269,11 +269,12 @@ class MechanismConformance:
         """The modules are what the classes declare: parameters, shapes, unit keys, a chain of layers, a grid."""
         made = self.build()
         if self.config.family is None:
-            head = made.last.grouping.assign(self.inputs()[1], HEADS, None)
+            grouping: Any = made.last.grouping
+            head = grouping(self.inputs()[1], HEADS, None) if grouping.chooses else None
             if head is not None and (head.dtype, head.shape) != (torch.int64, (HEADS,)):
-                raise _Found(f"assign() returns {head.dtype} {list(head.shape)}; it is int64 [H], or None")
+                raise _Found(f"the grouping returns {head.dtype} {list(head.shape)}; expected int64 [H]")
             if head is not None and not ((head >= 0) & (head < self.groups)).all():
-                raise _Found(f"assign() returns {head.tolist()}; k has {self.groups} heads, counted from 0")
+                raise _Found(f"the grouping returns {head.tolist()}; k has {self.groups} heads, counted from 0")
         for part in self.parts:
             module: Any = getattr(made.last, part.axis)
             names = [name for name, _ in module.named_parameters()]
@@ -807,9 +808,9 @@ class MechanismConformance:
         for name, prepare, x in (("query", score.query, q), ("key", score.key, k)):
             alone = torch.cat([prepare(x[:, :, i : i + 1]) for i in range(LONG)], dim=2)
             self.equal(alone, prepare(x), f"{name}() of a token depends on the other tokens. {fix}")
-        both = score.prepare(q, k, v, mask=None, is_causal=False, cache=None, head=None)
+        both = score(q, k, v, mask=None, is_causal=False)[:2]
         for got, want in zip(both, (score.query(q), score.key(k)), strict=True):
-            self.equal(got, want, f"prepare() gives something else than query() and key(). {fix}")
+            self.equal(got, want, f"forward() gives something else than query() and key(). {fix}")
         with _Fused() as fused:
             made(q, k, v)
         if not fused.calls:

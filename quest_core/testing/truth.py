@@ -62,14 +62,14 @@ def truth(
     grouping, shared = mechanism.grouping, by_axis["grouping"]
     head = torch.arange(heads) * k.shape[1] // heads  # the key/value head of each query head
     if reference_of(shared) is None:
-        own = grouping.assign(k, heads, attn_mask)
+        own = grouping(k, heads, attn_mask) if grouping.chooses else None
         head = head if own is None else own
     elif not grouping.needs_weights:
         head = _call(shared, grouping, mechanism, k, heads, attn_mask)
     score: Any = mechanism.score
     given = {"v": v[:, head], "mask": attn_mask, "is_causal": is_causal}
     if by_axis["score"].chained:
-        before = score.hand_over(v.detach())
+        before, _ = score.hand_over(v.detach())
         given["before"] = None if before is None else before[:, head]
     logits: Tensor = _call(by_axis["score"], score, mechanism, q, k[:, head], head=head, **given)
     logits = logits if residual is None else logits + residual

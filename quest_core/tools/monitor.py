@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -11,11 +13,9 @@ from torch import Tensor, nn
 
 from ..compat import is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import ConfigError, InjectionError
-from ..mechanism import Mechanism, Observation
-from ..ops import (
-    logits,
-    merge_masks,
-)
+from ..mechanism import Mechanism
+from ..ops import logits, merge_masks
+from .packing import PIECE
 
 BLOCK = 2**19  # logits held at a time
 
@@ -76,10 +76,12 @@ class Monitor:
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        taken = [path for path, module in found.items() if module.observer is not None]
+        taken = [path for path, module in found.items() if module.monitor is not None]
         if taken:
             raise ConfigError(f"'{taken[0]}' is observed already; call remove() of the other Monitor first")
         self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
+        for module in found.values():
+            module.monitor = self
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -119,8 +121,10 @@ class Monitor:
     def remove(self) -> None:
         """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
         for layer in self._layers.values():
-            if layer.mechanism.observer == layer.observe:
-                layer.mechanism.observer = None
+            layer.remove()
+
+    def breaks_graphs(self) -> None:
+        """Do nothing; the hooks break the graphs of torch.compile."""
 
     def __enter__(self) -> Monitor:
         return self
@@ -152,6 +156,24 @@ def _values(seen: _Seen) -> dict[str, list[float]]:
     return out
 
 
+class _Hook:
+    """A forward hook that runs outside graphs; copies and pickles of the module get one that does nothing."""
+
+    def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        if not is_compiling_without_dynamo():
+            self._call(args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_ignore,)
+
+
+def _ignore(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    """Do nothing; the hook of a copy."""
+
+
 class _Layer:
     """What has been seen of one mechanism since the last `take`, kept on the mechanism's device."""
 
@@ -159,57 +181,99 @@ class _Layer:
         self.every, self.logits, self.calls = every, logits, 0
         self.mechanism = mechanism
         self.seen: _Seen = {}
-        self._outside_graphs = torch.compiler.disable(self._count)
-        mechanism.observer = self.observe
+        self._lock = threading.Lock()  # threads may share a mechanism
+        self._raw = threading.local()  # q and k before any normalization, in the call that this thread is in
+        if mechanism.family is not None:
+            watched = {"family": self._saw_family}
+        else:
+            watched = {"score": self._saw_score, "normalizer": self._saw_normalizer}
+        self._handles = [
+            mechanism.get_submodule(name).register_forward_hook(_Hook(call), with_kwargs=True)
+            for name, call in watched.items()
+        ]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            self.mechanism.monitor = None
+        self._handles = []
 
     def take(self) -> _Seen:
         """Return what was seen, float64 on the CPU, and forget it; heads of other ranks have seen nothing."""
+        with self._lock:
+            seen, self.seen = self.seen, {}
         taken = {}
-        for (name, kind), own in self.seen.items():
+        for (name, kind), own in seen.items():
             share, shares = self.mechanism.head_share
             if name.startswith("key_norm") and not self.mechanism.keys_divided:
                 share, shares = 0, 1
             full = torch.full((shares, len(own)), -math.inf if kind == "max" else 0, dtype=torch.float64)
             full[share] = own
             taken[name, kind] = full.flatten()
-        self.seen = {}
         return taken
 
-    def observe(self, seen: Observation) -> None:
-        if not is_compiling_without_dynamo():
-            self._outside_graphs(seen)
+    def _saw_family(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        q, k, _ = args
+        key_mask = kwargs["key_mask"]
+        mask = None if key_mask is None else key_mask[:, None, None]
+        self._count(q, k, None, mask, kwargs["is_causal"])
+
+    def _saw_score(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._raw.q, self._raw.k, self._raw.is_causal = args[0], args[1], kwargs["is_causal"]
+
+    def _saw_normalizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        q, k, is_causal = self._raw.q, self._raw.k, self._raw.is_causal
+        del self._raw.q, self._raw.k
+        masks = [mask for mask in (kwargs.get("residual"), kwargs["mask"]) if mask is not None]
+        self._count(q, k, args[:2], functools.reduce(merge_masks, masks) if masks else None, is_causal)
 
     @torch.no_grad()
-    def _count(self, seen: Observation) -> None:
+    def _count(
+        self, q: Tensor, k: Tensor, prepared: tuple[Tensor, Tensor] | None, mask: Tensor | None, is_causal: bool
+    ) -> None:
+        """Add a call to what was seen.
+
+        Args:
+            q: queries before any normalization [B, H, N, D].
+            k: keys before any normalization [B, G, M, D]; while decoding only those of the new tokens.
+            prepared: q and k as the normalizer gets them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens
+                too; None for a family.
+            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+            is_causal: query i sees keys j ≤ i + M − N.
+        """
         if is_recomputing():
             return  # inside a backward pass: activation checkpointing computes the same once more
-        self.calls += seen.piece == 0
-        if (self.calls - 1) % self.every or 0 in seen.q.shape or 0 in seen.k.shape:
+        piece, real = PIECE.get()
+        with self._lock:
+            self.calls += piece == 0
+            skipped = (self.calls - 1) % self.every
+        if skipped or 0 in q.shape or 0 in k.shape:
             return
-        with torch.autocast(seen.q.device.type, enabled=False):
-            self._observe(seen)
+        if real is not None:
+            mask = merge_masks(mask, real[:, None, :, None])
+        with torch.autocast(q.device.type, enabled=False):
+            self._observe(q, k, prepared, mask if mask is None or mask.dim() == 4 else mask[None, None], is_causal)
 
-    def _observe(self, seen: Observation) -> None:
-        n = seen.q.shape[2]
-        m = seen.k.shape[2] if seen.prepared is None else seen.prepared[1].shape[2]
-        mask = seen.residual
-        for more in (seen.mask, None if seen.real is None else seen.real[:, None, :, None]):
-            mask = mask if more is None else merge_masks(mask, more)
-        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-        queries, keys = _visible(mask, seen.is_causal, n, m, seen.q.device)
-        self._add_norms("query_norm", seen.q, queries)
-        self._add_norms("key_norm", seen.k, keys[..., -seen.k.shape[2] :])
-        if seen.prepared is None:
+    def _observe(
+        self, q: Tensor, k: Tensor, prepared: tuple[Tensor, Tensor] | None, mask: Tensor | None, is_causal: bool
+    ) -> None:
+        m = k.shape[2] if prepared is None else prepared[1].shape[2]
+        queries, keys = _visible(mask, is_causal, q.shape[2], m, q.device)
+        self._add_norms("query_norm", q, queries)
+        self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
+        if prepared is None:
             return
-        q, k = (x.to(wider(x.dtype)) for x in seen.prepared)
         scale = self.mechanism.score.scale(q.shape[-1])
+        q, k = (x.to(wider(x.dtype)) for x in prepared)
         if self.mechanism.unit_keys:
             bound = torch.where(queries, q.norm(dim=-1), -math.inf).amax((0, 2)) * abs(scale)  # [H]
             if mask is not None and mask.dtype != torch.bool:
                 bound = bound + mask.amax()
             self._add_max("logit_bound", bound)
         if self.logits:
-            for z, rows in _blocks(self.mechanism, q, k, mask, seen.is_causal, scale):
+            for z, rows in _blocks(self.mechanism, q, k, mask, is_causal, scale):
                 self._add_max("max_logit", z.amax((0, 2, 3)))
                 entropy, counted = _entropy(rows)
                 self._add_mean("entropy", entropy, counted)
@@ -222,12 +286,14 @@ class _Layer:
 
     def _add_max(self, name: str, value: Tensor) -> None:
         """Add a maximum [heads]."""
-        _add(self.seen, {(name, "max"): value})
+        with self._lock:
+            _add(self.seen, {(name, "max"): value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
         """Add `values` [B, heads, tokens], which are 0 where not `counted`, to a mean."""
         total = values.sum((0, 2), dtype=torch.float64)
-        _add(self.seen, {(name, "sum"): total, (name, "count"): counted.expand(values.shape).sum((0, 2))})
+        with self._lock:
+            _add(self.seen, {(name, "sum"): total, (name, "count"): counted.expand(values.shape).sum((0, 2))})
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,9 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +29,20 @@ from ..mechanism import Mechanism, stateless
 WASTE = 1.25
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capability (Ampere) or a later one
 VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # what PyTorch's variable-length attention must accept
+
+
+# The piece of a packed call that the mechanism computes in this thread: its number from 0 on, and the queries that are
+# not padding [B, N], or None if all are. A Monitor reads it.
+PIECE: ContextVar[tuple[int, Tensor | None]] = ContextVar("PIECE", default=(0, None))
+
+
+@contextmanager
+def _piece(number: int, queries: Tensor | None) -> Iterator[None]:
+    token = PIECE.set((number, queries))
+    try:
+        yield
+    finally:
+        PIECE.reset(token)
 
 
 class _Bucket(NamedTuple):
@@ -309,18 +325,13 @@ def _in_buckets(
     if not layout.buckets:
         nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # zero, and part of the graph
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + nothing
-    outs, observer = [], mechanism.observer
+    outs = []
     parts = (_split(x, layout, keys) for x, keys in ((q, False), (k, True), (v, True)))
-    try:
-        for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
-            if observer is not None:  # it must know which queries are padding, and that this is a piece of one call
-                more = {"real": bucket.queries, "piece": number}
-                mechanism.observer = lambda seen, more=more: observer(seen._replace(**more))
-            mask = _mask(bucket, mechanism)
+    for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
+        mask = _mask(bucket, mechanism)
+        with _piece(number, bucket.queries) if mechanism.monitor is not None else nullcontext():
             out = mechanism(*batch, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
-            outs.append(out.transpose(1, 2).flatten(0, 1))
-    finally:
-        mechanism.observer = observer
+        outs.append(out.transpose(1, 2).flatten(0, 1))
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if layout.q is None else _pick(*layout.q[::-1], rows)
 
@@ -363,7 +374,7 @@ def _varlen_applies(
         and _varlen_attn() is not None
         and mechanism.fused
         and not mechanism.reads
-        and mechanism.observer is None
+        and mechanism.monitor is None
         and dropout_p == 0
         and min(q.shape[0], k.shape[0]) > 0
         and mechanism.score.scale(q.shape[-1]) > 0
@@ -384,14 +395,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
         raise InputError(f"attention '{mechanism.config}': {why}")
     dtype = autocast_dtype(q.device.type) or q.dtype
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
-    scaled_q = mechanism.score.query(q.transpose(0, 1)[None])[0].transpose(0, 1)
-    scaled_k = mechanism.score.key(k.transpose(0, 1)[None])[0].transpose(0, 1)
+    batch = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q_row, k_row, scale = mechanism.score(*batch, mask=None, is_causal=is_causal)
     out: Tensor = varlen_attn(
-        *(_aligned(x.to(dtype)) for x in (scaled_q, scaled_k, v)),
+        *(_aligned(x.to(dtype)) for x in (q_row[0].transpose(0, 1), k_row[0].transpose(0, 1), v)),
         plan.cu_seqlens_q,
         plan.cu_seqlens_k,
         *plan.longest,
-        scale=mechanism.score.scale(q.shape[-1]),
+        scale=scale,
         window_size=(-1, 0) if is_causal else (-1, -1),
         enable_gqa=heads_q != heads_k,
     )

@@ -34,7 +34,8 @@ import quest_core
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.plugins import adapter
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.mechanism import Mechanism, Observation
+from quest_core.mechanism import Mechanism
+from quest_core.ops import logits
 
 SPECS = {  # attention -> its marker and colour in the figure
     "standard": ("o", "#b03a2e"),
@@ -242,15 +243,16 @@ def first_logits(model: nn.Module, call: Callable[[nn.Module], object]) -> list[
     for name, module in model.named_modules():
         if isinstance(module, Mechanism):
 
-            def observe(call: Observation, name: str = name, module: Mechanism = module) -> None:
-                z = module.logits(call.q, call.k)  # [B, H, N, M]
+            def observe(_: nn.Module, args: Any, given: dict[str, Any], prepared: Any, name: str = name) -> None:
+                q, k, scale = prepared
+                z, mask = logits(q, k, scale, grouped=q.shape[1] != k.shape[1]), given["mask"]  # z: [B, H, N, M]
                 visible = torch.ones(z.shape[-2:], dtype=torch.bool)
-                visible = visible.tril(z.shape[-1] - z.shape[-2]) if call.is_causal else visible
-                if call.mask is not None:
-                    visible = visible & (call.mask if call.mask.dtype == torch.bool else call.mask > -1e4)
+                visible = visible.tril(z.shape[-1] - z.shape[-2]) if given["is_causal"] else visible
+                if mask is not None:
+                    visible = visible & (mask if mask.dtype == torch.bool else mask > -1e4)
                 seen.setdefault(name, []).append(spread_and_gap(z.double(), visible.expand(z.shape)))
 
-            module.observer = observe
+            module.score.register_forward_hook(observe, with_kwargs=True)
     call(model.train())
     assert seen, "no attention was called"
     return [tuple(round(x, 4) for x in torch.tensor(calls).mean(0).tolist()) for calls in seen.values()]  # type: ignore[misc]

@@ -22,9 +22,9 @@ def test_a_loaded_encoder_still_calls_its_attention(attention: str) -> None:
     converted = build("transformer", *SHAPE).eval()
     converted.load_state_dict(build("transformer", *SHAPE).state_dict())
     for loaded in (model, inject(converted, attention, adapter=FairseqAdapter())[0]):
-        seen = []
+        seen: list[object] = []
         for layer in loaded.encoder.layers:
-            layer.self_attn.mechanism.observer = seen.append
+            layer.self_attn.mechanism.score.register_forward_hook(lambda *call, seen=seen: seen.append(call))
         with torch.no_grad():
             loaded.encoder(torch.randint(4, 20, (3, 7)), torch.full((3,), 7))
         assert len(seen) == 2

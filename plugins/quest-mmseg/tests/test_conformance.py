@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from quest_core import inject
 from quest_core.hosts.adapter import Adapter
-from quest_core.mechanism import Observation
 from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 
@@ -170,14 +169,14 @@ def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
     """Swin adds −100 to the logits of shifted windows, which would be visible to other normalizers than softmax."""
     config = {**TestSwin.config, "type": "quest_mmseg.SwinTransformer", "attention": attention, "attn_drop_rate": 0.0}
     layer = MODELS.build(config).stages[0].blocks[1].attn.w_msa.eval()
-    seen: list[Observation] = []
-    layer.mechanism.observer = seen.append
+    seen: list[Any] = []
+    layer.mechanism.score.register_forward_hook(lambda *call: seen.append(call[2]["mask"]), with_kwargs=True)
     x = torch.randn(3, 16, 16)
     part = torch.arange(16) < 10
     mask = torch.where(part == part[:, None], 0.0, -100.0)[None]  # [W, N, N]
     other = torch.cat([x[:, :10], torch.randn(3, 6, 16)], dim=1)
     assert torch.equal(layer(x, mask)[:, :10], layer(other, mask)[:, :10])
-    assert (seen[0].mask[..., :10, 10:] == -torch.inf).all()
+    assert (seen[0][..., :10, 10:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest"])

@@ -27,7 +27,6 @@ from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.checkpoints import set_attention_from
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-from quest_core.mechanism import Observation
 from quest_core.registry import find
 from quest_core.testing.timing import beside_stock
 
@@ -231,19 +230,18 @@ def group_sizes(model: nn.Module, images: Tensor) -> list[list[int]]:
     found: list[list[int]] = []
     watched = [module for module in model.modules() if isinstance(module, quest_core.Mechanism)]
 
-    def observe(mechanism: quest_core.Mechanism, seen: Observation) -> None:
-        served = mechanism.grouping.assign(seen.k, seen.q.shape[1], seen.mask)
-        if served is None:  # equal, consecutive groups
-            found.append([seen.q.shape[1] // seen.k.shape[1]] * seen.k.shape[1])
+    def observe(_: nn.Module, args: tuple[Tensor, ...], given: dict[str, Any], __: object) -> None:
+        heads, groups = args[0].shape[1], args[1].shape[1]
+        if given["head"] is None:  # equal, consecutive groups
+            found.append([heads // groups] * groups)
         else:
-            found.append(torch.bincount(served, minlength=seen.k.shape[1]).tolist())
+            found.append(torch.bincount(given["head"], minlength=groups).tolist())
 
-    for mechanism in watched:
-        mechanism.observer = lambda seen, mechanism=mechanism: observe(mechanism, seen)
+    hooks = [mechanism.score.register_forward_hook(observe, with_kwargs=True) for mechanism in watched]
     with torch.no_grad():
         model(images)
-    for mechanism in watched:
-        mechanism.observer = None
+    for hook in hooks:
+        hook.remove()
     return found
 
 

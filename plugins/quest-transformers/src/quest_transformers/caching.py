@@ -71,7 +71,7 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
         return None
     layer = _layer(cache, index)
     marked = hasattr(layer, MARK)
-    if module.mechanism.observer is not None:
+    if module.mechanism.monitor is not None:
         if marked:
             raise UnsupportedError(
                 f"the monitor of attention '{module.mechanism.config}' was attached after this cache was begun, which "
