@@ -195,8 +195,6 @@ def test(session: nox.Session) -> None:
     named = any("::" in path for paths in chosen.values() for path in paths)  # a test that is named runs
     tier = "not gpu" if given.full or named else "not gpu and not slow"
     options = [
-        "-p",
-        "devtools.pytest_time",
         "-m",
         tier,
         *([] if chosen else ["-n", WORKERS, "--dist", "worksteal"]),

@@ -486,9 +486,9 @@ def test_a_test_that_works_for_long_without_a_mark_is_named(
     tmp_path: Path, factor: str, options: tuple[str, ...], status: int
 ) -> None:
     (tmp_path / "test_it.py").write_text(BUSY)
-    (tmp_path / "conftest.py").write_text("import devtools.pytest_time as module; module.LIMIT_S = 0.5")
+    (tmp_path / "conftest.py").write_text("import devtools.pytest_plugin as module; module.LIMIT_S = 0.5")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
-    done = run_pytest(tmp_path, "-p", "devtools.pytest_time", *options, QUEST_TIMED=factor)
+    done = run_pytest(tmp_path, *options, QUEST_TIMED=factor)
     assert done.returncode == status, done.stdout + done.stderr
     assert re.findall(r"processor time, over 0.5 without the mark slow: test_it.py::(.*)", done.stdout) == [
         "test_child"
@@ -497,7 +497,8 @@ def test_a_test_that_works_for_long_without_a_mark_is_named(
 
 def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """pytest with the plugin on the files of a folder."""
-    command = [sys.executable, "-m", "pytest", "-p", "quest_core.testing.pytest_plugin", "--rootdir", ".", *options]
+    plugins = ("-p", "quest_core.testing.pytest_plugin", "-p", "devtools.pytest_plugin")
+    command = [sys.executable, "-m", "pytest", *plugins, "--rootdir", ".", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
     return subprocess.run(
         [*command, "."], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200

@@ -1,0 +1,151 @@
+"""The pytest plugin of this repository: ``pytest -p devtools.pytest_plugin``, after quest_core.testing.pytest_plugin.
+
+- A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
+  to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old.
+- If pytest-timeout stops a test, the processes that the test started are aborted first. Python processes then print
+  their stacks, which the test can still show.
+- A test that works for more than LIMIT_S without the mark `slow` is named at the end. The time is that of the
+  processor, of the test and of the processes that it waited for, which a busy machine changes less than the clock.
+  With ``QUEST_TIMED=2`` it fails the run if it works for more than twice LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import pytest
+
+from quest_core.testing import versions
+
+NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
+ABORTED = pytest.StashKey[list[int]]()  # the processes of a test that ran out of time
+ABORT_S = 10  # for aborted processes to print their stacks, and for the test to show them
+LIMIT_S = 5.0
+START = pytest.StashKey[float]()
+OVER = pytest.StashKey[dict[str, float]]()
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # for the processes that tests start
+    config.stash[OVER] = {}
+    config.pluginmanager.register(_Collector(config.stash[OVER]))
+
+
+# --- skips ----------------------------------------------------------------------------------------------------------
+
+
+def _examine(report: Report) -> Report:
+    if report.outcome != "skipped" or hasattr(report, "wasxfail"):
+        return report
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+    reason = reason.removeprefix("Skipped:").strip()
+    if reason in NO_REASON:
+        report.outcome = "failed"
+        report.longrepr = 'skipped without a reason; write pytest.skip("why") or @pytest.mark.skip(reason="why")'
+    elif os.environ.get("QUEST_NO_SKIP") == "1" and not reason.startswith(versions.PREFIX):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although QUEST_NO_SKIP=1: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.when == "teardown" and START in item.stash:
+        item.user_properties.append(("processor_s", _processor_seconds() - item.stash[START]))
+    report = _examine((yield))
+    if ABORTED in item.stash and report.when == "call" and report.outcome == "passed":
+        report.outcome = "failed"
+        report.longrepr = f"ran out of time: it passed only after its processes {item.stash[ABORTED]} were aborted"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _examine((yield))
+
+
+# --- processor time -------------------------------------------------------------------------------------------------
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[START] = _processor_seconds()
+
+
+class _Collector:
+    """Collects the times, which the workers of pytest-xdist send with their reports."""
+
+    def __init__(self, over: dict[str, float]) -> None:
+        self.over = over
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = next((float(str(value)) for name, value in report.user_properties if name == "processor_s"), 0.0)
+        if report.when == "teardown" and seconds > LIMIT_S and "slow" not in report.keywords:
+            self.over[report.nodeid] = seconds
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, seconds in sorted(config.stash[OVER].items(), key=lambda one: -one[1]):
+        terminalreporter.line(f"{seconds:.1f} s of processor time, over {LIMIT_S:g} without the mark slow: {name}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    limit = LIMIT_S * float(os.environ.get("QUEST_TIMED") or "inf")
+    if exitstatus == 0 and any(seconds > limit for seconds in session.config.stash[OVER].values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+# --- time limits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
+    """Abort the processes of a test that runs out of time, and let pytest-timeout fail the test ABORT_S later."""
+    done = yield
+    if settings.method == "signal" and hasattr(time, "CLOCK_BOOTTIME"):  # a Linux
+        fail = signal.getsignal(signal.SIGALRM)
+        start = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+        def abort(number: int, frame: FrameType | None) -> None:
+            if ABORTED in item.stash or not (processes := _descendants(start)):
+                fail(number, frame)  # type: ignore[operator, misc]
+                return
+            item.stash[ABORTED] = processes
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+            signal.setitimer(signal.ITIMER_REAL, ABORT_S)
+
+        signal.signal(signal.SIGALRM, abort)
+    return done
+
+
+def _descendants(since: int) -> list[int]:
+    """The processes that this one and its children started at `since` or later, in clock ticks since boot."""
+    parent, started = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parent[pid], started[pid] = int(fields[1]), int(fields[19])
+    found, generation = [], {os.getpid()}
+    while generation:
+        generation = {pid for pid in parent if parent[pid] in generation}
+        found += [pid for pid in generation if started[pid] >= since]
+    return found
