@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from devtools.cells import check_resume, committed_commands
 from quest_core.benchmarks import (
     STATE,
     Cell,
@@ -24,7 +25,6 @@ from quest_core.benchmarks import (
     width_of_range,
 )
 from quest_core.errors import PluginError
-from quest_core.testing.cells import check_resume, committed_commands
 from quest_core.testing.timing import beside_stock
 
 

@@ -10,9 +10,9 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError, InputError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import aft
 from quest_research.suites.suites import AFT_OPTIONS
 

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import explain
 from quest_research.suites.images import VisionTransformer
 from quest_research.suites.suites import EXPLAIN_OPTIONS

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from devtools.cells import check_resume
 from quest_core import AttentionConfig
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import gqa
 from quest_research.suites.suites import GQA_OPTIONS
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import images
 from quest_research.suites.suites import IMAGE_OPTIONS, RECIPE_OPTIONS
 

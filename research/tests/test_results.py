@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from devtools.cells import run_committed
 from quest_bench.groups import read_groups
-from quest_core.testing.cells import run_committed
 from quest_research.speed.__main__ import app_main
 from quest_research.suites import images
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError, PluginError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import robustness
 from quest_research.suites.suites import ROBUSTNESS_OPTIONS, SUITES
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import quest_core
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result, observe
-from quest_core.testing.cells import check_resume
 from quest_research.suites import stability
 from quest_research.suites.suites import STABILITY_OPTIONS
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
-from quest_core.testing.cells import check_resume
 from quest_research.suites import suites, toy
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")

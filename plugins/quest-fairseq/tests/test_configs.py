@@ -9,7 +9,7 @@ import pytest
 from conftest import USER_DIR
 from fairseq.data import Dictionary
 
-from quest_core.testing.configs import with_start
+from devtools.configs import with_start
 from quest_suites.fairseq import tasks
 
 OFFERED = sorted((Path(USER_DIR) / "configs").glob("*.yaml"))

@@ -9,7 +9,7 @@ import pytest
 from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 
-from quest_core.testing.configs import with_start
+from devtools.configs import with_start
 from quest_suites.graphgps import gps  # noqa: F401  # registers GPSModel
 from quest_suites.graphgps.suites import SUITES
 from quest_suites.graphgps.tasks import CONFIGS

@@ -19,8 +19,8 @@ from mmseg.structures import SegDataSample
 from mmseg.utils import register_all_modules
 
 import quest_mmseg
+from devtools.configs import with_start
 from quest_core.projections import Projected
-from quest_core.testing.configs import with_start
 
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "mmseg" / "segmenter_quest.py"

@@ -8,7 +8,7 @@ from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segme
 
 import quest_core
 import quest_pointcept  # noqa: F401  # torch-pointcloud's models accept attention= from here on
-from quest_core.testing.configs import with_start
+from devtools.configs import with_start
 from quest_pointcept.configs import HERE as CONFIGS
 
 OFFERED = sorted(path for path in CONFIGS.glob("*/*quest*.py"))

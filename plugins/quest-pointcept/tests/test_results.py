@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quest_core.testing.cells import run_committed
+from devtools.cells import run_committed
 
 RESULTS = Path(__file__).parents[3] / "research" / "results"
 SUITES = ["points/scenes", "time/pointcept"]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError, PluginError
 from quest_core.registry import Option
-from quest_core.testing.cells import check_resume
 from quest_suites.pointcept import scenes, tasks
 from quest_suites.pointcept.suites import SUITES
 

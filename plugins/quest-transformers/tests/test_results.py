@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from models import CONFIGS
 
-from quest_core.testing.cells import run_committed
+from devtools.cells import run_committed
 
 PLACES = (Path(__file__).parents[1], Path(__file__).parents[3] / "research" / "results")
 SUITES = ["transformers/bytes-lm", *(["time/transformers"] if "t5" in CONFIGS else [])]  # which times T5
