@@ -58,7 +58,7 @@ def decode(entry: Tensor) -> str:
             f"'{ENTRY}' of a checkpoint should hold ones and twos, which name the attention that it was trained with, "
             "and was changed; copy this entry from the state dict of a model with the same attention"
         )
-    text = int("".join(str(int(bit)) for bit in bits), 2).to_bytes(len(bits) // 8, "big")
+    text = int("".join(str(int(bit)) for bit in bits.tolist()), 2).to_bytes(len(bits) // 8, "big")
     return text.rstrip(b"\0").decode(errors="replace")
 
 

@@ -59,7 +59,7 @@ class TransformersAdapter(Adapter):
         if unknown := unknown_keywords(module):
             return f"the host hands {', '.join(unknown)} to its attention function, which this plugin does not know"
         if config.initial_norms and (fixed := unscalable(module)) is not None:
-            return f"the norms of queries and keys cannot be set at the start: {fixed}"
+            return f"initial norms of queries and keys cannot be set: {fixed}"
         if config.family and anatomy.kv_heads != anatomy.num_heads:
             return (
                 f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"
