@@ -1,4 +1,4 @@
-"""What the loaders of a host do with a checkpoint of another attention; the table is in docs/checkpoints.md."""
+"""The outcome of the loaders of a host with a checkpoint of another attention; the table is in docs/checkpoints.md."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def declared_suites(value: str) -> Mapping[str, Any]:
     """Return the suites "package.module:ATTRIBUTE" from a file that is run without its package, which imports a host.
 
     Raises:
-        FileNotFoundError: there is no such file; or what the file itself raises.
+        FileNotFoundError: the file is missing. Errors of the file itself are raised too.
     """
     module, _, attribute = value.partition(":")
     package, _, leaf = module.partition(".")

@@ -27,7 +27,7 @@ def is_heard(level: int) -> bool:
 
 
 class Forward(logging.Handler):
-    """Passes records to the handlers of another logger, or to standard error as long as there is no handler at all.
+    """Passes records to the handlers of another logger, or to standard error if none has a handler.
 
     Args:
         logger: called for every record, because hosts create their logger late and once per run.

@@ -46,7 +46,7 @@ class Option:
     """One option of a mechanism: its name, type, default and allowed values.
 
     Attributes:
-        starts: what the option initializes in a fresh model: "q" or "k", the expected norm of a head's queries or
+        starts: initialized by the option in a fresh model: "q" or "k", the expected norm of a head's queries or
             keys; "own", the mechanism's own parameters; None if the option changes the function itself. A checkpoint
             does not depend on options that only initialize.
     """

@@ -129,11 +129,11 @@ def test_memory_is_the_rise_of_the_peak() -> None:
     """In a process of its own: one that has freed memory, as other tests do, may take it again without a rise."""
     code = (
         "import torch; from quest_core.testing.timing import peak_mib; kept = []; "
-        "print(peak_mib(lambda: kept.append(torch.ones(2**23))), len(kept))"
+        "print(peak_mib(lambda: kept.append(torch.ones(2**25))), len(kept))"
     )
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     rise, kept = printed.split()
-    assert float(rise) == pytest.approx(64, rel=0.2)
+    assert float(rise) == pytest.approx(256, rel=0.15)  # the rest is code that the process loads
     assert kept == "0"  # it is the child that kept them
 
 

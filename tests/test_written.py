@@ -378,7 +378,7 @@ def einsum_of_three(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhid,bhjd,d->bhij", q, k, torch.full((D,), D**-0.5)).softmax(-1) @ v
 
 
-# --- what is left alone -----------------------------------------------------------------------------------------------
+# --- what keeps its class ------------------------------------------------------------------------------------------
 
 
 @left

@@ -72,7 +72,7 @@ def copy_example(example: str, old: str, name: str, out: Path) -> Path:
 
 
 def _source(example: str) -> Path:
-    """Return the folder of an example: inside an installed quest_core, or beside it in a checkout."""
+    """Return the folder of an example: inside an installed quest_core, or next to it in a checkout."""
     core = Path(__file__).parents[1]
     for folder in (core / "examples" / example, core.parent / "examples" / example):
         if folder.is_dir():

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return our own options, and the command: the words after '--', or from the first word that is no option."""
+    """Return our own options, and the command: the words after '--', or from the first word that is not an option."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":

@@ -267,7 +267,7 @@ def _common_norm(vectors: Tensor, tolerance: float) -> float | None:
 
 
 class _Judge:
-    """Decides for each module of a search whether it is a site, is left alone, or is refused, and why."""
+    """Decides for each module of a search whether it is a site, is kept, or is refused, and why."""
 
     def __init__(self, search: _Search, again: Callable[[], _Search]) -> None:
         self.search, self.again = search, again
@@ -434,7 +434,7 @@ class WrittenAdapter(Adapter):
 
     Attributes:
         refused: path of a module whose attention is not understood -> why; set by `sites`.
-        left: path of a module with a softmax of a product that is no attention over tokens -> why; set by `sites`.
+        left: path of a module with a softmax of a product that is not attention over tokens -> why; set by `sites`.
     """
 
     name: ClassVar[str] = "written out"

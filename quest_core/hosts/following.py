@@ -112,7 +112,7 @@ class Origin:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an activation that is no product of two activations."""
+        """Whether it is an activation that is not a product of two activations."""
         return self.kind == "plain" or any(self.learned)
 
 

@@ -87,7 +87,7 @@ class Plugin:
         try:
             made = metadata.EntryPoint(self.modules[0], self.value, GROUP).load()()
             if not isinstance(made, Adapter):
-                raise TypeError(f"{self.value} is no subclass of quest_core.Adapter")
+                raise TypeError(f"{self.value} is not a subclass of quest_core.Adapter")
             return made
         except Exception as error:
             host = self.problem()

@@ -93,7 +93,7 @@ def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
 class AttentionFreeSimple(Family):
     """σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t').
 
-    There is no bias: a key and feature have one weight, the same for all queries.
+    No bias: a key and feature have one weight, the same for all queries.
     """
 
     causal = cross = cached = True

@@ -1,4 +1,4 @@
-"""What a mechanism implements: one class for each axis. Its promises are those of `quest_core.registry.Component`.
+"""The classes that a mechanism implements, one per axis. Its promises are those of `quest_core.registry.Component`.
 
 A mechanism is score × normalizer × grouping. The score prepares queries and keys so that the logits are
 ``scale · q kᵀ``; the normalizer turns logits into weights and applies them to the values; the grouping says which

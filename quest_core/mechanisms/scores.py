@@ -41,7 +41,7 @@ class Standard(Score):
 class Quest(Score):
     """q k̄ᵀ.
 
-    There is no other scale: a key's norm does not change how much attention it gets, and a query's norm sets how
+    It has no further scale: a key's norm does not change how much attention it gets, and a query's norm sets how
     sharply it attends.
     """
 

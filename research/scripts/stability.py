@@ -1,4 +1,4 @@
-"""Put the combinations of precision, depth and warm-up beside each other, and average over them.
+"""Put the combinations of precision, depth and warm-up side by side, and average over them.
 
     python research/scripts/stability.py    # in a clone, with quest-bench installed
 

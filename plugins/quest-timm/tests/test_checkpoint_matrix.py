@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_attention(loader, folder):
 
 @pytest.mark.parametrize("cell", [("stock", "quest+gqa(kv_heads=2)"), ("qknorm-hs", "quest"), ("stock", "qknorm-hs")])
 def test_attention_from(cell, folder):
-    """Key heads are pooled, and scales that only one side has are no error."""
+    """Key heads are pooled, and scales that only one side has raise nothing."""
     named = "standard" if cell[0] == "stock" else cell[0]
     assert matrix.outcome(functools.partial(resume, folder), *cell, named) == "loads"
     assert matrix.outcome(functools.partial(resume, folder), *cell, "qknorm") == "error"

@@ -1,4 +1,4 @@
-"""What the microbenchmarks share: attentions that they can call, and the page and JSON that they write."""
+"""Parts that the microbenchmarks share: attentions that they can call, and the page and JSON that they write."""
 
 from __future__ import annotations
 

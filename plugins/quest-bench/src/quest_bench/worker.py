@@ -301,7 +301,7 @@ def mechanisms(attention: str) -> tuple[dict[str, str], dict[str, str]]:
 
 @functools.cache
 def _plugin_of(entry: importlib.metadata.EntryPoint) -> str:
-    """The plugin whose suites are declared beside the function that runs this one."""
+    """The plugin whose suites are declared in the package of the function that runs this one."""
     declared = importlib.metadata.entry_points(group="quest.suites")
     folder = entry.module.rpartition(".")[0]
     return next((point.name for point in declared if point.module.rpartition(".")[0] == folder), "")

@@ -274,7 +274,7 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
     ) -> Any:
-        if getattr(model, "_hf_peft_config_loaded", False):  # an adapter, for a model with weights
+        if getattr(model, "_hf_peft_config_loaded", False):  # an adapter on a model with weights
             return stock(model, state_dict, checkpoint_files, *arguments, **options)
         loading = _loading.get() or Loading(None, False)
         stored = entries_in(state_dict, checkpoint_files)
