@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,11 @@ def test_ls_shows_suites_and_broken_plugins(
     assert "fake/suite" in shown
     assert "--set steps=3" in shown
     assert "fake: ok" in shown
-    assert re.search(r"^calibration/pydocs +finetune", shown, re.MULTILINE)
+    assert app_main(["ls", "fake/suite"]) == 0
+    assert "fake/suite" in (one := capfd.readouterr().out)
+    assert "toy/spurious" not in one
+    assert app_main(["ls", "fake/siute"]) == 2
+    assert "did you mean 'fake/suite'" in capfd.readouterr().err
     (fake.parent / "site" / "fakebench" / "suites.py").write_text("1 / 0")
     assert app_main(["ls"]) == 0
     assert "plugin 'fake' is broken" in capfd.readouterr().out

@@ -717,6 +717,11 @@ def test_merge_status_and_compare(fake: Path, capfd: pytest.CaptureFixture[str])
     write_json(path, found)
     assert app_main(["merge", "a", "b", "--out", "d"]) == 2
     assert "are the same cell with different results" in capfd.readouterr().err
+    for path in Path("b").glob("cells/*/cell.json"):
+        write_json(path, {**decode(path.read_text()), "smoke": True})
+    assert app_main(["merge", "a", "b", "--out", "e"]) == 2
+    assert "is a smoke run" in capfd.readouterr().err
+    assert not Path("e/cells").exists()
 
 
 def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -770,3 +775,12 @@ def test_a_crash_on_most_seeds_is_not_better(fake: Path) -> None:
     assert "| 17.20 (5 of 8 failed), standard there: 12.00 |" in row
     assert " | 3/8 | " in row
     assert "- 5 failed: ValueError: seed … crashed" in text
+
+
+def test_kv_heads_are_checked_before_a_worker_starts(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "heads": 8,'))
+    command = ["run", "fake/suite/one", "--out", "out", "--attention"]
+    assert app_main([*command, "quest+gqa(kv_heads=5)"]) == 2
+    assert "kv_heads is 5, which does not divide the 8 heads" in capfd.readouterr().err
+    assert not Path("out").exists()

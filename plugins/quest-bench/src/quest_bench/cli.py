@@ -28,6 +28,7 @@ from .plan import (
     catalogue,
     check_data,
     check_devices,
+    check_heads,
     parse_attentions,
     parse_seeds,
     parse_settings,
@@ -110,37 +111,49 @@ Device = Annotated[str, typer.Option(callback=_device, help="cpu, cuda or cuda:N
 
 
 @app.command()
-def ls(python: Python = None) -> None:
-    """List suites with their tasks, options, data and the state of their plugin."""
+def ls(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="A suite, or the first words of several.")] = "",
+    python: Python = None,
+) -> None:
+    """List suites with their tasks, options, data and the state of their plugin.
+
+    Example:
+
+    [cyan]quest bench ls ts/uea[/]
+    """
     available = catalogue(python or [])
+    shown = {name: one for name, one in available.suites.items() if name == suite or name.startswith(suite)}
+    if suite and not shown:
+        shown = {(one := suite_of(available, suite)).name: one}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("suite", "tasks", "metric", "data", "plugin"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "suite")  # names are there to be copied
-    for suite in available.suites.values():
-        host = available.records.get(suite.needs)
-        state = f"{suite.needs}: not installed" if host is None else f"{host.name}: {host.status}"
-        good = host is not None and host.status == "ok" and suite.record.status == "ok"
-        data = "needs --data" if suite.data_required else "--data optional" if suite.data else "brought along"
-        data += ", a GPU" if suite.device == "cuda" else ""
+    for one in shown.values():
+        host = available.records.get(one.needs)
+        state = f"{one.needs}: not installed" if host is None else f"{host.name}: {host.status}"
+        good = host is not None and host.status == "ok" and one.record.status == "ok"
+        data = "needs --data" if one.data_required else "--data optional" if one.data else "brought along"
+        data += ", a GPU" if one.device == "cuda" else ""
         table.add_row(
-            Text(suite.name, style="cyan"),
-            ", ".join(suite.tasks),
-            f"{suite.metric} {suite.unit}".strip(),
+            Text(one.name, style="cyan"),
+            ", ".join(one.tasks),
+            f"{one.metric} {one.unit}".strip(),
             data,
             Text(state, style="green" if good else "red"),
         )
-    console.print(table if available.suites else "no plugin brings a suite; pip install quest-tsai, for example")
-    for suite in available.suites.values():
-        console.print(f"\n[cyan]{suite.name}[/]  {suite.summary}")
-        if suite.data:
-            console.print(Text(f"data: {suite.data}"))
+    console.print(table if shown else "no suite is installed; fix: pip install quest-suites")
+    for one in shown.values():
+        console.print(f"\n[cyan]{one.name}[/]  {one.summary}")
+        if one.data:
+            console.print(Text(f"data: {one.data}"))
         grid = Table.grid(padding=(0, 2))
-        for option in suite.options.values():
+        for option in one.options.values():
             choices = f" (one of {', '.join(map(str, option['choices']))})" if option.get("choices") else ""
             key = Text(f"  --set {option['name']}={write_value(option['default'])}", no_wrap=True)
             grid.add_row(key, Text(f"{option['doc']}{choices}", style="dim"))
         console.print(grid)
-    wrong = [record for record in available.records.values() if record.status != "ok"]
+    needed = {name for one in shown.values() for name in (one.needs, one.record.name)}
+    wrong = [one for one in available.records.values() if one.status != "ok" and (not suite or one.name in needed)]
     if wrong:
         console.print()
     for record in wrong:
@@ -244,6 +257,8 @@ def run(
         if cluster is None:  # its jobs look for GPUs where they run
             python_there = available.python(checked["suite"])
             check("device", lambda: check_devices(checked["suite"], python_there, smoke, checked.get("gpus")))
+    if {"attentions", "settings"} <= checked.keys():
+        check("heads", lambda: check_heads(checked["suite"], checked["attentions"], checked["settings"]))
     if "data" in checked or "suite" not in checked:
         with console.status("reading --data, whose fingerprint is kept for the next start") if data else nullcontext():
             check("tasks", lambda: select(available, suite, checked.get("data")))

@@ -473,6 +473,19 @@ def check_data(suite: Suite, data: str | None) -> Path | None:
     return path
 
 
+def check_heads(suite: Suite, attentions: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ConfigError for kv_heads that do not divide the heads of the suite's model, if the suite declares them."""
+    for heads in settings.get("heads", [suite.info.get("heads")]):
+        for attention in attentions:
+            given = AttentionConfig.parse(attention).option("kv_heads")
+            if heads and given and heads % given:
+                fitting = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+                raise ConfigError(
+                    f"--attention {attention}: kv_heads is {given}, which does not divide the {heads} heads of suite "
+                    f"'{suite.name}'; choose from {fitting}"
+                )
+
+
 def check_devices(suite: Suite, python: str, smoke: bool, gpus: Sequence[int] | None) -> None:
     """Raise ConfigError if `python`, which runs the cells, lacks a GPU of `--gpus`, or one that a suite needs."""
     needed = suite.device == "cuda" and not smoke

@@ -309,8 +309,10 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
         The number of copied cells and of cells that `out` had already.
 
     Raises:
-        ConfigError: two folders hold different results of one cell, or different data of one task.
+        ConfigError: two folders hold different results of one cell, different data of one task, or smoke runs
+            and others.
     """
+    kinds: dict[bool, Path] = {}
     worth = {"done": 2, "failed": 1, "unfinished": 0}
     chosen: dict[str, Stored] = {}
     data: dict[tuple[str, str], tuple[Any, Path]] = {}
@@ -320,6 +322,12 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
             raise ConfigError(f"{source} holds no cells; name folders of `quest bench run --out`")
         for cell in cells:
             task = (cell.cell["suite"], cell.cell["task"])
+            kinds.setdefault(bool(cell.cell["smoke"]), cell.folder)
+            if len(kinds) == 2:
+                raise ConfigError(
+                    f"{kinds[True]} is a smoke run, whose numbers mean nothing, and {kinds[False]} is not; merge them "
+                    "into different folders"
+                )
             content, first = data.setdefault(task, (cell.cell["data"], cell.folder))
             if content != cell.cell["data"]:
                 raise ConfigError(f"{first} and {cell.folder} ran task '{task[1]}' on data of different content")

@@ -8,6 +8,7 @@ SUITES: dict[str, dict[str, Any]] = {
     "vision/strokes": {
         "summary": "a 4-layer ViT classifies the direction of most strokes of a generated image; synthetic data",
         "tasks": ["strokes"],
+        "heads": 4,
         "metric": "accuracy",
         "unit": "%",
         "higher_is_better": True,

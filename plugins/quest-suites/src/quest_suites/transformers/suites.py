@@ -8,6 +8,7 @@ SUITES: dict[str, dict[str, Any]] = {
     "transformers/bytes-lm": {
         "summary": "a decoder of four layers predicts the bytes of Python's own documentation",
         "tasks": ["gpt2", "llama"],
+        "heads": 4,
         "metric": "perplexity",
         "unit": "",
         "higher_is_better": False,
