@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quest_core
 from quest_core import ops as blocks
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import aft_conv, aft_ops
-from quest_core.testing import references as reference
+from quest_core.mechanisms import aft_conv, aft_ops, naive
 from quest_core.testing import versions
+from quest_core.testing.truth import exact as by_reference
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
 SEQUENCE = ["aft-simple", *ORDERED]
@@ -77,14 +77,9 @@ def truth(
     grid: tuple[int, ...] = (),
 ) -> Tensor:
     """The reference's output [B, H, N, D]; mask [B or 1, 1, 1, M]."""
-    family: Any = made.family
-    tensors = dict(family.named_parameters()) | {"query": family.query}
-    hidden = None if mask is None else mask[:, 0, 0]
-    if made.config.family == "aft-conv":
-        shape = {"grid": "x".join(map(str, grid)), "prefix": family.prefix, "gumbel": family.gumbel}
-        return reference.aft_conv(q, k, v, key_mask=hidden, **tensors, **shape)
-    window = getattr(family, "window", 0)
-    return reference.aft(q, k, v, key_mask=hidden, is_causal=is_causal, window=window, **tensors)
+    if made.config.family == "aft-conv" and grid:
+        assert made.family._extents(k.shape[2] - made.family.prefix) == list(grid)  # type: ignore[union-attr]
+    return by_reference(made, q, k, v, attn_mask=mask, is_causal=is_causal)[0]
 
 
 def key_mask(kind: str, batch: int, m: int, seed: int) -> Tensor | None:
@@ -341,7 +336,8 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch
     exact = truth(made, q, k, v, is_causal=is_causal, grid=(6, 6))
     family: Any = made.family
     if conv:
-        w = reference.conv_bias(family.bias().detach().to(dtype), (6, 6), 0)[:, :, :, None]  # [H, T, T', 1]
+        biases = torch.nn.functional.pad(family.bias().detach().to(dtype).flatten(1), (0, 1))
+        w = biases[:, family._reference_bins(36)][..., None]  # [H, T, T', 1]
     elif spec == "aft-simple":
         w = torch.zeros(36, 36, 1, dtype=dtype)
     else:
@@ -350,7 +346,7 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch
         if family.window:
             w = w.masked_fill((torch.arange(36)[:, None] - torch.arange(36)).abs() >= family.window, 0)
         w = w[:, :, None]
-    hidden = ~reference.visible(36, 36, None, is_causal)[..., None]
+    hidden = ~naive.visible(36, 36, None, is_causal)[..., None]
     weights = (k[:, :, None] + w).masked_fill(hidden, -math.inf).softmax(3)  # [B, H, T, T', D]
     plain = q.sigmoid() * (weights * v[:, :, None]).sum(3)
     got = made(q, k, v, is_causal=is_causal)
@@ -557,7 +553,8 @@ def test_a_window_of_one_position_has_no_deviation() -> None:
 def test_entropy_regularizer() -> None:
     made = build("aft-conv(window=3)", spread=2.0)
     family: Any = made.family
-    want = reference.entropy(reference.reparameterised(family.weight, family.gain, family.shift))
+    p = family.bias().flatten(1).softmax(1)
+    want = -(p * p.log()).sum()
     torch.testing.assert_close(family.entropy(), want)
     other: Any = build("aft-conv(window=3)").family
     model = torch.nn.Sequential(made, other, torch.nn.Linear(2, 2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.testing.references import softmax, unit, visible
+from quest_core.mechanisms.naive import softmax, unit, visible
 
 NAMES = ("elliptical", "elliptical-quest")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import quest_core
 from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import allocate, head_index, key_norms
-from quest_core.testing.references import attention as reference
+from quest_core.testing.truth import exact
 
 KEY_DRIVEN = ("kdgqa", "dgqa")
 
@@ -65,7 +65,7 @@ def test_key_driven_attention_is_attention_with_the_assigned_heads(score: str) -
     q, v = torch.randn(2, 6, 5, 4, dtype=torch.float64), torch.randn(2, 3, 7, 4, dtype=torch.float64)
     k = keys([1.0, 2.0, 3.0], tokens=7)
     head = torch.tensor([1, 1, 2, 2, 2, 2])
-    want = reference(q, k[:, head], v[:, head], score)[0]
+    want = exact(quest_core.Mechanism(score), q, k[:, head], v[:, head])[0]
     got = quest_core.attention(q, k, v, f"{score}+kdgqa")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     made = quest_core.Mechanism(f"{score}+kdgqa(kv_heads=3)", num_heads=6, head_dim=4)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.mechanisms import linear
-from quest_core.testing import references as reference
+from quest_core.mechanisms import linear, naive
 from quest_core.testing import versions
+from quest_core.testing.truth import exact
 
 NAMES = ["linear", "cosine"]
 LONG = 5 * linear.CHUNK + 37
@@ -43,9 +43,8 @@ def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanis
 
 
 def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    if made.config.family == "linear":
-        return reference.linear(q, k, v, **options)
-    return reference.cosine(q, k, v, made.family.stabiliser, **options)
+    key_mask = options.pop("key_mask", None)  # [B, M]
+    return exact(made, q, k, v, attn_mask=None if key_mask is None else key_mask[:, None, None], **options)[0]
 
 
 def test_an_additive_mask_multiplies_the_weights() -> None:
@@ -63,7 +62,7 @@ def test_an_additive_mask_multiplies_the_weights() -> None:
         torch.testing.assert_close(torch.cat(steps, 2), truth(made, q, k, v, key_mask=bias, is_causal=True))
     far = bias.float() - 300  # exp of it is 0 in float32, and the ratio is the same
     out = build("linear", 2, 4).float()(q.float(), k.float(), v.float(), attn_mask=far[:, None, None])
-    torch.testing.assert_close(out.double(), reference.linear(q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), truth(build("linear", 2, 4), q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
 
 
 def as_mask(seen: Tensor | None, additive: bool = False) -> Tensor | None:
@@ -142,19 +141,19 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(name: str, dtype: torch
     """`Plain` is the formula with every weight, in operations of the same type."""
     q, k, v = (x.to(dtype) for x in tensors(4, 2, 200, 200, 16))
     made = build(name, 2, 16).to(dtype)
-    exact = truth(made, q, k, v, is_causal=is_causal)
+    wanted = truth(made, q, k, v, is_causal=is_causal)
     if name == "linear":
         weight = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT
         weight = weight.tril() if is_causal else weight
         plain = weight / weight.sum(-1, keepdim=True) @ v
     else:
-        weight = reference.unit(q) @ reference.unit(k).mT
+        weight = naive.unit(q) @ naive.unit(k).mT
         count = torch.arange(1, 201, dtype=dtype)[:, None] if is_causal else torch.tensor(200, dtype=dtype)
         weight = weight.tril() if is_causal else weight
         plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()[:, None, None]
     got = made(q, k, v, is_causal=is_causal)
     assert got.dtype == dtype
-    error, allowed = ((x.double() - exact).pow(2).mean().sqrt() for x in (got, plain))
+    error, allowed = ((x.double() - wanted).pow(2).mean().sqrt() for x in (got, plain))
     assert error <= 2 * allowed
 
 
@@ -183,7 +182,7 @@ def test_features_far_below_zero_do_not_cancel() -> None:
         (x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 3, 4, 2), (30, 30, 0), strict=True)
     )
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, want = quest_core.attention(q, k, v, "linear"), reference.linear(*wide)
+    out, want = quest_core.attention(q, k, v, "linear"), truth(quest_core.Mechanism("linear"), *wide)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
     found, right = torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), wide)
     torch.testing.assert_close([x.double() for x in found], list(right), rtol=1e-4, atol=1e-4)
@@ -202,7 +201,7 @@ def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> N
 def test_sums_in_float16_do_not_overflow() -> None:
     q, k, v = (x.half() for x in tensors(1, 1, 500, 500, 8))
     out = quest_core.attention(q + 20, k + 20, v, "linear", is_causal=True)
-    want = reference.linear(q + 20, k + 20, v, is_causal=True)
+    want = truth(quest_core.Mechanism("linear"), q + 20, k + 20, v, is_causal=True)
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
 
 

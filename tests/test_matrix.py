@@ -13,7 +13,6 @@ import quest_core
 from quest_core.errors import ConfigError, InputError
 from quest_core.mechanisms import Option
 from quest_core.registry import mechanisms
-from quest_core.testing.references import REFERENCES
 from quest_core.testing.truth import truth
 
 SPECIFIED = {
@@ -32,10 +31,6 @@ def test_all_that_is_specified_exists_and_nothing_else() -> None:
     assert {axis: sorted(p.name for p in PARTS if p.axis == axis) for axis in SPECIFIED} == {
         axis: sorted(names) for axis, names in SPECIFIED.items()
     }
-
-
-def test_every_part_has_a_reference() -> None:
-    assert sorted(REFERENCES) == sorted(part.name for part in PARTS)
 
 
 def test_every_part_says_what_it_is() -> None:

@@ -364,7 +364,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
     "buffers": (toy(Counting, **POINTWISE), {"state"}),
     "parameters": (toy(Untrained, **POINTWISE), {"declarations", "gradients"}),
     "keys of another norm": (toy(Score, unit_keys=True, **POINTWISE), {"declarations"}),
-    "reference": (toy(Score, reference=lambda q, k: 2 * q @ k.mT, **POINTWISE), {"reference"}),
+    "reference": (toy(Score, reference=lambda self, q, k, v, head, seen: 2 * q @ k.mT, **POINTWISE), {"reference"}),
     "masks": (
         toy(Squares, **NORMALISER),
         {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
@@ -383,7 +383,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
     "heads as a number": (toy(NeedsDims, **POINTWISE), {"declarations"}),
     "a last block": (toy(Blocks, **POINTWISE), {"tokens_are_prepared_one_by_one"}),
     "a last block, with a reference": (
-        toy(Blocks, reference=lambda q, k: q @ k.mT, **{**POINTWISE, "reads": ("tokens",)}),
+        toy(Blocks, reference=lambda self, q, k, v, head, seen: q @ k.mT, **{**POINTWISE, "reads": ("tokens",)}),
         {"reference"},
     ),
     "another device": (toy(OnTheCpu, **POINTWISE), {"devices"}),

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.compat import VERSION
 from quest_core.errors import UnsupportedError
+from quest_core.mechanisms import naive
 from quest_core.ops import unit
 from quest_core.registry import mechanisms
-from quest_core.testing import references as reference
 from quest_core.testing import versions
+from quest_core.testing.truth import exact, truth
 
 SCORES = [name for name, part in mechanisms().items() if part.axis == "score" and not part.chained]
 FREE = [name for name in SCORES if not mechanisms()[name].learnable]
@@ -44,15 +45,6 @@ def build(score: str, heads: int, groups: int, dim: int, seed: int = 0) -> quest
         for parameter in made.parameters():
             parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=noise, dtype=torch.float64))
     return made
-
-
-def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    share = q.shape[1] // k.shape[1]
-    parameters = {
-        name: (p.repeat_interleave(share, 0) if name == "key_scale" and p.dim() == 2 else p).detach()
-        for name, p in made.score.named_parameters()
-    }
-    return reference.attention(q, k, v, made.config["score"], parameters=parameters, **options)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -97,7 +89,7 @@ def test_outputs_and_weights_equal_the_reference(problem: dict[str, object]) -> 
     mask = make_mask(problem["mask"], batch, heads, n, m, problem["seed"])  # type: ignore[arg-type]
     made = build(problem["score"], heads, groups, dim, problem["seed"])  # type: ignore[arg-type]
     options = {"is_causal": problem["is_causal"]}
-    wanted, wanted_weights = truth(made, q, k, v, mask=mask, **options)
+    wanted, wanted_weights, _ = exact(made, q, k, v, attn_mask=mask, **options)
     fast = made(q, k, v, attn_mask=mask, **options)
     slow, weights = made.forward_with_weights(q, k, v, attn_mask=mask, **options)
     for got, want in ((fast, wanted), (slow, wanted), (weights, wanted_weights)):
@@ -125,10 +117,8 @@ def test_error_is_at_most_twice_that_of_plain_arithmetic(score: str, dtype: torc
     """`Plain` is the formula written down with operations of the same type."""
     q, k, v = (x.to(dtype) for x in tensors(4, 4, 4, 64, 64, 16))
     made = build(score, 4, 4, 16).to(dtype)
-    exact = truth(made, q, k, v)[0]
-    parameters = {name: p.detach() for name, p in made.score.named_parameters()}
-    plain = reference.SCORES[score](q, k, **parameters).softmax(-1) @ v
-    error, allowed = ((x.double() - exact).pow(2).mean().sqrt() for x in (made(q, k, v), plain))
+    want, plain = exact(made, q, k, v)[0], truth(made, q, k, v)[0]
+    error, allowed = ((x.double() - want).pow(2).mean().sqrt() for x in (made(q, k, v), plain))
     assert error <= 2 * allowed
 
 
@@ -167,7 +157,8 @@ def test_large_norms_in_bfloat16() -> None:
 def test_scale_option_replaces_the_own_factor(score: str) -> None:
     q, k, v = tensors(2, 2, 2, 4, 4, 8)
     got = quest_core.attention(q, k, v, {"name": score, "scale": 0.7})
-    want = reference.attention(q, k, v, score, scale=0.7)[0]
+    plain = exact(quest_core.Mechanism(score), q, k, v)[2] / quest_core.Mechanism(score).score.default_scale(8)
+    want = (0.7 * plain).softmax(-1) @ v
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -204,10 +195,6 @@ def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: floa
             made.score.log_scale.add_(above)
         (grad,) = torch.autograd.grad(made.logits(unit_vector, unit_vector).sum(), made.score.log_scale)
         assert grad.item() == pytest.approx(slope, rel=0.02)  # bfloat16 rounds the logarithm
-    want = torch.tensor([[[math.log(cap)]]], dtype=torch.float64, requires_grad=True)
-    q = unit_vector.double()
-    (grad,) = torch.autograd.grad(reference.qknorm_hs(q, q, want, cap=cap).sum(), want)
-    assert grad.item() == pytest.approx(cap)
 
 
 def test_dropout_acts_on_the_weights_and_repeats_under_a_seed() -> None:
@@ -239,10 +226,10 @@ def test_unit_vectors_for_every_layout(layout: str, dtype: torch.dtype) -> None:
     x.requires_grad_()
     weight = torch.randn(x.shape, dtype=torch.float64)
     exact = x.detach().double().requires_grad_()
-    (reference.unit(exact) * weight).sum().backward()
+    (naive.unit(exact) * weight).sum().backward()
     (unit(x).double() * weight).sum().backward()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    torch.testing.assert_close(unit(x).double(), reference.unit(exact), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(unit(x).double(), naive.unit(exact), rtol=tolerance, atol=tolerance)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
     assert unit(x).dtype == dtype

@@ -7,8 +7,8 @@ import torch
 from allocations import allocated
 from torch import Tensor
 
+from quest_core.mechanisms import naive as reference
 from quest_core.ops import unit
-from quest_core.testing import references as reference
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import quest_core
 from quest_core import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.universal import Routed
-from quest_core.testing import references as reference
+from quest_core.mechanisms import naive as reference
 
 # --- models as their authors write them -------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..compat import no_autocast
 from ..errors import InputError, UnsupportedError
 from ..ops import local, result_type, widen
 from ..registry import Option, register
+from . import naive
 from .aft_ops import aft_biased, finite, refuse_transforms
 from .base import Dims, Family
 
@@ -129,6 +130,9 @@ class AttentionFreeSimple(Family):
         cache["state_k"], cache["state_v"] = last
         return gate(q, y, self.query)
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        return naive.gated_average(q, k, v, 0.0, seen=seen, bias=bias, query=self.query)
+
     @staticmethod
     def _running(keys: Tensor, values: Tensor) -> Tensor:
         """Return the average up to each token, [B, H, T, D]."""
@@ -198,6 +202,15 @@ class AttentionFreeFull(Family):
         keys, values = masked(k, v, key_mask)  # wide, or each step would widen all of them again
         keys, values = cache.append("k", keys), cache.append("v", values)  # [B, H, M, D]
         return self._continue(q, keys, values, cache.tokens)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        n, m = q.shape[2], k.shape[2]
+        place = torch.arange(n) + (m - n if is_causal else 0)
+        table = self.query_positions @ self.key_positions.mT if self.table is None else self.table
+        w = table[place.clamp(min=0)][:, :m]
+        if self.window:
+            w = w * ((place[:, None] - torch.arange(m)).abs() < self.window)
+        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:

@@ -6,6 +6,7 @@ convolution with exp(w) − 1 and a global sum; where that would cancel or under
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -17,6 +18,7 @@ from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..ops import block_rows, local, recomputed, widen
 from ..registry import Option, register
+from . import naive
 from .aft import QUERY, gate, masked, nothing
 from .aft_ops import finite, safe_range
 from .base import Dims, Family
@@ -205,6 +207,29 @@ class AttentionFreeConv(Family):
             else:
                 y = torch.cat([recomputed(rows, here) for here in place.split(step)], 2)
         return gate(q, y, self.query)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        flat = self.weight.flatten(1)
+        centred = flat - flat.mean(1, keepdim=True)
+        deviation = centred.square().mean(1, keepdim=True)
+        varies = deviation > 0
+        scaled = torch.where(varies, centred / torch.where(varies, deviation, 1).sqrt(), 0)
+        w = self.gain[:, None] * scaled + self.shift[:, None]  # [h, positions], equation 8
+        if self.gumbel:  # in evaluation: one position per head
+            w = w * F.one_hot(w.argmax(1), w.shape[1])
+        w = torch.cat([w, w.new_zeros(w.shape[0], 1)], 1)[:, self._reference_bins(q.shape[2])]  # [h, T, T]
+        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
+
+    def _reference_bins(self, tokens: int) -> Tensor:
+        """Return the index [T, T] of the position that key t' has relative to query t; s^dims outside the window."""
+        size = self.weight.shape[1]
+        places = list(itertools.product(*map(range, self._extents(tokens - self.prefix))))
+        bins = torch.full((tokens, tokens), self.weight[0].numel())  # also for prefix tokens
+        for (t, here), (other, there) in itertools.product(enumerate(places, self.prefix), repeat=2):
+            offset = [b - a + size // 2 for a, b in zip(here, there, strict=True)]
+            if all(0 <= o < size for o in offset):
+                bins[t, other] = sum(o * size**axis for axis, o in enumerate(reversed(offset)))
+        return bins
 
     def _extents(self, count: int) -> list[int]:
         """Return the extents of the grid that `count` tokens fill."""

@@ -88,6 +88,16 @@ class Score(Component):
         """Return k [B, G, M, D] ready for the dot product, in the same shape; a cache stores this."""
         return k
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        """Return the logits [B, H, N, M], scale included, by the plain formula that tests compare with.
+
+        Args:
+            q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
+            head: the key/value head of each query head [H], as in ``k[:, head]``.
+            seen: where a query sees a key [B, H, N, M].
+        """
+        raise NotImplementedError
+
 
 class Normalizer(Component):
     """How logits become weights. A subclass overrides `weights`, and `forward` if the weights need not be formed."""
@@ -143,6 +153,10 @@ class Normalizer(Component):
         """Return the weights [B, H, N, M] of logits [B, H, N, M]: 0 where hidden, also in a row that sees no key."""
         raise NotImplementedError
 
+    def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Return `weights` by the plain formula; `seen` [B, H, N, M] says where a query sees a key."""
+        raise NotImplementedError
+
 
 class Grouping(Component):
     """Which key/value head a query head uses. By default query head h uses head h · G // H."""
@@ -183,6 +197,20 @@ class Grouping(Component):
     shares: bool = False
     """Whether H/G consecutive query heads share a key/value head."""
 
+    def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
+        """Return the key/value head of each query head [H], by the plain formula.
+
+        Args:
+            k: [B, G, M, D].
+            num_heads: H.
+            seen: where a query sees a key [B, H, N, M].
+        """
+        raise NotImplementedError
+
+    def reference_weights(self, weights: Tensor, kv_heads: int, seen: Tensor) -> Tensor:
+        """Return `perturb` by the plain formula; `seen` [B, H, N, M] says where a query sees a key."""
+        raise NotImplementedError
+
 
 class Family(Component):
     """A mechanism that never forms the N×M weights and is therefore not combined.
@@ -207,5 +235,16 @@ class Family(Component):
             is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             cache: the layer's state while decoding. q, k, v and `key_mask` are only the N new tokens then, which follow
                 those in the cache, and `is_causal` is True. Extend the state; `Mechanism` changes ``cache.tokens``.
+        """
+        raise NotImplementedError
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        """Return the output [B, H, N, D] by the plain formula.
+
+        Args:
+            q: [B, H, N, D], k: [B, H, M, Dk] and v: [B, H, M, D].
+            seen: where a query sees a key [B, 1, N, M].
+            bias: what an additive mask adds to the logarithm of a key's weight, [B, 1, 1, M]; 0 for hidden keys.
+            is_causal: the last query stands at the last key, and not the first at the first.
         """
         raise NotImplementedError

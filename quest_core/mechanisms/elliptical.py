@@ -23,6 +23,7 @@ from ..compat import is_compiling, is_eager, is_recomputing, no_autocast, wider
 from ..errors import UnsupportedError
 from ..ops import unit, visible
 from ..registry import register
+from . import naive
 from .base import Dims, Score
 from .scores import SCALE, STARTS, Standard
 
@@ -172,6 +173,16 @@ class Elliptical(Standard):
             "pass, or leave out activation checkpointing"
         )
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        before, _ = self.hand_over(v.detach())
+        if before is not None:
+            change = (v.detach() - before).abs()[:, head]  # [B, H, M, D]
+            count = seen.sum(-1, keepdim=True).clamp(min=1)
+            mean = seen.to(change.dtype) @ change / count  # [B, H, N, D]
+            top = mean.amax(-1, keepdim=True)
+            q = q * torch.where(top > 0, naive.ratio(mean, top), 1)
+        return super().reference(q, k, v, head=head, seen=seen)
+
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs what belongs to one forward pass.
         return {**self.__dict__, "_values": {}, "_steps": _Steps(), "_unrecorded": None}
@@ -251,6 +262,9 @@ class EllipticalQuest(Elliptical):
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return super().reference(q, naive.unit(k), v, head=head, seen=seen)
 
 
 def stack_of(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -51,6 +52,9 @@ class Grouped(Grouping):
             return None
         fitting = ", ".join(str(g) for g in range(1, num_heads + 1) if num_heads % g == 0)
         return f"kv_heads is {kv_heads}, which does not divide the {num_heads} heads; choose from: {fitting}"
+
+    def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
+        return torch.arange(num_heads) * k.shape[1] // num_heads
 
 
 @register("mqa", source="Shazeer, 2019")
@@ -160,6 +164,19 @@ class KeyDriven(Grouped):
         scaled = torch.where(differ, (norms - norms.min()) / torch.where(differ, spread, 1), 1)
         return head_index(allocate(scaled, num_heads, self.min_queries), num_heads)
 
+    def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
+        tokens = k.detach().double() * seen.any(2).any(1)[:, None, :, None]
+        norms = tokens.square().sum((2, 3)).sqrt().mean(0).tolist()
+        low, high = min(norms), max(norms)
+        shares = [(norm - low) / (high - low) if high - low > EQUAL * high else 1.0 for norm in norms]
+        free = num_heads - self.min_queries * len(norms)
+        shares = [round(free * share / sum(shares), 9) for share in shares]  # 9 digits: a tie stays one
+        sizes = [math.floor(share) for share in shares]
+        by_fraction = sorted(range(len(norms)), key=lambda g: (round(sizes[g] - shares[g], 9), g))
+        for g in by_fraction[: free - sum(sizes)]:
+            sizes[g] += 1
+        return torch.arange(len(norms)).repeat_interleave(torch.tensor(sizes) + self.min_queries)
+
 
 @register(
     "dgqa",
@@ -252,6 +269,10 @@ class DynamicKeyDriven(KeyDriven):
         self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
         self.steps.add_(counts)
 
+    def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
+        sizes = self.pending if self.training else self.sizes
+        return torch.arange(len(sizes)).repeat_interleave(sizes.long())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
         """Move to another device, but leave the statistics in float32 when `.half()` and the like convert."""
         before = dict(self._buffers)
@@ -310,3 +331,13 @@ class Perturbed(Grouped):
         same = torch.eye(n, m, dtype=torch.bool, device=weights.device)
         perturbed: Tensor = weights - noise.masked_fill(same | ~seen, 0)
         return perturbed
+
+    def reference_weights(self, weights: Tensor, kv_heads: int, seen: Tensor) -> Tensor:
+        if not (self.training or self.noise_in_eval):
+            return weights
+        noise = torch.randn(weights.shape, dtype=weights.dtype)
+        for sample in zip(weights.detach(), noise, seen, strict=True):
+            for own, drawn, counted in zip(*(x.chunk(kv_heads) for x in sample), strict=True):  # [H/G, N, M]
+                if counted.any():
+                    drawn.mul_(own[counted].std(correction=0)).add_(own[counted].mean())
+        return weights - noise * (seen & ~torch.eye(*weights.shape[2:], dtype=torch.bool))

@@ -24,6 +24,7 @@ from ..cache import Cache
 from ..compat import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
 from ..ops import local, result_type, unit, widen
 from ..registry import register
+from . import naive
 from .base import Dims, Family
 
 CHUNK = 64  # tokens a chunk: N·C for the products inside chunks, N·D·Dv/C for the sums between them
@@ -57,6 +58,11 @@ class Linear(Family):
         near = weight.detach().masked_fill(blind, 1).reciprocal()
         return total[..., :-1] * (near * (weight * near).masked_fill(blind, math.inf).reciprocal())
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        q, k = (torch.where(x > 0, x + 1, torch.where(x > 0, 0, x).exp()) for x in (q, k))
+        weights = q @ k.mT * bias.exp() * seen
+        return naive.ratio(weights @ v, weights.sum(-1, keepdim=True))
+
 
 @register("cosine", source="Cottention; Your Attention Matters, eq. 11")
 class Cosine(Linear):
@@ -89,6 +95,11 @@ class Cosine(Linear):
         log_count = count.clamp(min=1).to(out.dtype).log()[:, None, :, None]  # of no key the sum is 0
         power = torch.sigmoid(local(self.stabiliser).to(out.dtype))[:, None, None]  # [H, 1, 1]
         return out * torch.exp(-power * log_count)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        weights = naive.unit(q) @ naive.unit(k).mT * bias.exp() * seen
+        count = seen.sum(-1, keepdim=True).clamp(min=1).to(q.dtype)
+        return weights @ v / count ** torch.sigmoid(self.stabiliser)[:, None, None]
 
 
 def _feature(x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from ..ops import (
     widen,
 )
 from ..registry import Option, register
+from . import naive
 from .base import Dims, Normalizer
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
@@ -96,6 +97,9 @@ class Softmax(Normalizer):
             logits = logits + mask.masked_fill(blind, 0)
         return logits.softmax(-1).masked_fill(blind, 0)
 
+    def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
+        return naive.softmax(logits, seen)
+
 
 @register(
     "sigmoid",
@@ -156,6 +160,11 @@ class Sigmoid(Normalizer):
         if mask is not None:
             weights = weights.masked_fill(~seen, 0)
         return weights.to(logits.dtype)
+
+    def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
+        count = seen.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype)
+        bias = -count.log() if self.bias is None else self.bias
+        return torch.sigmoid((logits + bias).masked_fill(~seen, 0)) * seen
 
 
 @register(
@@ -250,6 +259,14 @@ class Sinkhorn(Normalizer):
         for _ in range(self.iterations // 2):
             before, last = last, _factors(sums(last), target)
         return last if self.iterations % 2 else before, last
+
+    def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
+        rows, columns = (seen.any(axis).sum(-1)[..., None, None].clamp(min=1).to(logits.dtype) for axis in (-1, -2))
+        weights = naive.softmax(logits / self.eps, seen)  # the first half-step, in the form that cannot overflow
+        for step in range(2, self.iterations + 1):
+            axis, wanted = (-2, rows / columns) if step % 2 == 0 else (-1, 1)
+            weights = naive.ratio(weights, weights.sum(axis, keepdim=True)) * wanted
+        return weights
 
 
 def _seen(mask: Tensor | None, like: Tensor) -> Tensor:

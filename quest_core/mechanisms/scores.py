@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..ops import local, unit
 from ..registry import Option, register
+from . import naive
 from .base import Dims, Score
 
 SCALE = Option("scale", float, None, "factor on the logits in place of the score's own", 1e-6, nullable=True)
@@ -36,6 +37,9 @@ class Standard(Score):
     def default_scale(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.standard_scale is None else self.standard_scale
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return q @ k[:, head].mT * self.scale(q.shape[-1])
+
 
 @register("quest", source="QUEST, section 2.1", options=STARTS)
 class Quest(Score):
@@ -51,6 +55,9 @@ class Quest(Score):
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return q @ naive.unit(k)[:, head].mT * self.scale(q.shape[-1])
+
 
 @register(
     "qnorm",
@@ -65,6 +72,9 @@ class QNorm(Score):
 
     def query(self, q: Tensor) -> Tensor:
         return unit(q)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return naive.unit(q) @ k[:, head].mT * self.scale(q.shape[-1])
 
 
 @register(
@@ -100,6 +110,10 @@ class QKNormHS(Score):
     def key(self, k: Tensor) -> Tensor:
         return unit(k)
 
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        capped = torch.where(self.log_scale > self.cap, self.cap, self.log_scale)
+        return capped.exp()[:, None, None] * (naive.unit(q) @ naive.unit(k)[:, head].mT) * self.scale(q.shape[-1])
+
 
 @register("qknorm", source="QUEST, table 1, last row", options=(SCALE, _C_Q))
 class QKNorm(Score):
@@ -125,6 +139,10 @@ class QKNorm(Score):
 
     def key(self, k: Tensor) -> Tensor:
         return unit(k) * local(self.key_scale).unsqueeze(-2).to(k.dtype)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        q, k = naive.unit(q) * self.query_scale.unsqueeze(-2), naive.unit(k) * self.key_scale.unsqueeze(-2)
+        return q @ k[:, head].mT * self.scale(q.shape[-1])
 
 
 @register("qknorm-ds", source="QUEST, table 1; ViT-22B", options=(SCALE, _C_Q))

@@ -44,9 +44,8 @@ class _Cubed(Score):
     def key(self, k: Tensor) -> Tensor:
         return k**3
 
-    @staticmethod
-    def reference(q: Tensor, k: Tensor) -> Tensor:
-        return q @ (k * k * k).mT
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return q @ (k * k * k)[:, head].mT
 
 
 def from_elsewhere() -> list[str]:

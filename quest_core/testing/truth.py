@@ -1,36 +1,25 @@
-"""A mechanism computed by the references that its parts declare, in place of their modules."""
+"""A mechanism computed by the references of its components, in place of their modules."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mechanism import Mechanism
-from ..mechanisms.base import (
-    Dims,
-    Normalizer,
-)
-from ..registry import Component
-from .references import reference_of, visible
+from ..mechanisms.base import Family, Grouping, Normalizer, Score
+from ..mechanisms.naive import hidden, visible
 
 
 def missing(mechanism: Mechanism) -> list[str]:
-    """Return the names of the parts of `mechanism` that have no reference and cannot do without one.
-
-    A grouping without a reference is computed by its own `assign`.
-    """
-    return [
-        part.name
-        for part in mechanism.config.components
-        if reference_of(part) is None and (part.axis != "grouping" or mechanism.grouping.needs_weights)
-    ]
+    """Return the names of the components of `mechanism` that have no reference."""
+    bases = (Score.reference, Normalizer.reference, Grouping.reference, Family.reference)
+    return [part.name for part in mechanism.config.components if getattr(part, "reference", None) in bases]
 
 
 def truth(
@@ -43,43 +32,40 @@ def truth(
     is_causal: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the output [B, H, N, Dv], the weights and the logits [B, H, N, M], in float64.
+    """Return the output [B, H, N, Dv], the weights and the logits [B, H, N, M], in the dtype of q.
 
-    Weights and logits are None for a family. Arguments as in `Mechanism.forward_with_logits`, with no part `missing`.
+    Weights and logits are None for a family. Arguments as in `Mechanism.forward_with_logits`, with no component
+    `missing`; the parameters of `mechanism` must have the dtype of q.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    (batch, heads, n, _), (groups, m) = q.shape, k.shape[1:3]
+    seen = visible(n, m, attn_mask, is_causal).expand(batch, 1 if mechanism.family is not None else heads, n, m)
+    bias = q.new_zeros(1, 1, 1, 1)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        hides = attn_mask <= torch.finfo(attn_mask.dtype).min / 2
-        attn_mask = attn_mask.double().masked_fill(hides, -math.inf)
-    by_axis = {part.axis: part for part in mechanism.config.components}
-    n, m, heads = q.shape[2], k.shape[2], q.shape[1]
-    seen = visible(n, m, attn_mask, is_causal)
+        bias = attn_mask.masked_fill(hidden(attn_mask), 0).to(q.dtype)
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        unused = sum(x.sum() for x in (q, k, v, *mechanism.parameters()))
+        weights = q.new_zeros(batch, heads, n, m)
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * unused, weights, weights
     if mechanism.family is not None:
-        key_mask = None if attn_mask is None else attn_mask[:, 0, 0]  # [B or 1, M]
-        given: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "seen": seen}
-        out: Tensor = _call(by_axis["family"], mechanism.family, mechanism, q, k, v, **given)
-        return out, None, None
-    grouping, shared = mechanism.grouping, by_axis["grouping"]
-    head = torch.arange(heads) * k.shape[1] // heads  # the key/value head of each query head
-    if reference_of(shared) is None:
-        own = grouping(k, heads, attn_mask) if grouping.chooses else None
-        head = head if own is None else own
-    elif not grouping.needs_weights:
-        head = _call(shared, grouping, mechanism, k, heads, attn_mask)
-    score: Any = mechanism.score
-    given = {"v": v[:, head], "mask": attn_mask, "is_causal": is_causal}
-    if by_axis["score"].chained:
-        before, _ = score.hand_over(v.detach())
-        given["before"] = None if before is None else before[:, head]
-    logits: Tensor = _call(by_axis["score"], score, mechanism, q, k[:, head], head=head, **given)
+        return mechanism.family.reference(q, k, v, seen=seen, bias=bias, is_causal=is_causal), None, None
+    head = mechanism.grouping.reference(k, heads, seen)
+    logits = mechanism.score.reference(q, k, v, head=head, seen=seen) + bias
     logits = logits if residual is None else logits + residual
+    weights = mechanism.normalizer.reference(logits, seen)
+    if mechanism.grouping.needs_weights:
+        weights = mechanism.grouping.reference_weights(weights, groups, seen)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits + attn_mask.double()
-    seen = seen.expand(logits.shape)
-    weights: Tensor = _call(by_axis["normalizer"], mechanism.normalizer, mechanism, logits, seen)
-    if grouping.needs_weights:
-        weights = _call(shared, grouping, mechanism, weights, seen)
+        logits = logits.masked_fill(hidden(attn_mask), -math.inf)
     return weights @ v[:, head], weights, logits
+
+
+def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any, Any]:
+    """Return `truth` in float64, of a mechanism and tensors in any dtype."""
+    if (mask := options.get("attn_mask")) is not None and mask.dtype != torch.bool:
+        options["attn_mask"] = mask.double().masked_fill(hidden(mask), -math.inf)
+    wide = all(x.dtype == torch.float64 for x in mechanism.parameters())
+    mechanism = mechanism if wide else copy.deepcopy(mechanism).double()
+    return truth(mechanism, q.double(), k.double(), v.double(), **options)
 
 
 @contextmanager
@@ -121,14 +107,12 @@ class _Methods:
     def forward_with_logits(
         self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: Any
     ) -> tuple[Tensor, Any, Any]:
-        out, weights, logits = truth(self.mechanism, q, k, v, **options)
-        return out.to(q.dtype), weights, logits
+        return truth(self.mechanism, q, k, v, **options)
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
-        score = next(part for part in self.mechanism.config.components if part.axis == "score")
-        out: Tensor = _call(score, self.mechanism.score, self.mechanism, q, k[:, head], head=head)
-        return out
+        seen = torch.ones(*q.shape[:3], k.shape[2], dtype=torch.bool)
+        return self.mechanism.score.reference(q, k, k, head=head, seen=seen)
 
 
 class _Weights(Normalizer):
@@ -140,50 +124,7 @@ class _Weights(Normalizer):
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         (mechanism,) = self.mechanism
-        part = next(part for part in mechanism.config.components if part.axis == "normalizer")
         if mask is not None and mask.dtype != torch.bool:
-            logits = logits + mask
+            logits = logits + mask.masked_fill(hidden(mask), 0)
         seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
-        weights: Tensor = _call(part, mechanism.normalizer, mechanism, logits, seen)
-        return weights
-
-
-def _call(
-    part: type[Component],
-    module: nn.Module,
-    mechanism: Mechanism,
-    *tensors: Any,
-    head: Tensor | None = None,
-    **given: Any,
-) -> Any:
-    """The reference of `part` of some tensors, and of what else it names: what is `given`, options, sizes, parameters
-    and buffers."""
-    reference = reference_of(part)
-    assert reference is not None
-    known = {"training": module.training, **given}
-    if mechanism.dims is not None:
-        known |= vars(mechanism.dims)
-    given_options = dict(mechanism.config.options)
-    known |= {o.name: given_options.get(o.name, o.default) for o in part.options}
-    shared = _key_heads(part, module, mechanism) if head is not None else {}
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
-        x = x.double() if x.is_floating_point() else x
-        axis = shared.get(name)
-        known[name] = x if axis is None or head is None else x.index_select(axis, head)
-    named = list(inspect.signature(reference).parameters)[len(tensors) :]
-    return reference(*tensors, **{name: known[name] for name in named if name in known})
-
-
-def _key_heads(part: type[Component], module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
-    """The axis of each parameter that counts key/value heads: it doubles if they do, and the query heads do not."""
-    dims = mechanism.dims
-    if dims is None:
-        return {}
-    with torch.device("meta"):
-        wide = mechanism.config.build(part, Dims(dims.num_heads, 2 * dims.kv_heads, dims.head_dim))
-    return {
-        name: axis
-        for name, x in wide.named_parameters()
-        for axis, size in enumerate(x.shape)
-        if size != module.get_parameter(name).shape[axis]
-    }
+        return mechanism.normalizer.reference(logits, seen)

@@ -12,14 +12,15 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import quest_core
 from quest_core import AttentionConfig, QuestError
-
-from . import references
+from quest_core.mechanisms.naive import hidden
+from quest_core.testing.truth import truth
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,7 +108,14 @@ class Layers(nn.Module):
         if self.chained:
             quest_core.chain(self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, weights: bool = False) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, weights: bool = False, plain: bool = False
+    ) -> Tensor:
+        """Return the output of the last layer: by `forward_with_logits` if `weights`, by its references if `plain`."""
+        if plain:
+            given = {"attn_mask": mask, "is_causal": self.is_causal}
+            values = [earlier(v)] * self.chained + [v]
+            return [truth(layer, q, k, x, **given)[0] for layer, x in zip(self.layers, values, strict=True)][-1]
         if self.chained:
             self.layers[0](q, k, earlier(v), attn_mask=mask, is_causal=self.is_causal)
         if weights:
@@ -348,23 +356,19 @@ class Made:
             for parameter in self.module.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         self.module.to(cell.dtype)
-        self.state: references.KeyDriven | None = None
         if not self.config.family and self.config["grouping"] == "dgqa":
             self._warm_up()
+        self.buffers = {name: x.clone() for name, x in self.module.named_buffers()}  # before a call changes them
         self.module.train(subject.training)
 
     def _warm_up(self) -> None:
         """Train until the sizes of dgqa are uneven; they stay for the next seven calls."""
-        self.state = references.KeyDriven(self.heads, self.groups, window=8, evolution="ema")
         self.module.train()
         for _ in range(9 if self.cell.subject.training else 10):
             q, k, v = (x.to(self.cell.dtype) for x in _contiguous(2, self.heads, self.groups, 5, 5, self.dim, self.dim))
             k = k * torch.linspace(3, 1, self.groups)[:, None, None].to(k.dtype)
             with torch.no_grad():
                 self.module(q, k, v)
-            self.state.train(references.key_norms(k, torch.ones(2, 5, dtype=torch.bool)))
-        if self.cell.subject.training:
-            self.state.sizes = self.state.pending
 
     def large_logit(self, tensors: Sequence[Tensor]) -> float:
         """A logit that sinkhorn rounds, if long queries and keys make it larger than those of the grid."""
@@ -407,22 +411,17 @@ class Made:
         self, parameters: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """The formula in the type of `q`."""
-        last = f"layers.{len(self.module.layers) - 1}."
-        learned = {name.rpartition(".")[2]: x for name, x in parameters.items() if name.startswith(last)}
-        draw = None
-        if self.draws:
-            torch.manual_seed(self.seed)  # the same draws as `seeded`
+        normal = torch.randn
 
-            def draw(shape: Iterable[int]) -> Tensor:
-                for _ in self.module.layers[1:]:
-                    torch.randn(tuple(shape), dtype=self.cell.dtype)  # the layer before draws first
-                return torch.randn(tuple(shape), dtype=self.cell.dtype)
+        def draw(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+            return normal(tuple(shape), dtype=self.cell.dtype).to(dtype)  # as the module draws
 
-        before = earlier(v) if self.module.chained else None
-        causal = self.cell.is_causal
-        return references.attend(
-            self.config, learned, q, k, v, mask=mask, is_causal=causal, state=self.state, before=before, draw=draw
-        )
+        torch.manual_seed(self.seed)  # the same draws as `seeded`
+        with mock.patch.object(torch, "randn", draw):
+            out: Tensor = torch.func.functional_call(
+                self.module, {**self.buffers, **parameters}, (q, k, v, mask), {"plain": True}
+            )
+        return out
 
     def seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the generator that pgqa draws from seeded before each call."""
@@ -530,14 +529,14 @@ def bounds(
         lengths = [float(n) for x in tensors[:2] for n in x.detach().double().norm(dim=-1).flatten() if n > 0]
         steep = max(1.0, 1 / min(lengths, default=1.0))
     errors = []
-    for truth, other in zip(exact, plain, strict=True):
-        error = float((other.double() - truth).abs().max()) if truth.numel() else 0.0
+    for right, other in zip(exact, plain, strict=True):
+        error = float((other.double() - right).abs().max()) if right.numel() else 0.0
         errors.append(error * eps / torch.finfo(dtype).eps if math.isfinite(error) else 0.0)
     # What is zero but for rounding has no relative error.
     relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
     logit = eps * made.large_logit(tensors)
     if len(tensors) > 3 and tensors[3].is_floating_point():
-        added = tensors[3].detach().double().masked_fill(references.hidden(tensors[3]), 0).abs()
+        added = tensors[3].detach().double().masked_fill(hidden(tensors[3]), 0).abs()
         wide = torch.finfo(torch.promote_types(made.cell.dtype, torch.float32)).eps
         temperature = float(made.config.option("eps") or 1)
         logit += wide * float(added.max()) / temperature if added.numel() else 0.0

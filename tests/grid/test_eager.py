@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import quest_core
+from quest_core.mechanisms.naive import hidden
 from quest_core.registry import mechanisms
 from quest_core.testing import versions
 
 from .cases import CAUSAL, DTYPES, LAYOUTS, STRUCTURED, SUBJECTS, Cell, Subject, check, gradients, masks_of
-from .references import hidden
 
 
 def run(cell: Cell) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quest_core
+from quest_core.testing.truth import truth
 
-from . import references
 from .cases import BY_NAME, DTYPES, SUBJECTS, Cell, Made, Subject, bounds, compare
 
 EMBED = 16
@@ -27,7 +28,7 @@ def _disturbed(layer: nn.Module) -> None:
 
 
 def _attend(
-    config: quest_core.AttentionConfig,
+    mechanism: quest_core.Mechanism,
     rest: dict[str, Tensor],
     q: Tensor,
     k: Tensor,
@@ -35,8 +36,21 @@ def _attend(
     mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    learned = {name.rpartition(".")[2]: x for name, x in rest.items() if "mechanism" in name}
-    return references.attend(config, learned, q, k, v, mask=mask, is_causal=is_causal)
+    learned = {f"mechanism.{n.rpartition('mechanism.')[2]}": x for n, x in rest.items() if "mechanism" in n}
+    options = {"attn_mask": mask, "is_causal": is_causal}
+    out: Tensor = torch.func.functional_call(Plain(mechanism), learned, (q, k, v), options)
+    return out
+
+
+class Plain(nn.Module):
+    """A mechanism by its references."""
+
+    def __init__(self, mechanism: quest_core.Mechanism) -> None:
+        super().__init__()
+        self.mechanism = mechanism
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return truth(self.mechanism, q, k, v, **options)[0]
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:
@@ -98,14 +112,14 @@ def test_attention(subject: Subject, heads: int) -> None:
             real[:, 0] = True
 
             def reference(
-                p: dict[str, Tensor], x: Tensor, config=config, dim=dim, real=real, is_causal=is_causal
+                p: dict[str, Tensor], x: Tensor, config=config, layer=layer, dim=dim, real=real, is_causal=is_causal
             ) -> Tensor:
                 q, k, v = (F.linear(x, p[f"{n}_proj.weight"], p[f"{n}_proj.bias"]) for n in "qkv")
                 mask = real[:, None, None]
                 if "sinkhorn" in str(config) or "pgqa" in str(config):
                     mask = mask & real[:, None, :, None]
                 kd = subject.key_features or dim
-                out = _attend(config, p, _heads(q, dim), _heads(k, kd), _heads(v, dim), mask, is_causal)
+                out = _attend(layer.mechanism, p, _heads(q, dim), _heads(k, kd), _heads(v, dim), mask, is_causal)
                 return F.linear(out.transpose(1, 2).flatten(2), p["out_proj.weight"], p["out_proj.bias"])
 
             def call(module: nn.Module, x: Tensor, real=real, is_causal=is_causal) -> Tensor:
@@ -132,10 +146,10 @@ def test_multihead_attention(subject: Subject, heads: int, need_weights: bool) -
         layer.to(dtype).eval()
         dim = EMBED // heads
 
-        def reference(p: dict[str, Tensor], x: Tensor, config=config, dim=dim) -> Tensor:
+        def reference(p: dict[str, Tensor], x: Tensor, layer=layer, dim=dim) -> Tensor:
             kd, g = subject.key_features or dim, min(subject.groups, heads)
             q, k, v = F.linear(x, p["in_proj_weight"], p["in_proj_bias"]).split([EMBED, g * kd, g * dim], -1)
-            out = _attend(config, p, _heads(q, dim), _heads(k, kd), _heads(v, dim), None, False)
+            out = _attend(layer.mechanism, p, _heads(q, dim), _heads(k, kd), _heads(v, dim), None, False)
             return F.linear(out.transpose(1, 2).flatten(2), p["out_proj.weight"], p["out_proj.bias"])
 
         def call(module: nn.Module, x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from timm.utils import ParseKwargs
 import quest_core
 import quest_timm
 from quest_core.hosts import plugins
+from quest_core.mechanisms import naive as reference
 from quest_core.projections import Projected
-from quest_core.testing import references as reference
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5}
 

@@ -9,7 +9,7 @@ import torch
 import torchvision
 
 import quest_core
-from quest_core.testing import references as reference
+from quest_core.mechanisms import naive as reference
 
 
 def vit():

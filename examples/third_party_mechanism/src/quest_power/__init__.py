@@ -22,7 +22,5 @@ class Power(Score):
     def key(self, k: Tensor) -> Tensor:
         return k.sign() * k.abs() ** self.p  # [B, G, M, D]
 
-    @staticmethod
-    def reference(q: Tensor, k: Tensor, p: float) -> Tensor:
-        """Return the logits [B, H, N, M] of q [B, H, N, D] and k [B, H, M, D]."""
-        return (q[:, :, :, None] * k[:, :, None].sign() * k[:, :, None].abs() ** p).sum(-1)
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return (q[:, :, :, None] * k.sign()[:, head, None] * k.abs()[:, head, None] ** self.p).sum(-1)

@@ -1,0 +1,62 @@
+"""What the references of several mechanisms share: plain formulas, in the dtype of their inputs, written to be read.
+
+Nothing here is fast, and the modules that tests compare with these formulas use none of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x / ‖x‖₂ over the last axis; a zero vector stays zero and has a zero gradient."""
+    square = x.square().sum(-1, keepdim=True)
+    return torch.where(square > 0, x / torch.where(square > 0, square, 1).sqrt(), torch.zeros_like(x))
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """Return where a mask hides: False, −inf, or at most half of the dtype's minimum."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+
+
+def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Return [N, M] or wider, True where query i sees key j; `is_causal` means j ≤ i + M − N."""
+    seen = torch.ones(n, m, dtype=torch.bool)
+    seen = seen.tril(m - n) if is_causal else seen
+    return seen if mask is None else seen & ~hidden(mask)
+
+
+def softmax(logits: Tensor, seen: Tensor) -> Tensor:
+    """Return exp(l) / Σ exp(l) over the visible keys; zeros in a row that sees none."""
+    blind = ~seen.any(-1, keepdim=True)
+    top = logits.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).masked_fill(blind, 0)
+    weights = (logits - top).masked_fill(~seen, -math.inf).exp()
+    return weights / weights.sum(-1, keepdim=True).masked_fill(blind, 1)
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return a / b, and a where b is not positive."""
+    return a / torch.where(b > 0, b, 1)
+
+
+def gated_average(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor | float, *, seen: Tensor, bias: Tensor, query: bool
+) -> Tensor:
+    """Return σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt'), feature by feature (AFT, equation 2).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, M, D], or [B, H, M, 1] if all features of a head share it.
+        v: [B, H, M, D].
+        w: [N, M] or [H, N, M], or 0.
+        seen: [B, 1, N, M].
+        bias: added to the keys [B, 1, 1, M].
+        query: multiply by σ(q).
+    """
+    keys = (k.mT + bias)[:, :, None].expand(-1, -1, q.shape[2], v.shape[3], -1)  # [B, H, N, D, M]
+    logits = keys if isinstance(w, float) else keys + w[..., None, :]
+    average = (softmax(logits, seen[:, :, :, None].expand(logits.shape)) * v.mT[:, :, None]).sum(-1)
+    return torch.sigmoid(q) * average if query else average
