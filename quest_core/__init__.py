@@ -23,7 +23,7 @@ from .hosts.adapter import Capabilities as Capabilities
 from .hosts.adapter import Site as Site
 from .hosts.inject import Report as Report
 from .hosts.inject import inject as inject
-from .hosts.torch import MultiheadAttention as MultiheadAttention
+from .hosts.inject import uninject as uninject
 from .layer import Attention as Attention
 from .mechanism import Mechanism as Mechanism
 from .mechanism import attention as attention
@@ -32,6 +32,7 @@ from .mechanisms.base import Grouping as Grouping
 from .mechanisms.base import Normalizer as Normalizer
 from .mechanisms.base import Score as Score
 from .mechanisms.elliptical import chain as chain
+from .multihead import MultiheadAttention as MultiheadAttention
 from .registry import Option as Option
 from .registry import list_mechanisms as list_mechanisms
 from .registry import register as register

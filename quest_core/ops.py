@@ -194,6 +194,17 @@ def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
     return one & other if one.dtype == torch.bool else one.masked_fill(~other, -math.inf)
 
 
+def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """Return a host's two masks as one of quest_core: boolean (True = may attend) or additive; None without any.
+
+    Args:
+        hidden: the host's, boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
+        real: of the keys, boolean (False = padding) or additive, as `Mechanism.padding_mask` returns it.
+    """
+    mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
+    return mask if real is None else merge_masks(mask, real)
+
+
 def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:
     """Return one mask that means `mask` and causal: query i sees keys j ≤ i + M − N, the last query every key."""
     return merge_masks(mask, torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,10 +26,8 @@ from torch import Tensor, nn
 from .checkpoints import compare_layers
 from .compat import wider
 from .config import AttentionConfig
+from .drafts import assign, draft, is_draft
 from .errors import InputError, UnsupportedError
-
-MODULE_KEEPS = frozenset(vars(nn.Module()))
-"""The attributes of a plain nn.Module."""
 
 
 def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool = False) -> Tensor:
@@ -162,10 +159,10 @@ class Projections:
 
     @torch.no_grad()
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
-        """Replace the projections of a host by smaller copies, where `sizes` has fewer key heads or key features.
+        """Make the projections of a module smaller, where `sizes` has fewer key heads or key features.
 
-        Changes `module` only: the Linears and parameters that it shares with the host stay as they were. A module whose
-        projections have the right number of rows already is not changed.
+        The parameters are new objects. The Linears stay the same objects, or are drafts if `module` is a draft. A
+        module whose projections have the right number of rows already is not changed.
 
         Args:
             module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
@@ -190,13 +187,15 @@ class Projections:
         # Raises for a weight that cannot be changed before any is.
         found = [_parameters(module, name, value) for name, _, value in larger]
         for (name, roles, value), parameters in zip(larger, found, strict=True):
-            owner: Any = module if isinstance(value, Tensor) else shallow_copy(value)
+            owner: Any = module if isinstance(value, Tensor) else draft(value)
             for key, old in parameters.items():
                 smaller = _reduced(old.detach(), roles, sizes, fresh=fresh)
                 owner._parameters[key.rpartition(".")[2]] = nn.Parameter(smaller, old.requires_grad)
             if owner is not module:
                 owner.out_features = sizes.rows(roles)
                 module._modules[name] = owner
+                if not is_draft(module):
+                    assign(owner)
 
     def load(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, sizes: HeadSizes) -> None:
         """Pool the entries of a state dict that have all heads of the host, in place.
@@ -297,32 +296,6 @@ def norm_factors(part: Projected) -> dict[str, Tensor]:
             )
         factors[role] = norm / now
     return factors
-
-
-def shallow_copy(module: nn.Module, kind: type[Any] | None = None) -> Any:
-    """Return a module with the same parameters, sub-modules, hooks and attributes.
-
-    The dictionaries that nn.Module keeps are copies. Methods of `module` among its attributes and hooks, as in
-    ``self.attend = self.attend_fast``, become those of the copy.
-
-    Args:
-        module: what is copied; it stays as it was.
-        kind: the class of the copy, whose __init__ does not run; that of `module` by default.
-    """
-    made: Any = object.__new__(kind or type(module))
-
-    def own(item: Any) -> Any:
-        mine = isinstance(item, MethodType) and item.__self__ is module
-        return MethodType(item.__func__, made) if mine else item
-
-    for key, item in vars(module).items():
-        made.__dict__[key] = item.copy() if key in MODULE_KEEPS and isinstance(item, dict | set) else own(item)
-        if key in MODULE_KEEPS and key.endswith("_hooks"):
-            made.__dict__[key].update({handle: own(hook) for handle, hook in item.items()})
-    for key, hook in made._load_state_dict_pre_hooks.items():
-        if hook.with_module:  # the one kind of hook that PyTorch binds to its module
-            made._load_state_dict_pre_hooks[key] = type(hook)(hook.hook, made)
-    return made
 
 
 def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict[str, nn.Parameter]:

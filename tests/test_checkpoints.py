@@ -128,13 +128,6 @@ def test_a_changed_entry_is_an_error(change: float) -> None:
     assert_unchanged(made, before)
 
 
-def test_data_parallel_does_not_broadcast_it() -> None:
-    made = model("quest")
-    names = [name for name, _ in made.named_buffers()]
-    assert made._ddp_params_and_buffers_to_ignore == names
-    assert all(name.endswith(ENTRY) for name in names)
-
-
 # --- what loads -----------------------------------------------------------------------------------------------------
 
 

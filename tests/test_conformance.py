@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core import Adapter, AttentionConfig, Capabilities, Site
+from quest_core import Adapter, Capabilities
+from quest_core.hosts.adapter import HostAttention as Replacement
 from quest_core.hosts.torch import TorchAdapter
+from quest_core.projections import Packed
 from quest_core.testing import AdapterConformance
 
 
@@ -94,34 +97,30 @@ class HostModel(nn.Module):
         return x
 
 
-class InjectedHostAttention(HostAttention):
+class InjectedHostAttention(Replacement, HostAttention):
     """What the loop-back adapter puts in place: the host's parameters, and a mechanism."""
 
-    def __init__(self, stock: HostAttention, config: AttentionConfig) -> None:
-        nn.Module.__init__(self)
-        self.heads, self.drop, self.qkv, self.proj = stock.heads, stock.drop, stock.qkv, stock.proj
-        head_dim = self.qkv.in_features // self.heads
-        self.mechanism = quest_core.Mechanism(config, num_heads=self.heads, head_dim=head_dim)
+    projections = Packed("qkv")
+    capabilities = Capabilities(ordered=False, regroups=False)
+
+    @classmethod
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        return {"num_heads": host.heads, "head_dim": host.qkv.in_features // host.heads}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        return dataclasses.replace(cls.capabilities, dropout=host.drop > 0)
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, None]:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.split_packed(self.qkv(x))
         mask = None if keep is None else self.mechanism.padding_mask(keep, same_tokens=True)
-        out = self.mechanism(q, k, v, attn_mask=mask, dropout_p=self.drop if self.training else 0.0)
-        return self.proj(out.transpose(1, 2).flatten(2)), None
+        return self.proj(self.attend(q, k, v, mask, dropout_p=self.drop if self.training else 0.0)), None
 
 
 class LoopbackAdapter(Adapter):
     name = "loopback"
     capabilities = Capabilities(ordered=False, regroups=False, dropout=True)
-
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        found = [(path, m) for path, m in model.named_modules() if isinstance(m, HostAttention)]
-        for path, module in found:
-            yield Site(path, module, module.heads, module.qkv.in_features // module.heads, self.capabilities)
-
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        assert isinstance(site.module, HostAttention)
-        return InjectedHostAttention(site.module, config)
+    replacements: ClassVar[dict[str, type[Replacement]]] = {f"{__name__}.HostAttention": InjectedHostAttention}
 
     def install(self) -> None:
         if "attention" in HostModel.config_keys:
@@ -141,7 +140,6 @@ class TestLoopback(AdapterConformance):
     adapter = LoopbackAdapter()
     sites = 3
     refused = ("gqa(kv_heads=2)", "quest+mqa")
-    calibrates = False
 
     def make_model(self) -> nn.Module:
         return HostModel(dim=16, heads=4, depth=3)
@@ -164,19 +162,23 @@ class TestLoopback(AdapterConformance):
             HostModel(dim=16, heads=4, depth=3, attention="qest")
 
 
-class _Broken(LoopbackAdapter):
-    """An adapter with the worst bug this project can have: it returns the host's own attention."""
+def loopback(kind: type[Replacement]) -> LoopbackAdapter:
+    """An adapter that puts another class in place."""
 
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        assert isinstance(site.module, HostAttention)
-        silent = InjectedHostAttention(site.module, config)
-        silent.forward = lambda *args: HostAttention.forward(silent, *args)  # type: ignore[method-assign]
-        return silent
+    class Other(LoopbackAdapter):
+        replacements: ClassVar[dict[str, type[Replacement]]] = {f"{__name__}.HostAttention": kind}
+
+    return Other()
 
 
 def test_the_suite_catches_a_silent_fallback() -> None:
+    class Broken(InjectedHostAttention):
+        """The worst bug that this project can have: it returns the host's own attention."""
+
+        forward = HostAttention.forward
+
     suite = TestLoopback()
-    suite.adapter = _Broken()  # type: ignore[misc]
+    suite.adapter = loopback(Broken)  # type: ignore[misc]
     with pytest.raises(AssertionError):
         suite.test_every_attention_goes_through_its_mechanism()
     with pytest.raises(AssertionError):
@@ -184,16 +186,12 @@ def test_the_suite_catches_a_silent_fallback() -> None:
 
 
 def test_the_suite_catches_a_wrong_mask() -> None:
-    class Masks(LoopbackAdapter):
-        def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-            assert isinstance(site.module, HostAttention)
-            wrong = InjectedHostAttention(site.module, config)
-            right = wrong.forward
-            wrong.forward = lambda x, keep=None: right(x, None if keep is None else ~keep)  # type: ignore[method-assign]
-            return wrong
+    class Masks(InjectedHostAttention):
+        def forward(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, None]:
+            return super().forward(x, None if keep is None else ~keep)
 
     suite = TestLoopback()
-    suite.adapter = Masks()  # type: ignore[misc]
+    suite.adapter = loopback(Masks)  # type: ignore[misc]
     with pytest.raises(AssertionError):
         suite.test_padding_never_matters()
 
@@ -213,15 +211,14 @@ def test_small_gradients_do_not_accuse_a_right_adapter() -> None:
 
 
 def test_a_parameter_without_a_gradient_is_named() -> None:
-    class Detached(LoopbackAdapter):
-        def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-            assert isinstance(site.module, HostAttention)
-            wrong = InjectedHostAttention(site.module, config)
-            for parameter in wrong.mechanism.parameters():
-                parameter.requires_grad_(False)
-            return wrong
+    class Detached(InjectedHostAttention):
+        @classmethod
+        def adopt(cls, *arguments: Any, **options: Any) -> Any:
+            made = super().adopt(*arguments, **options)
+            made.mechanism.requires_grad_(False)
+            return made
 
     suite = TestLoopback()
-    suite.adapter = Detached()  # type: ignore[misc]
+    suite.adapter = loopback(Detached)  # type: ignore[misc]
     with pytest.raises(AssertionError, match="qknorm-hs: layers.0.mechanism.score.log_scale has no gradient"):
         suite.test_mechanisms_train()

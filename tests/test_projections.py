@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import quest_core
 from quest_core import InputError, UnsupportedError
+from quest_core.drafts import assign, draft, restore
 from quest_core.mechanism import head_sizes
 from quest_core.projections import (
     HeadSizes,
@@ -23,7 +24,6 @@ from quest_core.projections import (
     Projections,
     Separate,
     pool_heads,
-    shallow_copy,
 )
 
 E = 5  # features of a token
@@ -98,8 +98,8 @@ def hosts(draw: st.DrawFn, narrow: bool = True) -> tuple[Host, HeadSizes]:
 
 
 def reduced(host: Host, sizes: HeadSizes, *, fresh: bool) -> Host:
-    """Return a shallow copy with smaller projections, as a replacement does."""
-    made: Host = shallow_copy(host)
+    """Return a draft with smaller projections, as a replacement does."""
+    made: Host = draft(host)
     made.head_sizes = sizes
     made.projections.shrink(made, sizes, fresh=fresh)
     return made
@@ -121,36 +121,6 @@ def same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for key in ours:
         assert torch.equal(ours[key], theirs[key]), key
-
-
-def test_hooks_of_a_copy_are_given_the_copy() -> None:
-    host, seen = nn.Linear(2, 3), []
-    host.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
-    made = shallow_copy(shallow_copy(host))
-    made.load_state_dict(host.state_dict())
-    assert len(seen) == 1
-    assert seen[0] is made
-
-
-def test_methods_among_the_attributes_are_those_of_the_copy_and_other_dictionaries_are_shared() -> None:
-    class Layer(nn.Linear):
-        def __init__(self, store: dict[str, bool]) -> None:
-            super().__init__(2, 3)
-            self.store, self.look = store, self.look_now
-            self.register_forward_hook(self.look)
-
-        def look_now(self, *_: Any) -> None:
-            self.store["training"] = self.training
-
-    store: dict[str, bool] = {}
-    layer = Layer(store)
-    made = shallow_copy(layer).eval()
-    made(torch.ones(1, 2))
-    assert store == {"training": False}
-    made.look()
-    assert store == {"training": False}
-    layer.look()
-    assert store == {"training": True}
 
 
 # --- smaller projections ------------------------------------------------------------------------------------------
@@ -195,15 +165,42 @@ def test_key_rows_that_fit_by_chance_are_not_taken_for_reduced_ones() -> None:
             reduced(reduced(host, first, fresh=True), second, fresh=True)
 
 
-def test_hooks_stay_on_a_smaller_layer_and_are_not_shared() -> None:
+def test_a_smaller_layer_is_the_same_object_with_the_same_hooks() -> None:
     host = Host(LAYOUTS["packed"], HeadSizes(4, 4, 2, 2, 2), bias=True, dtype=torch.float32, frozen=False)
     seen: list[int] = []
-    host.get_submodule("qkv").register_forward_hook(lambda module, args, out: seen.append(out.shape[-1]))
+    layer = host.get_submodule("qkv")
+    handle = layer.register_forward_hook(lambda module, args, out: seen.append(out.shape[-1]))
     made = reduced(host, HeadSizes(4, 2, 2, 2, 2), fresh=False)
-    made.get_submodule("qkv").register_forward_hook(lambda module, args, out: seen.append(-1))
-    made.get_submodule("qkv")(torch.ones(E))
-    host.get_submodule("qkv")(torch.ones(E))
-    assert seen == [16, -1, 24]
+    layer(torch.ones(E))
+    assign(made)
+    assert host.get_submodule("qkv") is layer
+    layer(torch.ones(E))
+    handle.remove()
+    layer(torch.ones(E))
+    assert seen == [24, 16]
+
+
+def test_a_draft_becomes_the_module_and_is_undone() -> None:
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(super().forward(x))  # type: ignore[no-any-return]
+
+    host = nn.Linear(2, 2)
+    host.note = "mine"
+    before = dict(vars(host))
+    for factor in (2.0, 3.0):  # the second draft starts from the host
+        made = draft(host, Other)
+        made.inner, made.note = nn.Linear(2, 2), factor
+        assert vars(host)["note"] == ("mine" if factor == 2 else 2.0)
+        assign(made)
+        assert type(host) is Other
+        assert host.note == factor
+        assert host(torch.ones(2)).shape == (2,)
+    restore(host)
+    assert type(host) is nn.Linear
+    assert vars(host) == before
+    with pytest.raises(TypeError):
+        draft(host, type("Slotted", (nn.Linear,), {"__slots__": ("own",)}))
 
 
 def test_head_sizes_of_an_attention() -> None:

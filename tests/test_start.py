@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import quest_core
 from devtools.configs import with_start
+from quest_core import MultiheadAttention
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.torch import MultiheadAttention
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Packed, Projected, init_norms
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core import MultiheadAttention
+from quest_core import AttentionConfig, MultiheadAttention
 from quest_core.checkpoints import set_attention_from
+from quest_core.drafts import assign
+from quest_core.hosts.torch import TorchAttention
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -380,7 +382,7 @@ def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
     """Under padding and dropout, as graph Transformers train: sums run in PyTorch's order, so losses never drift."""
     torch.manual_seed(0)
     stock = nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=batch_first)
-    ours = quest_core.MultiheadAttention.from_torch(copy.deepcopy(stock), "standard")
+    ours = quest_core.inject(copy.deepcopy(stock), "standard")[0]
     x = torch.randn(3, 40, 32) if batch_first else torch.randn(40, 3, 32)
     padding = torch.arange(40) >= torch.tensor([40, 21, 33])[:, None]  # [3, 40]
     grads = []
@@ -407,7 +409,9 @@ def test_narrower_keys() -> None:
     stock = nn.MultiheadAttention(12, 4, batch_first=True)
     x = torch.randn(2, 10, 12)
     for fresh, rows in ((True, slice(0, None, 3)), (False, None)):
-        ours = MultiheadAttention.from_torch(copy.deepcopy(stock), "aft-conv(window=3, prefix=1)", fresh=fresh)
+        config = AttentionConfig.parse("aft-conv(window=3, prefix=1)")
+        ours: Any = copy.deepcopy(stock)
+        assign(TorchAttention.adopt(ours, config, num_heads=4, head_dim=3, fresh=fresh))
         assert ours.in_proj_weight.shape == (12 + 4 + 12, 12)
         keys = stock.in_proj_weight[12:24]
         want = keys[rows] if rows else keys.unflatten(0, (4, 3)).mean(1)

@@ -1,26 +1,32 @@
-"""The contract that a plugin implements: where a host's attention is, and how to replace it.
+"""The contract that a plugin implements: where a host's attention is, and what replaces it.
 
-A plugin ships one :class:`Adapter`. Everything that is the same for all hosts (refusals, random state, atomic
-replacement, the report, checkpoints) lives in :mod:`quest_core.hosts.inject`, so an adapter stays small.
+A plugin ships one :class:`Adapter`, which lists a :class:`HostAttention` for each attention class of its host.
+Everything that is the same for all hosts (refusals, random state, atomic replacement, the report, checkpoints) lives in
+:mod:`quest_core.hosts.inject`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..config import AttentionConfig
+from ..drafts import draft, host_class
 from ..errors import InjectionError, UnsupportedError
+from ..mechanism import Mechanism, head_sizes
 from ..notices import LOGGER, Forward
-from ..projections import Projected
+from ..projections import HeadSizes, Projected, Projections
 from ..registry import list_mechanisms
 from .patching import Patches
+
+Made = TypeVar("Made", bound="HostAttention")
 
 
 @dataclass(frozen=True)
@@ -75,28 +81,231 @@ class Site:
     stack: str | None = None
 
 
+class HostAttention(Projected):
+    """Base of what replaces a host's attention: describe `projections`, and write `forward` with the host's arguments.
+
+    A subclass that also inherits the host's class keeps its names, methods and initialization. No __init__ runs: the
+    attributes are those of the host's module, with `config`, `head_sizes` and `mechanism`.
+    """
+
+    mechanism: Mechanism
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    """What every module of this class asks of a mechanism, besides dropout."""
+    hides_by_infinity: ClassVar[bool] = False
+    """Whether `forward` makes additive masks that hide by −inf only, which saves a pass over them."""
+
+    @classmethod
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the arguments `num_heads`, `head_dim` and others of `adopt` for a module of the host."""
+        return {"num_heads": host.num_heads, "head_dim": host.head_dim}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        """Return what a module asks of a mechanism; by default `capabilities`, and dropout if `attn_drop` drops.
+
+        Args:
+            host: the module, at `path` of `model`.
+        """
+        return replace(cls.capabilities, dropout=rate(getattr(host, "attn_drop", 0.0)) > 0)
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Return why a module cannot honour `config`, for reasons besides its capabilities; by default None."""
+        return None
+
+    @classmethod
+    def adopt(
+        cls: type[Made],
+        host: nn.Module,
+        config: AttentionConfig,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        standard_scale: float | None = None,
+        fresh: bool = False,
+    ) -> Made:
+        """Return the draft of a replacement, with the attributes, parameters and sub-modules of `host`.
+
+        `host` is not changed; `quest_core.drafts.assign` makes it what the draft is. Override it to set attributes.
+
+        Args:
+            host: the module to replace.
+            config: the mechanism.
+            num_heads, head_dim, value_dim: as in `quest_core.mechanism.head_sizes`.
+            num_kv_heads: key/value heads of the host's own model; `num_heads` by default.
+            standard_scale: the host's factor on q·k; 1/√D by default.
+            fresh: the weights have only been initialized; see `quest_core.projections`.
+
+        Raises:
+            InputError: `host` is a replacement whose keys and values were reduced already.
+        """
+        made: Any = draft(host, cls)
+        made.config = config
+        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, num_kv_heads)
+        made.mechanism = mechanism_for(made, config, made.head_sizes, standard_scale, projections=cls.projections)
+        made.mechanism.hides_by_infinity = cls.hides_by_infinity
+        made.projections.shrink(made, made.head_sizes, fresh=fresh)
+        return made  # type: ignore[no-any-return]
+
+    def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, N, H·D] as [B, H, N, D], k [B, M, G·Dk] as [B, G, M, Dk] and v [B, M, G·Dv] alike; views."""
+        heads = (self.head_sizes.num_heads, self.kv_heads, self.kv_heads)
+        q, k, v = [x.unflatten(-1, (n, -1)).transpose(-3, -2) for x, n in zip((q, k, v), heads, strict=True)]
+        return q, k, v
+
+    def split_packed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `split` of queries, keys and values side by side, [B, N, H·D + G·Dk + G·Dv]."""
+        return self.split(*qkv.split(self.head_sizes.widths, -1))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        dropout_p: float | None = None,
+        seeded: bool = False,
+    ) -> Tensor:
+        """Return the heads' outputs side by side, [B, N, H·Dv].
+
+        Args:
+            q: [B, H, N, D].
+            k, v: [B, G, M, Dk] and [B, G, M, Dv].
+            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+            is_causal: query i sees keys j ≤ i + M − N.
+            dropout_p: on the weights; by default the rate of `attn_drop` in training.
+            seeded: drop formed weights, so that a seeded run drops the same ones as a host that forms them.
+        """
+        if dropout_p is None:
+            dropout_p = rate(self.attn_drop) if self.training else 0.0
+        attend: Any = self.mechanism
+        if seeded and dropout_p > 0:
+            attend = self._on_weights
+        out: Tensor = attend(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+        return out.transpose(-3, -2).flatten(-2)
+
+    def _on_weights(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return self.mechanism.forward_with_weights(q, k, v, **options)[0]
+
+
+def mechanism_for(
+    host: nn.Module,
+    config: AttentionConfig,
+    sizes: HeadSizes,
+    scale: float | None,
+    *,
+    projections: Projections | None = None,
+    like: Tensor | None = None,
+) -> Mechanism:
+    """Return a mechanism on the device, in the type and in the mode of the module that it becomes a part of.
+
+    Its parameters are frozen if all projections of the host are.
+
+    Args:
+        host: the module.
+        config: the mechanism.
+        sizes: of its heads.
+        scale: the host's factor on q·k; None for 1/√D.
+        projections: names those of the host; None for all its parameters.
+        like: has the device and the type where the host has no parameters.
+    """
+    heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "num_kv_heads": sizes.kv_heads}
+    made = Mechanism(config, **heads, standard_scale=scale, projected=True)
+    like = next((p for p in host.parameters() if p.is_floating_point()), like)
+    if like is not None:
+        made.to(device=like.device, dtype=like.dtype)
+    names = [""] if projections is None else [name for name, _ in projections.entries]
+    held = [p for name, p in host.named_parameters() if any(f"{name}.".startswith(f"{n}.") or not n for n in names)]
+    if held and not any(p.requires_grad for p in held):
+        made.requires_grad_(False)
+    return made.train(host.training)
+
+
+def rate(dropout: Any) -> float:
+    """Return the probability of a dropout, which hosts keep as a module or as this number."""
+    return float(getattr(dropout, "p", dropout))
+
+
+def window_bias(bias: Tensor, mask: Tensor | None, batch: int) -> Tensor:
+    """Return the bias of shifted windows (Swin) with the pairs hidden that the shift has brought together.
+
+    Args:
+        bias: by relative position, [1, H, N, N].
+        mask: [W, N, N] for the W windows of an image, negative (−100 in Swin) where a pair is hidden; or None.
+        batch: windows of all images, B·W.
+
+    Returns:
+        Additive, [1 or B·W, H, N, N].
+    """
+    if mask is None:
+        return bias
+    hidden = mask.masked_fill(mask < 0, -torch.inf)[:, None]  # [W, 1, N, N]
+    return (bias + hidden).repeat(batch // len(mask), 1, 1, 1)
+
+
+def refuse_arguments(module: nn.Module, **given: Any) -> None:
+    """Raise UnsupportedError if a call gives a replacement an argument that it does not use.
+
+    Args:
+        module: the replacement.
+        given: the arguments by name; None and False count as not given.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(
+                f"{type(module).__name__} was given {name}, which it does not use yet; use it in its forward, or call "
+                "the model without it"
+            )
+
+
 class Adapter(ABC):
-    """The answers of a plugin about its host."""
+    """The answers of a plugin about its host. Most list `replacements` and inherit the rest."""
 
     name: ClassVar[str]
     """The host's name, as in ``quest-<name>``."""
     capabilities: ClassVar[Capabilities]
     """What the host's easiest site offers and asks; single sites may offer less and ask more."""
+    replacements: ClassVar[Mapping[str, type[HostAttention]]] = {}
+    """The host's attention classes by dotted name, such as ``timm.layers.attention.Attention``, and what replaces each.
+    Subclasses of a host's class are other classes."""
 
-    @abstractmethod
+    def replacement(self, module: nn.Module) -> type[HostAttention] | None:
+        """Return the class that replaces a module, or None. It is the same after the module was replaced."""
+        kind = host_class(module)
+        if issubclass(kind, HostAttention):  # built and not injected
+            return kind if kind in self.replacements.values() else None
+        return self.replacements.get(f"{kind.__module__}.{kind.__qualname__}")
+
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module of this host in `model`, in the order of the forward pass.
 
-        The module that an earlier injection put in place is a site again.
+        The default yields the modules that have a `replacement`, in the order of registration. A module that was
+        replaced before is a site again.
         """
+        for path, module in model.named_modules():
+            kind = self.replacement(module)
+            if kind is not None:
+                yield self.site(path, module, kind, model)
 
-    @abstractmethod
+    def site(self, path: str, module: nn.Module, kind: type[HostAttention], model: nn.Module) -> Site:
+        """Return the site of one module that `kind` replaces."""
+        sizes = kind.sizes(module)
+        return Site(path, module, sizes["num_heads"], sizes["head_dim"], kind.asks(module, path, model))
+
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return a module that takes the host's calls of `site.module` and has another mechanism.
+        """Return the draft of a module that takes the host's calls of `site.module` and has another mechanism.
 
-        It keeps the host's parameter objects, names and shapes where the mechanism has no parameters of its own;
-        it does not touch the model (the caller swaps it in). Random numbers may be drawn freely.
+        It keeps the host's parameter objects, names and shapes where the mechanism has no parameters of its own, and
+        does not change the model: `inject` does, after all drafts are made. Random numbers may be drawn freely.
+        See `quest_core.drafts`.
         """
+        kind = self.replacement(site.module)
+        assert kind is not None
+        return kind.adopt(site.module, config, fresh=site.fresh, **kind.sizes(site.module))
 
     leaves_alone: ClassVar[frozenset[str]] = frozenset()
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
@@ -134,10 +343,12 @@ class Adapter(ABC):
         add, remove = (functools.partial(change, handler) for change in (LOGGER.addHandler, LOGGER.removeHandler))
         self.patches.once("notices", add, remove)
 
-    def connect(self, model: nn.Module) -> None:  # noqa: B027
-        """Give the replacements what they need from the model around them; called once all of them are in place.
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:  # noqa: B027
+        """Give the drafts what they need from the model around them, after all are made; by default nothing.
 
-        For example the grid of patches that the tokens came from. By default nothing.
+        Args:
+            model: as it is before the replacement; do not change it.
+            drafts: module of `model` -> its draft. Add the drafts of other modules that must change.
         """
 
     def projected(self, module: nn.Module) -> list[Projected]:
@@ -172,7 +383,9 @@ class Adapter(ABC):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why this host cannot honour `config` at `site`, or None; override it for reasons of the host."""
-        return refusal(config, site.capabilities)
+        kind = self.replacement(site.module)
+        why = None if kind is None else kind.refuses(site.module, site.path, config)
+        return why or refusal(config, site.capabilities)
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:

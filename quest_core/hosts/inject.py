@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import gc
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from logging import Logger
-from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
-from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..checkpoints import ENTRY, compare_before_loading, set_attention_from
+from ..checkpoints import HOOK, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
+from ..drafts import FORMER, Former, assign, drafts_in, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, UnsupportedError
 from ..mechanism import Mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
@@ -33,8 +30,6 @@ REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
-ENDS = (Tensor, type, ModuleType, FrameType, GeneratorType, Logger)
-"""What `_references` does not look into: the others lead to every object of the program."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -149,10 +144,10 @@ def inject(
     allow_partial: bool = False,
     example: Any = None,
 ) -> tuple[nn.Module, Report]:
-    """Replace every attention module of `model`, in place.
+    """Replace every attention of `model`, in place: the modules stay the same objects, and their classes change.
 
     Inject before the optimizer, EMA, DDP/FSDP and torch.compile: new parameters would not be seen by them. The random
-    state is left as it was found. Either every module is replaced or, on any error, none.
+    state is left as it was found. An error leaves the model as it was. `uninject` restores it.
 
     >>> model, report = quest_core.inject(model, "quest")
 
@@ -174,14 +169,13 @@ def inject(
             ``example(model)`` for a function, and ``model(example)`` for others.
 
     Returns:
-        The model (a new module only if the model itself was the attention) and the report, which the model also
-        carries as ``model.attention_report``.
+        The same model and the report, which the model also carries as ``model.attention_report``.
 
     Raises:
         ConfigError: unknown mechanism or option, one that sets the start of a model that is not fresh, or a flag that
             is not a bool.
         InjectionError: no attention was found, only a part of it is replaceable, the model is wrapped or observed, or
-            it keeps its attention in an object that cannot be changed, or a method that the replacement has not.
+            keeps a method of an attention that the replacement does not have.
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
@@ -216,36 +210,74 @@ def inject(
         require(owner, site, config)
     stacks = _stacks(config, model, [site for _, site in chosen])
 
-    # Make all replacements; the model is not changed yet.
+    # Draft all changes; the model is not changed yet.
     with same_random_state(model):
         made = [owner.replace(site, config) for owner, site in chosen]
+    for (owner, site), one in zip(chosen, made, strict=True):
+        if origin_of(one) is not site.module:
+            raise InjectionError(
+                f"{type(owner).__name__}.replace returned another module than a draft of '{site.path}'; make it by "
+                "HostAttention.adopt or quest_core.drafts.draft"
+            )
     _keep_ties([site.module for _, site in chosen], made)
-    starting = _starting(config, chosen, made) if fresh else []
-    successors = {id(site.module): module for (_, site), module in zip(chosen, made, strict=True)}
-    assignments = _references(model, successors)
+    drafts: dict[nn.Module, Any] = {origin_of(one): one for one in made}
+    for owner in {id(owner): owner for owner, _ in chosen}.values():
+        owner.connect(model, drafts)
+    scaled = _scaled(config, chosen, made) if fresh else []
+    rows = [_row(owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
+    report = Report(str(config), tuple(rows), tuple(left), bool(scaled))
+    changed = {origin_of(inner): type(inner) for one in drafts.values() for inner in drafts_in(one)}
+    methods = _kept_methods(model, changed)
+    trained = None if attention_from is None else AttentionConfig.parse(attention_from)
 
-    # Swap all of them in.
-    for holder, key, value in assignments:
-        holder[key] = value
-    model = successors.get(id(model), model)
+    # Assign them, which cannot fail.
+    for one in drafts.values():
+        assign(one)
+    for module, name, method in methods:
+        vars(module)[name] = method
+    for part in scaled:
+        init_norms(part)
     if stacks:
         chain(model, stacks)
-    for owner in {id(owner): owner for owner, _ in chosen}.values():
-        owner.connect(model)
-    if attention_from is not None:
-        for module in made:
-            set_attention_from(module, attention_from)
+    if trained is not None:
+        for _, site in chosen:
+            set_attention_from(site.module, trained)
     compare_before_loading(model)
-    ignored = [name for name, _ in model.named_buffers() if name.endswith(ENTRY)]
-    # DistributedDataParallel would broadcast the buffers in every step.
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored  # a model's own __setattr__ may refuse
-    for part in starting:
-        init_norms(part)
-    rows = [_row(owner, site, module, fresh=fresh) for (owner, site), module in zip(chosen, made, strict=True)]
-    report = Report(str(config), tuple(rows), tuple(left), bool(starting))
-    vars(model)[REPORT] = report
+    vars(model)[REPORT] = report  # a model's own __setattr__ may refuse
     return model, report
+
+
+def uninject(model: nn.Module) -> nn.Module:
+    """Restore the host's attention in a model that `inject` has changed, in place.
+
+    The weights of the host stay as they are now, and parameters of the mechanism are lost.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InjectionError: nothing was injected, or projections have fewer key/value heads or features (gqa, mqa,
+            aft-conv), because those of the host were not kept. The model is not changed.
+    """
+    changed: dict[nn.Module, Former] = {m: vars(m)[FORMER] for m in model.modules() if FORMER in vars(m)}
+    if not changed:
+        raise InjectionError(f"{type(model).__name__} has no attention that inject replaced, so nothing can be undone")
+    smaller = [path for path, module in model.named_modules() if module in changed and changed[module].reparametrized]
+    if smaller:
+        raise InjectionError(
+            f"the projections of '{smaller[0]}' were made smaller, and those of the host were not kept; build the "
+            "model again, and load its weights"
+        )
+    methods = _kept_methods(model, {module: former.kind for module, former in changed.items()})
+    for module in changed:
+        restore(module)
+    for module, name, method in methods:
+        vars(module)[name] = method
+    hook = vars(model).pop(HOOK, None)
+    if hook is not None:
+        hook.remove()
+    vars(model).pop(REPORT, None)
+    return model
 
 
 def _left_alone(
@@ -299,38 +331,41 @@ def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) ->
     return stacks
 
 
-def _starting(
+def _scaled(
     config: AttentionConfig, chosen: Iterable[tuple[Adapter, Site]], made: Iterable[nn.Module]
 ) -> list[Projected]:
     """Return the projections that options of the attention scale; raises UnsupportedError if some cannot be scaled."""
-    starting: list[Projected] = []
-    for (owner, _), module in zip(chosen, made, strict=True):
-        projected = owner.projected(module)
+    found: list[Projected] = []
+    for (owner, _), one in zip(chosen, made, strict=True):
+        projected = owner.projected(one)
         if config.initial_norms and not projected:
             raise UnsupportedError(
-                f"attention '{config}' scales query and key projections, and {type(module).__name__} describes none "
+                f"attention '{config}' scales query and key projections, and {type(one).__name__} describes none "
                 "(quest_core.projections.Projected); leave the option out"
             )
-        starting += [part for part in projected if part.config.initial_norms]
-    for part in starting:
+        found += [part for part in projected if part.config.initial_norms]
+    for part in found:
         norm_factors(part)
-    return starting
+    return found
 
 
-def _row(owner: Adapter, site: Site, module: nn.Module, *, fresh: bool) -> Replacement:
-    """Return the entry of a report for `module`, which has taken the place of `site.module`."""
-    norms = _query_norms(owner.projected(module)) if fresh else ()
-    before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, module))
+def _row(owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replacement:
+    """Return the entry of a report for the draft that `site.module` will become."""
+    norms = _query_norms(owner.projected(made)) if fresh else ()
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
     return Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms)
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
-    """Return the expected query norm of each head; () if the projections are not described or have no values."""
+    """Return the expected query norm of each head after scaling; () if no projections are described or have values."""
     try:
         norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts]
     except UnsupportedError:  # parametrized
         return ()
-    return () if any(x.is_meta for x in norms) else tuple(norm for x in norms for norm in x.tolist())
+    if any(x.is_meta for x in norms):
+        return ()
+    asked = [part.config.initial_norms.get("q") for part in parts]
+    return tuple(x if norm is None else float(norm) for norm, xs in zip(asked, norms, strict=True) for x in xs.tolist())
 
 
 def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
@@ -344,87 +379,37 @@ def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
                 setattr(module.get_submodule(path), leaf, shared.setdefault((id(old), new[name].shape), new[name]))
 
 
-def _references(model: nn.Module, successors: Mapping[int, nn.Module]) -> list[tuple[Any, Any, Any]]:
-    """Find everything of replaced modules that the others of `model` hold, also in plain containers and as methods.
+def _kept_methods(
+    model: nn.Module, changed: Mapping[nn.Module, type[nn.Module]]
+) -> list[tuple[nn.Module, str, MethodType]]:
+    """Return what replaces the methods that modules keep as attributes, as in ``self.attend = self.attn.forward``.
 
     Args:
-        model: before the replacement.
-        successors: id of a module that is replaced -> what takes its place.
+        model: before the change.
+        changed: module -> its next class.
 
     Returns:
-        (holder, key, value): after all assignments ``holder[key] = value``, nothing of what is replaced is held.
+        (module, attribute, method) for each method of a changed module.
 
     Raises:
-        InjectionError: a method is held that the successor does not have, or an object holds a replaced module where
-            no assignment reaches it.
+        InjectionError: the next class does not have the method.
     """
-    found: list[tuple[Any, Any, Any]] = []
-    others: list[tuple[Any, str]] = []
-    seen = {id(module) for module in model.modules()}
-
-    def successor(value: Any, where: str) -> Any:
-        if id(value) in successors:
-            return successors[id(value)]
-        kind = type(value)  # and not isinstance, which asks the object: a dead weak proxy raises
-        if kind is ref and id(value()) in successors:
-            return ref(successors[id(value())])
-        if kind is MethodType and id(value.__self__) in successors:
-            host, made = value.__self__, successors[id(value.__self__)]
-            name = getattr(value.__func__, "__name__", "")
-            if getattr(type(host), name, None) is not value.__func__ or not hasattr(made, name):
-                raise InjectionError(
-                    f"'{where}' is the method {name or value.__func__} of a {type(host).__name__}, which "
-                    f"{type(made).__name__} in its place has not; keep the module and call it there"
-                )
-            return getattr(made, name)
-        if kind is tuple:
-            items = tuple(successor(item, where) for item in value)
-            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-        if kind not in (list, dict, OrderedDict):
-            if gc.is_tracked(value):
-                others.append((value, where))
-        elif id(value) not in seen:
-            seen.add(id(value))
-            others.extend((key, where) for key in value if kind is not list and gc.is_tracked(key))
-            search(value, enumerate(value) if kind is list else value.items(), where)
-        return value
-
-    def search(holder: Any, items: Iterable[tuple[Any, Any]], where: str) -> None:
-        for key, value in items:
-            name = key if type(key) in (str, int) else type(key).__name__
-            new = successor(value, f"{where}.{name}" if where else str(name))
-            if new is not value:
-                found.append((holder, key, new))
-
-    def refuse(value: Any, where: str) -> None:
-        """Raise InjectionError if an object keeps a replaced module, which it would go on calling."""
-        held = [value]
-        while held:
-            one = held.pop()
-            if id(one) in successors:
-                how = "has as a key" if one is value else f"({type(value).__name__}) keeps"
-                raise InjectionError(
-                    f"'{where}' {how} a {type(one).__name__} that would be replaced, and could go on calling it; keep "
-                    "the module in a list, tuple or the values of a dict, or make the object after inject"
-                )
-            if not gc.is_tracked(one) or id(one) in seen or issubclass(type(one), ENDS):
+    found = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            owner = value.__self__ if type(value) is MethodType else None
+            if not isinstance(owner, nn.Module) or owner not in changed:
                 continue
-            seen.add(id(one))
-            if type(one) is FunctionType:  # and not its globals
-                held += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
-            else:
-                held += gc.get_referents(one)
-
-    hosts = [(path, module) for path, module in model.named_modules() if id(module) in successors]
-    replaced = {id(part) for _, module in hosts for part in module.modules()}
-    kept = [(path, module) for path, module in model.named_modules() if id(module) not in replaced]
-    for path, host in hosts:
-        inner = successors[id(host)].named_modules()
-        kept += [(f"{path}.{name}".strip("."), module) for name, module in inner]
-    for path, module in {id(module): (path, module) for path, module in kept}.values():
-        search(vars(module), vars(module).items(), path)
-    for value, where in others:  # after all containers, because those may be shared with other objects
-        refuse(value, where)
+            called = getattr(value.__func__, "__name__", "")
+            if getattr(type(owner), called, None) is not value.__func__:
+                continue  # the user's own function, which calls what the module has
+            definer = next(kind for kind in type(owner).__mro__ if called in vars(kind))
+            if called != "forward" and not issubclass(changed[owner], definer):
+                raise InjectionError(
+                    f"'{path}.{name}' is the method {called} of a {type(owner).__name__}, which "
+                    f"{changed[owner].__name__} in its place does not have; keep the module and call it there"
+                )
+            found.append((module, name, MethodType(getattr(changed[owner], called), owner)))
     return found
 
 

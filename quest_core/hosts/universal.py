@@ -23,14 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
 from ..config import AttentionConfig
+from ..drafts import draft, host_class
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
-from ..ops import (
-    hides_the_future,
-)
-from ..projections import HeadSizes, shallow_copy
-from .adapter import Adapter, Capabilities, Site, refusal
-from .replacement import mechanism_for
+from ..ops import hides_the_future
+from ..projections import HeadSizes
+from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
@@ -52,6 +50,7 @@ class Call:
     dropout: bool = False  # weights were dropped
     repeated: bool = False  # one forward called the function more than once
     axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
+    query: Tensor | None = None  # without values: has the device and the type of the queries
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""
@@ -124,7 +123,7 @@ class Routed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the host's class, because this one is made while the program runs."""
         made = super().__reduce_ex__(protocol)
-        return (_empty, (_host(self),), *made[2:])
+        return (_empty, (host_class(self),), *made[2:])
 
 
 class _Route(TorchFunctionMode):
@@ -217,12 +216,6 @@ def _routed_class(host: Any) -> Any:
     return type(host.__name__, (Routed, host), body)
 
 
-def _host(module: Any) -> Any:
-    """Return the class that a module had before it became a site."""
-    kinds = type(module).__mro__
-    return kinds[kinds.index(Routed) + 1] if Routed in kinds else kinds[0]
-
-
 def _empty(host: Any) -> Any:
     """Return a site without attributes, for copies and pickles to fill."""
     return object.__new__(_routed_class(host))
@@ -263,7 +256,7 @@ class UniversalAdapter(Adapter):
             inside = [other for other in ours if other != path and within(other, [path])]
             _refuse_unroutable(path, modules[path], inside)
         if self.example is not None:
-            kinds = {_host(modules[path]) for path in calls}
+            kinds = {host_class(modules[path]) for path in calls}
             self.missed = {
                 path: module
                 for path, module in modules.items()
@@ -276,20 +269,22 @@ class UniversalAdapter(Adapter):
             yield Site(path, modules[path], call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
-        return route(site.module, self._calls[site.path], config)
+        """Return the draft of a site with a mechanism; its parameters are the same objects."""
+        made: nn.Module = route(site.module, self._calls[site.path], config)
+        return made
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the q, k and v of a call, or None."""
         return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
 
 
-def route(module: nn.Module, call: Call, config: AttentionConfig) -> nn.Module:
-    """Return `module`, whose calls `call` describes, as a site with the same parameters and sub-modules."""
-    made: Any = shallow_copy(module, _routed_class(_host(module)))
-    made.routed_call = call
-    made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale)
-    return made  # type: ignore[no-any-return]
+def route(module: nn.Module, call: Call, config: AttentionConfig) -> Any:
+    """Return the draft of `module` as a site; `call` describes its calls."""
+    host: Any = host_class(module)
+    made = draft(module, _routed_class(host))
+    made.routed_call = replace(call, query=None)
+    made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale, like=call.query)
+    return made
 
 
 def why_not(call: Call, config: AttentionConfig) -> str | None:
@@ -419,4 +414,5 @@ def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
         dropout=call.dropout_p > 0,
         repeated=repeated,
         axes=call.query.dim(),
+        query=call.query.new_empty(0),
     )

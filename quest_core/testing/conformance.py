@@ -188,6 +188,27 @@ class AdapterConformance(ABC):
                 self.run(model, self.inputs())
             assert len(touched) == self.sites
 
+    def test_parameters_of_a_mechanism_are_frozen_with_the_projections(self) -> None:
+        frozen = quest_core.inject(self.stock().requires_grad_(False), "qknorm-hs", adapter=self.adapter)[0]
+        assert not any(p.requires_grad for p in frozen.parameters())
+        own = [p for m in self.injected("qknorm-hs").modules() if isinstance(m, Mechanism) for p in m.parameters()]
+        assert own
+        assert all(p.requires_grad for p in own)
+
+    def test_modules_stay_the_same_objects_and_can_be_restored(self) -> None:
+        model = self.stock().eval()
+        modules, kinds = [*model.modules()], [type(module) for module in model.modules()]
+        attributes = [vars(module).keys() for module in modules]
+        own, inputs = self.run(model, self.inputs()), self.inputs()
+        quest_core.inject(model, "quest", adapter=self.adapter)
+        assert {*map(id, modules)} <= {*map(id, model.modules())}
+        assert not torch.equal(_plain(self.run(model, inputs)), _plain(own))
+        quest_core.uninject(model)
+        assert [*map(id, model.modules())] == [*map(id, modules)]
+        assert [type(module) for module in model.modules()] == kinds
+        assert [vars(module).keys() for module in modules] == attributes
+        assert torch.equal(_plain(self.run(model, inputs)), _plain(own))
+
     def test_install_is_idempotent(self) -> None:
         self.adapter.install()
         self.adapter.install()

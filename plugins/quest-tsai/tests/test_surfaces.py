@@ -24,7 +24,7 @@ from tsai.models.TSTPlus import TSTPlus
 import quest_core
 import quest_tsai
 from quest_core import ConfigError, UnsupportedError
-from quest_core.hosts.torch import MultiheadAttention as TorchAttention
+from quest_core.hosts.torch import TorchAttention
 from quest_core.registry import mechanisms as registered
 from quest_tsai import surfaces
 from quest_tsai.layers import Replacement

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from torch import Tensor
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
 
 from quest_core import Cache
+from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.hosts.replacement import HostAttention, one_mask
-from quest_core.ops import (
-    hides_the_future,
-    merge_causal,
-)
+from quest_core.hosts.adapter import Capabilities, HostAttention
+from quest_core.ops import hides_the_future, merge_causal, one_mask
 from quest_core.projections import Separate
 
 State = dict[str, dict[str, Any]]
@@ -30,6 +29,35 @@ class Attention(HostAttention, MultiheadAttention):
     """Accepts fairseq's call with any mechanism."""
 
     projections = Separate("q_proj", "k_proj", "v_proj")
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        """Return what a module asks for: a decoder is causal, and its self-attention has a cache."""
+        parent = model.get_submodule(path.rpartition(".")[0])
+        decodes = path != "" and isinstance(parent, TransformerDecoderLayerBase)
+        cross = host.encoder_decoder_attention  # in a decoder of any kind, LightConv's for example
+        dropout = host.dropout_module.p > 0
+        return Capabilities(causal=decodes or cross, cached=decodes and not cross, cross=cross, dropout=dropout)
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Refuse options of fairseq that need its own attention."""
+        noisy = [name for name in ("q", "k", "v", "out") if getattr(host, f"{name}_proj")._forward_pre_hooks]
+        cross = host.encoder_decoder_attention
+        for there, option in (
+            (host.use_xformers, "xformers_att_config brings an attention of its own"),
+            (host.bias_k is not None or host.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),
+            (bool(noisy), "quant_noise hooks the projections, whose shapes and blocks belong to fairseq"),
+            (not (host.self_attention or cross), "cross_self_attention joins encoder and decoder tokens"),
+        ):
+            if there:
+                return f"{option}; leave the option out"
+        if cross and any("order" in part.reads for part in config.components):
+            return (
+                f"'{config.name}' counts the positions of queries, and in cross-attention a decoder brings its queries "
+                "one by one"
+            )
+        return None
 
     def forward(
         self,

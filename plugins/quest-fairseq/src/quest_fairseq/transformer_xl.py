@@ -8,18 +8,35 @@ neither a token nor a position draws attention from every query by the length of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from quest_core.hosts.replacement import HostAttention
+from quest_core.config import AttentionConfig
+from quest_core.hosts.adapter import Capabilities, HostAttention
 from quest_core.projections import Packed, Separate
 
 
 class RelativeAttention(HostAttention):
     """Accepts the call of RelPartialLearnableMultiHeadAttn (transformers)."""
 
+    # It adds relative logits to the scores; one projection makes queries, keys and values.
+    capabilities = Capabilities(causal=True, weights=True, regroups=False)
     # The biases u and w are added to the queries.
     projections = Packed("qkv_net") + Separate(q="r_w_bias") + Separate(q="r_r_bias")
+
+    @classmethod
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads under transformers' names."""
+        return {"num_heads": host.n_head, "head_dim": host.d_head}
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Refuse scores that read values."""
+        if any(part.chained for part in config.components):
+            return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
+        return None
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import nn
 
 from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.inject import KEYS, Request, inject
-from quest_core.hosts.torch import TorchAdapter, is_known
+from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
 from .attention import GraphAttention
@@ -34,14 +34,14 @@ class GraphGPSAdapter(TorchAdapter):
 
     name: ClassVar[str] = "graphgps"
     capabilities: ClassVar[Capabilities] = Capabilities(ordered=False)
-    replacement = GraphAttention
+    attention = GraphAttention
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
         for path, layer in model.named_modules():
             name = _attention_name(layer)
             module = getattr(layer, name) if name else None
-            if isinstance(module, nn.MultiheadAttention) and is_known(module):
+            if isinstance(module, nn.MultiheadAttention) and self.replacement(module):
                 # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
                 asked = Capabilities(ordered=False, weights=reads, dropout=module.dropout > 0)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quest_core import MultiheadAttention, PackingPlan, attention_packed
+from quest_core import PackingPlan, attention_packed
 from quest_core.compat import is_eager, may_read
+from quest_core.hosts.torch import TorchAttention
 
 RAGGED = 2.0
 """Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
@@ -21,7 +22,7 @@ RAGGED = 2.0
 (research/results/graph-packing.md)."""
 
 
-class GraphAttention(MultiheadAttention):
+class GraphAttention(TorchAttention):
     """Drop-in for the torch.nn.MultiheadAttention inside a graph Transformer layer.
 
     If a batch is packed, the outputs at real nodes are the padded result to rounding, and those at padded nodes, which

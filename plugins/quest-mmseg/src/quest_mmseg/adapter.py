@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmengine.logging import MMLogger
@@ -16,8 +17,9 @@ from mmengine.runner import FlexibleRunner, Runner
 from torch import nn
 
 from quest_core.config import AttentionConfig
+from quest_core.drafts import draft
 from quest_core.errors import UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, refusal
 
 from .keys import check
 from .layers import (
@@ -26,14 +28,12 @@ from .layers import (
     EfficientMultiheadAttention,
     MAEAttention,
     MultiheadAttention,
-    PackedAttention,
     PretrainAttention,
     WindowMSA,
-    Wrapping,
     grids,
 )
 
-HOSTS: dict[str, Any] = {
+REPLACEMENTS: dict[str, Any] = {
     "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
     "mmseg.models.backbones.mit.EfficientMultiheadAttention": EfficientMultiheadAttention,
     "mmseg.models.backbones.twins.GlobalSubsampledAttention": EfficientMultiheadAttention,
@@ -71,6 +71,7 @@ class MmsegAdapter(Adapter):
     name: ClassVar[str] = "mmseg"
     capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    replacements = REPLACEMENTS
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module that can be replaced, in the order of registration, that of the forward pass.
@@ -86,18 +87,29 @@ class MmsegAdapter(Adapter):
                     f"{f' (at {path!r})' if path else ''}: {REFUSED[refused]}. Name it on the parts that "
                     "can have it, for example backbone=dict(type='quest_mmseg.VisionTransformer', attention='quest')"
                 )
-            if _replacement(module) is not None:
-                yield _site(path, module, model)
+        yield from super().sites(model)
 
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the host's own sub-modules around another mechanism; see quest_mmseg.layers."""
-        made: nn.Module = _replacement(site.module).from_host(site.module, config, fresh=site.fresh)
-        return made
+    def site(self, path: str, module: Any, kind: Any, model: nn.Module) -> Site:
+        """Return a site; what `attn` is asked for depends on the modules around it."""
+        if issubclass(kind, HostAttention):
+            return super().site(path, module, kind, model)
+        asked = Capabilities(dropout=module.attn.dropout > 0, narrows_keys=True)
+        if hasattr(module, "sr_ratio"):
+            asked = replace(asked, cross=module.sr_ratio > 1)
+        else:
+            parents = [model, *(model.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == ".")]
+            sets = any(_host_name(parent, ("KernelUpdateHead",)) for parent in parents)  # K-Net attends over kernels
+            decoder = any(k.__name__.startswith("DetrTransformerDecoder") for p in parents for k in type(p).__mro__)
+            asked = replace(
+                asked,
+                ordered=not (sets or decoder),  # object queries are a set
+                cross=decoder and path.endswith("cross_attn"),
+                narrows_keys=any(_host_name(parent, GRID) for parent in parents),
+            )
+        return Site(path, module, capabilities=asked, **kind.sizes(module))
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
-        if config.family and hasattr(site.module, "relative_position_bias_table"):
-            return f"its learned bias by relative position is added to the scores, and '{config}' has none"
         if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
             return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
         if any(part.on_grid for part in config.components):
@@ -108,16 +120,18 @@ class MmsegAdapter(Adapter):
                 return f"dims is {config.option('dims')}, and patches have 2 axes"
             if not site.capabilities.narrows_keys:
                 return f"'{config.family}' is not possible here: the tokens are not on a grid that the model reports"
-        return refusal(config, site.capabilities)
+        kind: Any = self.replacement(site.module)
+        packed = kind.refuses(site.module, site.path, config) if issubclass(kind, HostAttention) else None
+        return packed or refusal(config, site.capabilities)
 
-    def connect(self, model: nn.Module) -> None:
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Set the grid of families that have one at each call, because crops and images differ in size."""
         for module in model.modules():
             host: Any = module
             if _host_name(module, GRID[:1]):
-                _connect(host, host.patch_embed, _patches, prefix=int(host.with_cls_token))
+                _connect(drafts, host, host.patch_embed, _patches, prefix=int(host.with_cls_token))
             elif _host_name(module, GRID[1:]):
-                _connect(host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
+                _connect(drafts, host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
 
     def change_host(self) -> None:
         """Have Runners check their config before they create a file, and write notices to mmengine's log.
@@ -138,21 +152,26 @@ def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options:
     return stock(runner, *arguments, **options)
 
 
-def _connect(owner: Any, called: Any, forward: Callable[..., Any], *, prefix: int, last: int = 0) -> None:
+def _connect(
+    drafts: dict[nn.Module, Any], owner: nn.Module, called: nn.Module, forward: Any, *, prefix: int, last: int = 0
+) -> None:
     """Have `forward` run in place of that of `called`, which learns the grid of `owner`, if a family in it has one.
 
     Args:
+        drafts: as in `Adapter.connect`.
         prefix: tokens of `owner` off the grid.
         last: how many of them are at the end of the sequence.
     """
-    vars(called).pop("forward", None)  # of a former injection
-    families = list(grids(owner))
+    made = [drafts[module] for module in owner.modules() if module in drafts]
+    families = [family for one in made for family in grids(one)]
+    if families or "forward" in vars(called):  # of a former injection
+        drafts[called] = draft(called)
     if families:
         # mmseg calls head.forward by its name, which passes by hooks.
-        called.forward = functools.partial(forward, owner)
+        drafts[called].forward = functools.partial(forward, owner)
     for family in families:
         family.prefix = prefix
-    for module in owner.modules():
+    for module in (module for one in made for module in one.modules()):
         if isinstance(module, Attention):
             module.class_tokens = last if families else 0
 
@@ -176,27 +195,3 @@ def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
     """Return the first of mmseg's classes in `names` that `module` derives from, or None."""
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("mmseg.")}
     return next((name for name in names if name in kinds), None)
-
-
-def _replacement(module: nn.Module) -> Any:
-    if isinstance(module, Wrapping | PackedAttention | PretrainAttention):
-        return type(module)
-    return HOSTS.get(f"{type(module).__module__}.{type(module).__name__}")
-
-
-def _site(path: str, module: Any, model: nn.Module) -> Site:
-    if hasattr(module, "qkv"):
-        asked = Capabilities(dropout=getattr(module.attn_drop, "p", module.attn_drop) > 0)
-    elif hasattr(module, "sr_ratio"):
-        asked = Capabilities(cross=module.sr_ratio > 1, dropout=module.attn.dropout > 0, narrows_keys=True)
-    else:
-        parents = [model, *(model.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == ".")]
-        sets = any(_host_name(parent, ("KernelUpdateHead",)) for parent in parents)  # K-Net attends over kernels
-        decoder = any(kind.__name__.startswith("DetrTransformerDecoder") for p in parents for kind in type(p).__mro__)
-        asked = Capabilities(
-            ordered=not (sets or decoder),  # object queries are a set
-            cross=decoder and path.endswith("cross_attn"),
-            dropout=module.attn.dropout > 0,
-            narrows_keys=any(_host_name(parent, GRID) for parent in parents),
-        )
-    return Site(path, module, module.num_heads, module.embed_dims // module.num_heads, asked)

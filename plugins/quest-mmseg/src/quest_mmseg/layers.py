@@ -22,13 +22,11 @@ from mmseg.models.backbones.swin import WindowMSA as HostWindowMSA
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.replacement import HostAttention
-from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
+from quest_core.drafts import draft
+from quest_core.hosts.adapter import HostAttention, window_bias
+from quest_core.hosts.torch import TorchAttention
 from quest_core.mechanism import Mechanism
-from quest_core.projections import Packed, Projections, Separate, shallow_copy
-
-HIDES = -100.0
-"""Swin adds this to the logits of keys that a query may not see."""
+from quest_core.projections import Packed, Projections, Separate
 
 
 def grids(module: nn.Module) -> Iterator[Any]:
@@ -38,7 +36,7 @@ def grids(module: nn.Module) -> Iterator[Any]:
             yield found.family
 
 
-class Attention(TorchMultiheadAttention):
+class Attention(TorchAttention):
     """The drop-in as mmcv calls it: without `need_weights`, though it never reads the weights.
 
     Attributes:
@@ -64,17 +62,20 @@ class Attention(TorchMultiheadAttention):
 
 
 class Wrapping:
-    """Base of the modules that hold torch.nn.MultiheadAttention as `attn`."""
+    """Base of the modules that hold torch.nn.MultiheadAttention as `attn`, which is what has the mechanism."""
 
     @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> Any:
-        """Return a module with the attributes, sub-modules and parameters of `host`, which is not changed."""
-        made = shallow_copy(host, cls)
-        made.attn = Attention.from_torch(host.attn, config, fresh=fresh)
-        # What `frozen_exclude` froze stays frozen, also where the mechanism learns.
-        made.attn.mechanism.requires_grad_(any(p.requires_grad for p in host.attn.parameters()))
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads."""
+        return {"num_heads": host.num_heads, "head_dim": host.embed_dims // host.num_heads}
+
+    @classmethod
+    def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
+        """Return the draft of a replacement; see `HostAttention.adopt`."""
+        made = draft(host, cls)
+        made.attn = Attention.adopt(host.attn, config, **sizes)
         # mmcv swaps tokens and batch around its `attn`, which hides from it that queries and keys are one tensor.
-        made.attn.batch_first, made.batch_first = host.batch_first or host.attn.batch_first, False
+        made.attn.batch_first, made.batch_first = made.batch_first or made.attn.batch_first, False
         return made
 
 
@@ -130,25 +131,21 @@ class PackedAttention(HostAttention):
     projections: ClassVar[Projections] = Packed("qkv")
 
     @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PackedAttention:
-        """As `Wrapping.from_host`."""
-        head_dim = host.embed_dims // host.num_heads
-        return cls.adopt(
-            host, config, num_heads=host.num_heads, head_dim=head_dim, standard_scale=host.scale, fresh=fresh
-        )
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads and the factor on q·k."""
+        return Wrapping.sizes(host) | {"standard_scale": host.scale}
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Refuse families, which have no scores for the position bias."""
+        if config.family is not None:
+            return f"its learned bias by relative position is added to the scores, and '{config}' has none"
+        return None
 
     def _attend(self, packed: Tensor, mask: Tensor) -> Tensor:
         """Queries, keys and values [B, N, (H + 2·G)·D], additive mask [1 or B, H, N, N] -> [B, N, E]."""
-        heads, groups, dim = self.num_heads, self.kv_heads, self.embed_dims // self.num_heads
-        q, k, v = packed.unflatten(2, (heads + 2 * groups, dim)).transpose(1, 2).split([heads, groups, groups], dim=1)
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if dropout_p > 0:
-            # On formed weights, so that a seeded run draws the same dropout as the host.
-            out = self.mechanism.forward_with_weights(q, k, v, attn_mask=mask, dropout_p=dropout_p)[0]
-        else:
-            out = self.mechanism(q, k, v, attn_mask=mask)
-        out = self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
-        return out  # type: ignore[no-any-return]
+        out = self.attend(*self.split_packed(packed), mask, seeded=True)
+        return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
 
     def _position_bias(self, tokens: int) -> Tensor:
         """[1, H, N, N]."""
@@ -181,11 +178,7 @@ class WindowMSA(PackedAttention, HostWindowMSA):  # type: ignore[misc]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""
-        added = self._position_bias(x.shape[1])  # [1, H, N, N]
-        if mask is not None:
-            mask = mask.masked_fill(mask <= HIDES, -torch.inf)
-            added = (added + mask.unsqueeze(1)).repeat(len(x) // len(mask), 1, 1, 1)  # [B·W, H, N, N]
-        return self._attend(self.qkv(x), added)
+        return self._attend(self.qkv(x), window_bias(self._position_bias(x.shape[1]), mask, len(x)))
 
 
 class PretrainAttention(HostAttention):
@@ -194,17 +187,14 @@ class PretrainAttention(HostAttention):
     projections = Packed("qkv")
 
     @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, *, fresh: bool) -> PretrainAttention:
-        """As `Wrapping.from_host`."""
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads and the factor on q·k."""
         # With `qk_scale` (T2T-ViT) mmpretrain binds a `scale` to a function that divides by it, whatever its name says.
         divisor = getattr(host.scaled_dot_product_attention, "keywords", {}).get("scale", host.head_dims**0.5)
-        sizes = {"num_heads": host.num_heads, "head_dim": host.head_dims}
-        return cls.adopt(host, config, **sizes, standard_scale=1 / divisor, fresh=fresh)
+        return {"num_heads": host.num_heads, "head_dim": host.head_dims, "standard_scale": 1 / divisor}
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, E] -> [B, N, E]."""
-        parts = self.qkv(x).split(self.head_sizes.widths, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dims)).transpose(1, 2) for part in parts)  # [B, H or G, N, D]
-        out = self.mechanism(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        made: Tensor = self.out_drop(self.gamma1(self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))))
+        q, k, v = self.split_packed(self.qkv(x))  # [B, H or G, N, D]
+        made: Tensor = self.out_drop(self.gamma1(self.proj_drop(self.proj(self.attend(q, k, v)))))
         return v.squeeze(1) + made if self.v_shortcut else made

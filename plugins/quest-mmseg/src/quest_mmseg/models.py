@@ -13,9 +13,9 @@ from typing import Any
 from mmseg.models import backbones, decode_heads, segmentors
 
 from quest_core.errors import InjectionError
+from quest_core.hosts.adapter import HostAttention
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.hosts.plugins import running_adapters
-from quest_core.hosts.replacement import HostAttention
 from quest_core.projections import init_norms
 
 from .adapter import MmsegAdapter

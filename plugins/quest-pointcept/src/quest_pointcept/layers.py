@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
-from quest_core.hosts.adapter import Site
-from quest_core.hosts.replacement import HostAttention
+from quest_core.hosts.adapter import Capabilities, HostAttention, rate
 from quest_core.projections import Packed
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
 
@@ -43,28 +43,55 @@ class SerializedAttention(HostAttention):
     """
 
     projections = Packed("qkv")
+    capabilities = Capabilities(narrows_keys=True)
 
     @classmethod
-    def from_host(cls, site: Site, config: AttentionConfig) -> SerializedAttention:
-        """Return a module with the attributes, sub-modules and parameters of the host's, which is not changed."""
-        host: Any = site.module
-        sizes = {"num_heads": site.num_heads, "head_dim": site.head_dim}
-        made: Any = cls.adopt(host, config, **sizes, standard_scale=host.scale, fresh=site.fresh)
-        made.patch_size = getattr(host, "patch_size_max", host.patch_size)
-        made.upcast = any(getattr(host, name, False) for name in ("upcast_attention", "upcast_attn"))
-        made.rpe, made.rope = getattr(host, "rpe", None), getattr(host, "rope", None)
-        half = torch.float16 if hasattr(host, "use_flash_attn") and made.rope is None else torch.bfloat16
-        made.flash_dtype = half if any(getattr(host, name, False) for name in FLASH) else None
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads and the factor on q·k."""
+        heads = {"num_heads": host.num_heads, "head_dim": host.channels // host.num_heads}
+        return {**heads, "standard_scale": host.scale}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        """Return what a module asks for: also rotary positions, if it has some."""
+        return replace(super().asks(host, path, model), rotary=getattr(host, "rope", None) is not None)
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Return why the host cannot honour `config`: a bias on the scores, or the size of a patch."""
+        family = config.family
+        flash = [name for name in FLASH if getattr(host, name, False)]
+        for name in ("rpe", "upcast_attention", "upcast_attn", "upcast_softmax"):
+            if flash and getattr(host, name, False):
+                return f"{name} has no fused kernel; build with {flash[0]}=False"
+        if family and getattr(host, "rpe", None) is not None:
+            return f"the relative position bias is added to scores, and '{family}' has none; build without it"
+        if any(part.on_grid for part in config.components):
+            given = {key: config.option(key) for key in ("dims", "grid", "prefix")}
+            if given != {"dims": 1, "grid": None, "prefix": 0}:
+                return f"the points of a patch lie on a line; write {family}(dims=1), without grid and prefix"
+        length, size = config.option("max_length"), getattr(host, "patch_size_max", host.patch_size)
+        if length is not None and length < size:
+            return f"patches have {size} points and max_length is {length}; write {config.name}(max_length={size})"
+        return None
+
+    @classmethod
+    def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
+        """Return the draft of a replacement; see `HostAttention.adopt`."""
+        made: Any = super().adopt(host, config, **sizes)
+        made.patch_size = getattr(made, "patch_size_max", made.patch_size)
+        made.upcast = any(getattr(made, name, False) for name in ("upcast_attention", "upcast_attn"))
+        made.rpe, made.rope = getattr(made, "rpe", None), getattr(made, "rope", None)
+        half = torch.float16 if hasattr(made, "use_flash_attn") and made.rope is None else torch.bfloat16
+        made.flash_dtype = half if any(getattr(made, name, False) for name in FLASH) else None
         # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
         # to the smallest cloud of the batch.
-        ordered = hasattr(host, "enable_flash") and any("order" in part.reads for part in config.components)
+        ordered = hasattr(made, "enable_flash") and any("order" in part.reads for part in config.components)
         made.packed = ordered or made.flash_dtype is not None
-        # A frozen encoder stays frozen, also where the mechanism learns.
-        made.mechanism.requires_grad_(any(p.requires_grad for p in host.qkv.parameters()))
         made.chained = any(part.chained for part in config.components)
-        return made.train(host.training)  # type: ignore[no-any-return]
+        return made
 
-    def attend(
+    def attend_to_patches(
         self,
         x: Tensor,
         patches: Patches,
@@ -92,11 +119,7 @@ class SerializedAttention(HostAttention):
         take = patches.slots if order is None else order[patches.slots]  # [S]: the point in each slot
         give = patches.rows if inverse is None else patches.rows[inverse]  # [N]: the slot of each point
         qkv = self.qkv(x)[take]  # [S, rows]
-        heads = (self.num_heads, self.kv_heads, self.kv_heads)
-        # q [S, H, D], k [S, G, Dk], v [S, G, D]
-        q, k, v = (
-            part.unflatten(1, (n, -1)) for part, n in zip(qkv.split(self.head_sizes.widths, 1), heads, strict=True)
-        )
+        q, k, v = (part.transpose(0, 1) for part in self.split_packed(qkv))  # q [S, H, D], k [S, G, Dk], v [S, G, D]
         if self.rope is not None:
             q, k = self.rope(q, k, coord[take])  # type: ignore[index]
             v = v.to(q.dtype)  # the angles are float32, whatever the features are
@@ -111,13 +134,8 @@ class SerializedAttention(HostAttention):
                 mask = bias
                 if patches.real is not None:
                     mask = self.mechanism.padding_mask(patches.real, same_tokens=True)
-                if dropout_p > 0:
-                    # Drawn on the weights, as the host draws it: a seeded run drops the same ones.
-                    out, _ = self.mechanism.forward_with_weights(q, k, v, attn_mask=mask, dropout_p=dropout_p)
-                else:
-                    out = self.mechanism(q, k, v, attn_mask=mask)
-                out = out.transpose(1, 2).flatten(0, 1)  # [S, H, D]
-        attended: Tensor = self.proj(out.flatten(1).to(qkv.dtype)[give])
+                out = self.attend(q, k, v, mask, dropout_p=dropout_p, seeded=True).flatten(0, 1)  # [S, H·D]
+        attended: Tensor = self.proj(out.reshape(len(qkv), -1).to(qkv.dtype)[give])
         return nn.functional.dropout(attended, rate(self.proj_drop), self.training)
 
     def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
@@ -144,11 +162,6 @@ class SerializedAttention(HostAttention):
         )
 
 
-def rate(dropout: Any) -> float:
-    """Return the probability of a dropout, which hosts keep as a module or as this number."""
-    return float(getattr(dropout, "p", dropout))
-
-
 class PointAttention(SerializedAttention):
     """For a SerializedAttention that is called with a `Point`: Pointcept's PT-v3m1, m2 and m3, and standalone copies.
 
@@ -167,7 +180,7 @@ class PointAttention(SerializedAttention):
             grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, size))  # [P, K, 3]
             bias = self.rpe(grid[:, :, None] - grid[:, None])
         coord = None if self.rope is None else self._augmented(point["coord"])
-        point.feat = self.attend(point.feat, patches, order, inverse, coord=coord, bias=bias)
+        point.feat = self.attend_to_patches(point.feat, patches, order, inverse, coord=coord, bias=bias)
         return point
 
     def _augmented(self, coord: Tensor) -> Tensor:
@@ -230,4 +243,4 @@ class TensorAttention(SerializedAttention):
                 raise InputError("attn_kind='rpe' adds a bias by grid position: pass pos_grid [N, 3] to the model")
             take = patches.slots if serialized_order is None else serialized_order[patches.slots]
             bias = self.rpe(pos_grid[take].unflatten(0, (-1, self.patch_size)))
-        return self.attend(x, patches, serialized_order, serialized_inverse, coord=pos, bias=bias)
+        return self.attend_to_patches(x, patches, serialized_order, serialized_inverse, coord=pos, bias=bias)

@@ -7,23 +7,19 @@ module that has imported it, and injects between the construction and the loadin
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable
-from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from quest_core.checkpoints import CheckpointGuard, compare
 from quest_core.config import AttentionConfig
+from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.universal import Call, Routed, route, why_not
 from quest_core.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    from .layers import Replacement
 
 ROUTED = {
     "timm.layers.attention_pool.AttentionPoolLatent": {"cross": True},
@@ -60,50 +56,44 @@ class TimmAdapter(Adapter):
         }
     )
 
+    @property
+    def replacements(self) -> Mapping[str, type[HostAttention]]:  # type: ignore[override]
+        """The classes of quest_timm.layers, which imports all of timm's models."""
+        from .layers import REPLACEMENTS
+
+        return REPLACEMENTS
+
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        turned = any(getattr(module, "rope", None) is not None for module in model.modules())  # what makes the angles
+        from .layers import makes_angles
+
         for path, module in model.named_modules():
-            made, call = _replacement(module), _call(path, module)
+            kind, call = self.replacement(module), _call(path, module)
             if call is not None:
-                rotary = turned and _shares_heads(module)
+                rotary = _shares_heads(module) and makes_angles(model)
                 asked = Capabilities(cross=call.cross, dropout=call.dropout, rotary=rotary)
                 yield Site(path, module, call.heads, call.head_dim, asked)
-            elif made is not None:
-                asked = Capabilities(cross=made.cross, dropout=module.attn_drop.p > 0, rotary=turned and made.rotary)
-                yield Site(path, module, module.num_heads, round(module.scale**-2), asked)
+            elif kind is not None:
+                yield self.site(path, module, kind, model)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
+        """Return the draft of the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
         call = _call(site.path, site.module)
-        if call is not None:
-            routed: Any = route(site.module, call, config)
-            routed.fused_attn = True
-            return routed
-        made = _replacement(site.module)
-        assert made is not None
-        sizes = {"num_heads": site.num_heads, "head_dim": site.head_dim}
-        adopted = made.adopt(site.module, config, **sizes, fresh=site.fresh)
-        adopted.mechanism.hides_by_infinity = made.biased
-        return adopted
+        if call is None:
+            return super().replace(site, config)
+        routed: Any = route(site.module, call, config)
+        routed.fused_attn = True
+        return routed
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why a site cannot honour `config`: its capabilities, biases on the logits, or moving windows."""
+        from .layers import Replacement
+
         call = _call(site.path, site.module)
-        if call is not None:
-            why = why_not(call, config)
-            if why is not None:
-                return why
-        if config.initial_norms and _normalized(site.module):
-            return "qk_norm=True normalizes queries and keys after their projections, so a start of these has no effect"
-        if config.family is not None and _biased(site.module):
-            return f"relative positions are added to the logits, and '{config.family}' has none"
-        stacked = getattr(_replacement(site.module), "stacked", False) and re.search(
-            r"^(\w+\.)?blocks\.\d+\.attn$", site.path
-        )
-        if any(part.chained for part in config.components) and not stacked:
-            return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
-        return refusal(config, site.capabilities)
+        if call is None:
+            return super().refusal(site, config)
+        why = why_not(call, config) or Replacement.refuses(site.module, site.path, config)
+        return why or refusal(config, site.capabilities)
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Scale the query projection; see `Adapter.scale_queries`.
@@ -111,7 +101,9 @@ class TimmAdapter(Adapter):
         Raises:
             UnsupportedError: a norm follows the projection, or timm's own forward is kept.
         """
-        if _normalized(module):
+        from .layers import normalizes
+
+        if normalizes(module):
             raise UnsupportedError(
                 f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost; "
                 "use attention= without calibration and fine-tune"
@@ -192,13 +184,6 @@ def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any
     return stock(model, *arguments, **options)
 
 
-def _replacement(module: nn.Module) -> type[Replacement] | None:
-    """Return the class that replaces a module of timm, or a replacement again; None for other modules."""
-    from .layers import REPLACEMENTS, Replacement
-
-    return type(module) if isinstance(module, Replacement) else REPLACEMENTS.get(type(module))
-
-
 def _call(path: str, module: Any) -> Call | None:
     """Return what a module of `ROUTED` asks of a mechanism, or None for others."""
     if _kind(module) not in ROUTED and not _shares_heads(module):
@@ -206,30 +191,20 @@ def _call(path: str, module: Any) -> Call | None:
     if isinstance(module, Routed):
         return module.routed_call
     asked = ROUTED.get(_kind(module), {})
-    dropout = getattr(module, "attn_drop", None)
     return Call(
         path=path,
         heads=module.num_heads,
         kv_heads=module.num_heads,
         head_dim=round(module.scale**-2),
-        dropout=isinstance(dropout, nn.Dropout) and dropout.p > 0,
+        dropout=rate(getattr(module, "attn_drop", 0.0)) > 0,
         **asked,
     )
 
 
 def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return f"{host_class(module).__module__}.{host_class(module).__qualname__}"
 
 
 def _shares_heads(module: Any) -> bool:
     """Return whether a module has fewer key/value heads of its own, which it repeats before the call."""
     return getattr(module, "num_kv_groups", 1) > 1 and type(module).__name__ == "AttentionRope"
-
-
-def _normalized(module: nn.Module) -> bool:
-    return not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType)
-
-
-def _biased(module: nn.Module) -> bool:
-    """Return whether a module may add relative positions to its logits; BEiT also hands shared ones to its forward."""
-    return hasattr(module, "relative_position_bias_table")

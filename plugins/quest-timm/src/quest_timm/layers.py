@@ -7,7 +7,10 @@ the projections are smaller, and a host checkpoint is pooled on load.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import dataclasses
+import re
+from types import NoneType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +19,40 @@ from timm.layers import attention as timm_attention
 from timm.models import beit, cait, crossvit, eva, swin_transformer
 from torch import Tensor, nn
 
-from quest_core.hosts.replacement import HostAttention
+from quest_core.config import AttentionConfig
+from quest_core.hosts.adapter import Capabilities, HostAttention, window_bias
 from quest_core.projections import Packed, Separate
 
 
 class Replacement(HostAttention):
     """Attention of timm around a mechanism. A subclass inherits a host class too, and overrides `forward`."""
 
-    host: ClassVar[type[nn.Module]]
-    cross: ClassVar[bool] = False
-    biased: ClassVar[bool] = False
-    """Whether the forward makes all masks itself, and they hide by −inf only."""
     rotary: ClassVar[bool] = False
     """Whether the model may turn queries and keys by their positions."""
     stacked: ClassVar[bool] = False
     """Whether each layer sees the tokens of the one before in the same order, which elliptical scores need."""
+
+    @classmethod
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads, whose width timm says only by the scale."""
+        return {"num_heads": host.num_heads, "head_dim": round(host.scale**-2)}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        """Return what a module asks for: rotary positions too, if the model makes angles."""
+        return dataclasses.replace(super().asks(host, path, model), rotary=cls.rotary and makes_angles(model))
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Return why a module cannot honour `config`: norms, biases on the logits, or moving windows."""
+        if config.initial_norms and normalizes(host):
+            return "qk_norm=True normalizes queries and keys after their projections, so initial norms have no effect"
+        if config.family is not None and hasattr(
+            host, "relative_position_bias_table"
+        ):  # BEiT's may be given to forward
+            return f"relative positions are added to the logits, and '{config.family}' has none"
+        stacked = cls.stacked and re.search(r"^(\w+\.)?blocks\.\d+\.attn$", path)
+        return None if stacked else moves(config)
 
     def bias(self) -> Tensor | None:
         """Return the bias of `qkv` where the host keeps those of queries and values apart, with zeros for the keys."""
@@ -51,30 +73,29 @@ class Replacement(HostAttention):
             else:
                 packed = F.linear(x, self.qkv.weight, bias)
             q, k, v = packed.split(self.head_sizes.widths, -1)
-        return self.by_heads(q, k, v)
+        return self.split(q, k, v)
 
-    def by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, N, H·D] as [B, H, N, D], and k and v [B, M, G·D] as [B, G, M, D]; views."""
-        heads = (self.head_sizes.num_heads, self.kv_heads, self.kv_heads)
-        q, k, v = [x.unflatten(-1, (n, -1)).transpose(1, 2) for x, n in zip((q, k, v), heads, strict=True)]
-        return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Return the heads' outputs side by side, [B, N, H·D].
+def makes_angles(model: nn.Module) -> bool:
+    """Return whether a model turns queries and keys by positions."""
+    return any(getattr(module, "rope", None) is not None for module in model.modules())
 
-        Args:
-            q: [B, H, N, D], k and v: [B, G, M, D].
-            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-        """
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        out: Tensor = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-        return out.transpose(1, 2).flatten(2)
+
+def normalizes(module: nn.Module) -> bool:
+    """Return whether a norm follows the projections of queries and keys (``qk_norm=True``)."""
+    return not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType)
+
+
+def moves(config: AttentionConfig) -> str | None:
+    """Return why windows and stages, in which tokens move, cannot honour `config`, or None."""
+    if any(part.chained for part in config.components):
+        return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
+    return None
 
 
 class Attention(Replacement, timm_attention.Attention):
     """Replace the attention of ViT, DeiT, DeiT-3 and everything else that is built from timm.layers.Attention."""
 
-    host = timm_attention.Attention
     projections = Packed("qkv")
     stacked = True
 
@@ -82,14 +103,13 @@ class Attention(Replacement, timm_attention.Attention):
         """Return the output [B, N, E] of x [B, N, E]; attn_mask as in scaled_dot_product_attention."""
         gate = None if self.gate is None else self.gate(x).sigmoid()
         q, k, v = self.project(x)
-        out = self.norm(self.attend(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal))
+        out = self.norm(self.attend(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal=is_causal))
         return self.proj_drop(self.proj(out if gate is None else out * gate))
 
 
 class AttentionRope(Replacement, timm_attention.AttentionRope):
     """Replace the attention with rotary embeddings of EVA, ViT-RoPE, DINOv3 and others."""
 
-    host = timm_attention.AttentionRope
     projections = Packed("qkv") + Separate("q_proj", "k_proj", "v_proj")
     rotary = stacked = True
 
@@ -102,7 +122,7 @@ class AttentionRope(Replacement, timm_attention.AttentionRope):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = self.rotate(q, rope).type_as(v), self.rotate(k, rope).type_as(v)
-        out = self.norm(self.attend(q, k, v, attn_mask, is_causal))
+        out = self.norm(self.attend(q, k, v, attn_mask, is_causal=is_causal))
         return self.proj_drop(self.proj(out if gate is None else out * gate))
 
     def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -115,17 +135,15 @@ class AttentionRope(Replacement, timm_attention.AttentionRope):
 class EvaAttention(AttentionRope, eva.EvaAttention):
     """Replace the attention of EVA whose keys have no bias."""
 
-    host = eva.EvaAttention
     projections = Packed("qkv") + Separate("q_proj", "k_proj", "v_proj") + Separate(q="q_bias", v="v_bias")
 
 
 class BeitAttention(Replacement, beit.Attention):
     """Replace the attention of BEiT, with relative position biases of its own, shared ones, or none."""
 
-    host = beit.Attention
     projections = Packed("qkv") + Separate(q="q_bias", v="v_bias")
     stacked = True
-    biased = True
+    hides_by_infinity = True
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """Return the output [B, N, E] of x [B, N, E]; the biases, the shared one [H, N, N], are added to the logits."""
@@ -139,9 +157,8 @@ class BeitAttention(Replacement, beit.Attention):
 class WindowAttention(Replacement, swin_transformer.WindowAttention):
     """Replace the windowed attention of Swin."""
 
-    host = swin_transformer.WindowAttention
     projections = Packed("qkv")
-    biased = True
+    hides_by_infinity = True
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows.
@@ -153,49 +170,41 @@ class WindowAttention(Replacement, swin_transformer.WindowAttention):
         Returns:
             [B·W, N, E].
         """
-        added = self._get_rel_pos_bias()  # [1, H, N, N]
-        if mask is not None:
-            hides = mask.masked_fill(mask < 0, -torch.inf)[:, None]  # [W, 1, N, N]
-            added = (added + hides).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)  # [B·W, H, N, N]
+        added = window_bias(self._get_rel_pos_bias(), mask, len(x))  # [1 or B·W, H, N, N]
         return self.proj_drop(self.proj(self.attend(*self.project(x), added)))
 
 
 class CrossAttention(Replacement, crossvit.CrossAttention):
     """Replace the cross-attention of CrossViT: the class token attends to all tokens."""
 
-    host = crossvit.CrossAttention
     projections = Separate("wq", "wk", "wv")
-    cross = True
+    capabilities = Capabilities(cross=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [B, 1, E] of x [B, M, E]."""
-        q, k, v = self.by_heads(self.wq(x[:, :1]), self.wk(x), self.wv(x))
+        q, k, v = self.split(self.wq(x[:, :1]), self.wk(x), self.wv(x))
         return self.proj_drop(self.proj(self.attend(q, k, v)))
 
 
 class ClassAttention(Replacement, cait.ClassAttn):
     """Replace the class attention of CaiT."""
 
-    host = cait.ClassAttn
     projections = Separate("q", "k", "v")
-    cross = True
+    capabilities = Capabilities(cross=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [B, 1, E] of x [B, M, E]."""
-        q, k, v = self.by_heads(self.q(x[:, :1]), self.k(x), self.v(x))
+        q, k, v = self.split(self.q(x[:, :1]), self.k(x), self.v(x))
         return self.proj_drop(self.proj(self.attend(q, k, v)))
 
 
-REPLACEMENTS: dict[type[nn.Module], type[Replacement]] = {
-    kind.host: kind
-    for kind in (
-        Attention,
-        AttentionRope,
-        EvaAttention,
-        BeitAttention,
-        WindowAttention,
-        CrossAttention,
-        ClassAttention,
-    )
+REPLACEMENTS: dict[str, type[HostAttention]] = {
+    "timm.layers.attention.Attention": Attention,
+    "timm.layers.attention.AttentionRope": AttentionRope,
+    "timm.models.eva.EvaAttention": EvaAttention,
+    "timm.models.beit.Attention": BeitAttention,
+    "timm.models.swin_transformer.WindowAttention": WindowAttention,
+    "timm.models.crossvit.CrossAttention": CrossAttention,
+    "timm.models.cait.ClassAttn": ClassAttention,
 }
 """Host class -> its replacement."""

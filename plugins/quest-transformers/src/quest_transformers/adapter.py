@@ -82,9 +82,9 @@ class TransformersAdapter(Adapter):
         """Return a view of the module's parameters, because a replacement keeps its host's class."""
         return [] if examine(module).projections is None else [View.of(module)]
 
-    def connect(self, model: nn.Module) -> None:
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Write the attention into the model's configs, in copies of those that have to change."""
-        configs.write_configs(model)
+        configs.write_configs(model, drafts)
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place.

@@ -63,8 +63,8 @@ class Chosen(Adapter):
         asked = config in self.chosen.values()  # else inject looks for those that are possible
         return self.adapter.refusal(site, self.chosen[site.path] if asked else config)
 
-    def connect(self, model: nn.Module) -> None:
-        self.adapter.connect(model)
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+        self.adapter.connect(model, drafts)
 
 
 def fulfil(

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from quest_core.config import STANDARD, AttentionConfig
+from quest_core.drafts import draft
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
@@ -96,10 +97,14 @@ def choice_of(config: Any) -> Choice | None:
     return None if text is None else Choice.parse(text)
 
 
-def write_configs(model: nn.Module) -> None:
-    """Make every config of an injected model say the attention that its modules have.
+def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+    """Make every config of a model say the attention that its modules will have.
 
     A config may belong to another model too, so a copy takes its place where it has to change.
+
+    Args:
+        model: it is not changed.
+        drafts: as in `Adapter.connect`.
     """
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
@@ -107,7 +112,7 @@ def write_configs(model: nn.Module) -> None:
     wanted: dict[int, tuple[Any, str | None, str]] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            found: list[Any] = [part for part in module.modules() if is_attention(part)]
+            found: list[Any] = [drafts.get(part, part) for part in module.modules() if is_attention(part)]
             if not found or not all(hasattr(part, "mechanism") for part in found):
                 continue  # parts of it have configs of their own
             choice = choice_of(module.config)
@@ -116,7 +121,7 @@ def write_configs(model: nn.Module) -> None:
     if not wanted:
         return
     memo: dict[int, Any] = {}
-    held = [value for module in model.modules() for value in vars(module).values()]
+    held = [value for module in model.modules() for value in vars(drafts.get(module, module)).values()]
     for config in held:
         if isinstance(config, PreTrainedConfig) and any(id(part) in wanted for part in parts_of(config)):
             copy.deepcopy(config, memo)
@@ -126,9 +131,12 @@ def write_configs(model: nn.Module) -> None:
         if text is not None:
             new.__dict__[KEY], new._attn_implementation_internal = text, interface
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig) and id(value) in memo:
-                setattr(module, name, memo[id(value)])
+        values = vars(drafts.get(module, module)).items()
+        configs = {name: value for name, value in values if isinstance(value, PreTrainedConfig)}
+        if not memo.keys().isdisjoint(map(id, configs.values())):
+            made = drafts.setdefault(module, draft(module))
+            for name, value in configs.items():
+                setattr(made, name, memo.get(id(value), value))
 
 
 def parts_of(config: Any) -> Iterator[Any]:

@@ -20,12 +20,14 @@ from transformers.utils.output_capturing import _active_collector
 
 from quest_core.checkpoints import compare_layers
 from quest_core.config import AttentionConfig
+from quest_core.drafts import draft
 from quest_core.errors import InjectionError, InputError, UnsupportedError
+from quest_core.hosts.adapter import mechanism_for
 from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.ops import (
     hide_lowest,
 )
-from quest_core.projections import Projected, Projections, Separate, shallow_copy
+from quest_core.projections import Projected, Projections, Separate
 
 from .caching import CACHES, OPTION, announce
 
@@ -183,7 +185,7 @@ def role(module: Any) -> str:
 
 
 def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
-    """Return a copy of an attention module with the same parameters and a mechanism; `host` is not changed.
+    """Return the draft of an attention module with the same parameters and a mechanism; `host` is not changed.
 
     Args:
         host: an attention module of transformers, or what this function made of one.
@@ -196,31 +198,18 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
         UnsupportedError: a projection cannot be changed, because it is quantized or has an adapter.
     """
     anatomy = examine(host)
-    made: Any = shallow_copy(host)
+    made = draft(host)
     made.config = copy.copy(host.config)
     made.config._attn_implementation_internal = INTERFACE
     made.head_sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads)
-    made.mechanism = Mechanism(
-        config,
-        num_heads=anatomy.num_heads,
-        head_dim=anatomy.head_dim,
-        num_kv_heads=made.head_sizes.kv_heads,
-        standard_scale=anatomy.scaling,
-        projected=True,
-    )
-    made.mechanism.train(host.training)
-    anchor = next(parameter for parameter in host.parameters())
-    made.mechanism.to(
-        device=None if anchor.is_meta else anchor.device, dtype=anchor.dtype if anchor.is_floating_point() else None
-    )
+    made.mechanism = mechanism_for(made, config, made.head_sizes, anatomy.scaling, projections=anatomy.projections)
     made.mechanism.hides_by_infinity = True  # `attend` sees to it
     made.rules = Rules.of(made.mechanism, anatomy)
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
-    if getattr(host, "mechanism", None) is None:
-        made.register_load_state_dict_pre_hook(before_load)
-        if _takes_cache(made):
-            made.register_forward_pre_hook(announce, with_kwargs=True)
+    made.register_load_state_dict_pre_hook(before_load)
+    if _takes_cache(made):
+        made.register_forward_pre_hook(announce, with_kwargs=True)
     if hasattr(host, "num_key_value_groups"):
         made.num_key_value_groups = anatomy.num_heads // made.head_sizes.kv_heads
     if hasattr(host, "num_key_value_heads"):
@@ -234,7 +223,8 @@ class View(Projected):
     @classmethod
     def of(cls, module: Any) -> View:
         """Return a view of a module that `replace` made, whose projections are known."""
-        made: Any = shallow_copy(module, cls)
+        made: Any = object.__new__(cls)
+        made.__dict__.update(vars(module))
         made.config, made.projections = module.mechanism.config, examine(module).projections
         return made  # type: ignore[no-any-return]
 

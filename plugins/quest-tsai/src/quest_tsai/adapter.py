@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, Site
 from quest_core.hosts.torch import TorchAdapter
 
 from .layers import (
@@ -23,13 +23,10 @@ from .layers import (
     PerceiverAttention,
     Replacement,
     TabularAttention,
-    TorchAttention,
-    learns_scale,
-    takes_scale,
 )
 from .surfaces import accept, check_transfer, read_early, start_again
 
-HOSTS: dict[str, type[Replacement]] = {
+REPLACEMENTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
     "tsai.models.PatchTST._MultiheadAttention": MultiheadAttention,
     "tsai.models.TST._MultiHeadAttention": MultiheadAttention,
@@ -51,45 +48,22 @@ class TsaiAdapter(Adapter):
     name: ClassVar[str] = "tsai"
     capabilities: ClassVar[Capabilities] = Capabilities()
 
+    replacements = REPLACEMENTS
+
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        if not any(_replacement(module) for module in model.modules()):
-            homes = [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
-            yield from (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
-        parents = {child: parent for parent in model.modules() for child in parent.children()}
-        modules: Iterable[tuple[str, Any]] = model.named_modules()
-        for path, module in modules:
-            kind = _replacement(module)
-            if kind is None:
-                continue
-            parent = parents.get(module)
-            queries = getattr(module, kind.projections.entries[0][0])
-            drop = getattr(getattr(module, "sdp_attn", None), "attn_dropout", None)
-            asked = Capabilities(
-                ordered=kind.ordered,
-                cross=type(parent).__name__ == "CrossAttention",  # of TSPerceiver
-                weights=kind.stores or bool(getattr(module, "res_attention", 0) or getattr(parent, "store_attn", 0)),
-                dropout=drop is not None and drop.p > 0,
-            )
-            yield Site(path, module, module.n_heads, queries.out_features // module.n_heads, asked)
+        own = [*super().sites(model)]
+        homes = [] if own else [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
+        torchs = (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
+        return own or torchs
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the host's sub-modules around another mechanism; see quest_tsai.layers."""
-        kind = _replacement(site.module)
-        if kind is None:
-            return TorchAttention.from_torch(site.module, config, fresh=site.fresh)  # type: ignore[arg-type]
-        return kind.from_host(site.module, config, site)
-
-    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: its capabilities, a learnable scale, or relative positions."""
-        if learns_scale(site.module) and not takes_scale(config):
-            return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
-        if hasattr(site.module, "Er") and config.family:
-            return f"ConvTran adds relative positions to the scores, and '{config}' has none"
-        regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.components)
-        if regrouped and hasattr(site.module, "relative_bias_table"):
-            return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"
-        return refusal(config, site.capabilities)
+        """Return the draft of the host's module around another mechanism; see quest_tsai.layers."""
+        if self.replacement(site.module) is None:
+            return TorchAdapter().replace(site, config)
+        made: Any = super().replace(site, config)
+        made.reads_weights = site.capabilities.weights
+        return made  # type: ignore[no-any-return]
 
     def change_host(self) -> None:
         """Make tsai's architectures accept `attention=` or refuse it by name, and functions for weights honour it."""
@@ -109,9 +83,3 @@ class TsaiAdapter(Adapter):
         self.patches.around(learner, "ts_learner", read_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
         self.patches.around(utils, "apply_init", start_again, everywhere=True)
-
-
-def _replacement(module: nn.Module) -> type[Replacement] | None:
-    if isinstance(module, Replacement):
-        return type(module)
-    return HOSTS.get(f"{type(module).__module__}.{type(module).__name__}")

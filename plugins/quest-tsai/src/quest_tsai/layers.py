@@ -11,17 +11,17 @@ them, so that a seeded run draws the same masks). Otherwise the mechanism's fuse
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from tsai.models.ConvTranPlus import Attention_Rel_Vec
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Site
-from quest_core.hosts.replacement import HostAttention, one_mask
-from quest_core.hosts.torch import MultiheadAttention as TorchMultiheadAttention
+from quest_core.hosts.adapter import Capabilities, HostAttention
 from quest_core.mechanisms import Dims
+from quest_core.ops import one_mask
 from quest_core.projections import Packed, Separate
 
 
@@ -30,57 +30,63 @@ def plain(x: Tensor) -> Tensor:
     return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
-def split(x: Tensor, heads: int) -> Tensor:
-    """[B, N, heads·D] -> [B, heads, N, D], a view."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-class TorchAttention(TorchMultiheadAttention):
-    """Replace torch.nn.MultiheadAttention inside tsai's TransformerModel, TransformerRNNPlus and their kin."""
-
-
 class Replacement(HostAttention):
     """Base of all replacements: the host's sub-modules around a mechanism.
 
     tsai's own core `sdp_attn` stays, because it holds the dropout and `scale`, a key of the host's state dict.
 
     Attributes:
-        ordered: whether the tokens have an order.
-        stores: whether the layer around the module always stores the weights.
         reads_weights: whether the host reads the weights.
         scaled: whether the score takes its factor from the host's parameter `scale`.
     """
 
-    ordered: ClassVar[bool] = True
-    stores: ClassVar[bool] = False
     reads_weights: bool
     scaled: bool
 
     @classmethod
-    def from_host(cls, host: Any, config: AttentionConfig, site: Site) -> Replacement:
-        """Return a module with the host's attributes and sub-modules; `host` itself is not changed.
-
-        Raises:
-            InputError: `host` is a replacement whose keys and values were reduced already.
-        """
-        factor = getattr(host, "scale", None)  # ConvTran: of the whole width, not of one head
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        """Return the heads and the factor on q·k."""
+        scale = getattr(host, "scale", None)  # ConvTran: of the whole width, not of one head
         if hasattr(getattr(host, "sdp_attn", None), "scale"):
             # tsai takes the factor from the width of the model, also where d_k says otherwise.
-            factor = (host.W_Q.in_features // site.num_heads) ** -0.5
-        made = cls.adopt(
-            host,
-            config,
-            num_heads=site.num_heads,
-            head_dim=site.head_dim,
-            value_dim=getattr(host, "d_v", None),
-            standard_scale=factor,
-            fresh=site.fresh,
+            scale = (host.W_Q.in_features // host.n_heads) ** -0.5
+        width = getattr(host, cls.projections.entries[0][0]).out_features
+        own = {"num_heads": host.n_heads, "head_dim": width // host.n_heads, "value_dim": getattr(host, "d_v", None)}
+        return {**own, "standard_scale": scale}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        """Return what a module asks for, also by the module around it."""
+        parent = model.get_submodule(path.rpartition(".")[0])
+        reads = bool(getattr(host, "res_attention", 0) or getattr(parent, "store_attn", 0))
+        drop = getattr(getattr(host, "sdp_attn", None), "attn_dropout", None)
+        return dataclasses.replace(
+            cls.capabilities,
+            cross=type(parent).__name__ == "CrossAttention",  # of TSPerceiver
+            weights=cls.capabilities.weights or reads,
+            dropout=drop is not None and drop.p > 0,
         )
-        made.reads_weights = site.capabilities.weights
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Return why a module cannot honour `config`: a learnable scale, or relative positions."""
+        if bool(getattr(getattr(host, "sdp_attn", None), "lsa", False)) and not takes_scale(config):
+            return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
+        if hasattr(host, "Er") and config.family:
+            return f"ConvTran adds relative positions to the scores, and '{config}' has none"
+        regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.components)
+        if regrouped and hasattr(host, "relative_bias_table"):
+            return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"
+        return None
+
+    @classmethod
+    def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
+        """Return the draft of a replacement; see `HostAttention.adopt`."""
+        made = super().adopt(host, config, **sizes)
         made.scaled = hasattr(getattr(host, "sdp_attn", None), "scale") and takes_scale(config)
         return made
 
-    def attend(
+    def attend_or_store(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, prev: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, N, H·Dv], and the weights and scores [B, H, N, M] or None if they were not formed.
@@ -106,11 +112,6 @@ class Replacement(HostAttention):
         else:
             out = self.mechanism(q, k, v, attn_mask=mask, dropout_p=dropout_p)
         return out.transpose(1, 2).flatten(2), weights, scores
-
-
-def learns_scale(module: Any) -> bool:
-    """Return whether an attention module has a learnable factor on q·k (``lsa=True``)."""
-    return bool(getattr(getattr(module, "sdp_attn", None), "lsa", False))
 
 
 def takes_scale(config: AttentionConfig) -> bool:
@@ -151,8 +152,7 @@ class MultiheadAttention(Replacement):
         tokens, Q = Q, plain(Q)  # `plain` makes a new object, so compare with the original
         K = Q if K is None or K is tokens else plain(K)
         V = Q if V is None or V is tokens else plain(V)
-        q = split(self.W_Q(Q), self.n_heads)  # [B, H, N, D]
-        k, v = split(self.W_K(K), self.kv_heads), split(self.W_V(V), self.kv_heads)  # [B, G, M, D], [B, G, M, Dv]
+        q, k, v = self.split(self.W_Q(Q), self.W_K(K), self.W_V(V))  # [B, H, N, D], [B, G, M, D], [B, G, M, Dv]
         seen = None
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
@@ -160,7 +160,7 @@ class MultiheadAttention(Replacement):
         hidden = mask if attn_mask is None else attn_mask
         if hidden is not None:
             hidden = plain(hidden)[(None,) * (4 - hidden.dim())]  # [.., .., N, M]
-        out, weights, scores = self.attend(q, k, v, one_mask(hidden, seen), prev)
+        out, weights, scores = self.attend_or_store(q, k, v, one_mask(hidden, seen), prev)
         out = self.to_out(out) if hasattr(self, "to_out") else self.W_O(out)
         return (out, weights, scores) if getattr(self, "res_attention", False) else (out, weights)
 
@@ -168,20 +168,20 @@ class MultiheadAttention(Replacement):
 class TabularAttention(MultiheadAttention):
     """Replace the attention of TabTransformer and TabFusionTransformer, over columns."""
 
-    ordered, stores = False, True
+    capabilities = Capabilities(ordered=False, weights=True)  # the layers store them
 
 
 class PerceiverAttention(Replacement):
     """Replace the cross- and self-attention of TSPerceiver."""
 
     projections = Separate(q="to_q") + Packed("to_kv", roles="kv")
-    ordered = False
+    capabilities = Capabilities(ordered=False)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]."""
         x = plain(x)
         k, v = self.to_kv(x if context is None else plain(context)).chunk(2, dim=-1)
-        out = self.attend(split(self.to_q(x), self.n_heads), split(k, self.kv_heads), split(v, self.kv_heads))[0]
+        out = self.attend_or_store(*self.split(self.to_q(x), k, v))[0]
         return self.to_out(out)  # type: ignore[no-any-return]
 
 
@@ -194,12 +194,11 @@ class ConvTranAttention(Replacement):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, E] -> [B, N, E]."""
         x = plain(x)
-        q = split(self.query(x), self.n_heads)  # [B, H, N, D]
-        k, v = split(self.key(x), self.kv_heads), split(self.value(x), self.kv_heads)  # [B, G, N, D]
+        q, k, v = self.split(self.query(x), self.key(x), self.value(x))  # [B, H, N, D], k and v [B, G, N, D]
         added = None
         if hasattr(self, "Er"):
             added = Attention_Rel_Vec.skew(self, q @ self.Er.mT) * self.scale  # [B, H, N, N]
-        out = self.attend(q, k, v, added)[0]  # [B, N, H·D]
+        out = self.attend_or_store(q, k, v, added)[0]  # [B, N, H·D]
         if hasattr(self, "relative_bias_table"):
             n, heads = self.seq_len, self.relative_bias_table[self.relative_index.flatten()]  # [N·N, H]
             bias = heads.view(n, n, -1).permute(2, 0, 1)  # [H, N, N]

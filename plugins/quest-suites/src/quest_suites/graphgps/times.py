@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import GINEConv, GPSConv
 
 import quest_core
+from quest_core import AttentionConfig
 from quest_core.benchmarks import Cell, Progress, Result
+from quest_core.drafts import assign
 from quest_core.testing.timing import beside_stock
 from quest_graphgps import attention
 from quest_graphgps.attention import GraphAttention
@@ -72,10 +74,9 @@ def run_time(cell: Cell, progress: Progress) -> Result:
             host = nn.MultiheadAttention(WIDTH, HEADS, dropout=cell.options["dropout"], batch_first=True).to(device)
             padded = torch.zeros(*hidden.shape, WIDTH, device=device)
             padded[~hidden] = x
-            steps = [
-                partial(step, layer, padded, hidden)
-                for layer in (host, GraphAttention.from_torch(host, cell.attention))
-            ]
+            own = copy.deepcopy(host)
+            assign(GraphAttention.adopt(own, AttentionConfig.parse(cell.attention), **GraphAttention.sizes(own)))
+            steps = [partial(step, layer, padded, hidden) for layer in (host, own)]
         result = beside_stock(*steps, rounds=rounds, progress=progress)
         result.metrics["areas"] = len(nodes) * max(nodes) ** 2 / sum(n * n for n in nodes)
         result.metrics["packed"] = float(attention.ragged_plan(hidden) is not None)
