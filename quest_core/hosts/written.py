@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from ..compat import is_compiling, is_eager, require
 from ..config import AttentionConfig
+from ..drafts import draft, host_class
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism
 from ..mechanisms.base import Score
-from ..projections import HeadSizes, shallow_copy
+from ..projections import HeadSizes
+from .adapter import mechanism_for
 from .following import PRODUCTS, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
-from .replacement import mechanism_for
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
@@ -139,7 +140,7 @@ class WrittenOut(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the host's class, because this one is made while the program runs."""
         made = super().__reduce_ex__(protocol)
-        return (_empty, (_host(self),), *made[2:])
+        return (_empty, (host_class(self),), *made[2:])
 
 
 class _Preparing(Following):
@@ -276,8 +277,9 @@ def _refuse_checkpoint(path: str) -> None:
 
 
 def prepare(module: nn.Module, written: Written, config: AttentionConfig) -> nn.Module:
-    """Return `module`, whose products `written` describes, as a site with the same parameters and sub-modules."""
-    made: Any = shallow_copy(module, _site_class(_host(module)))
+    """Return the draft of `module` as a site; `written` describes its products."""
+    host: Any = host_class(module)
+    made = draft(module, _site_class(host))
     sizes = HeadSizes(written.heads, written.kv_heads, written.head_dim, written.head_dim, written.head_dim)
     made.written = written
     made.mechanism = mechanism_for(module, config, sizes, written.scale)
@@ -301,12 +303,6 @@ def _site_class(host: Any) -> Any:
 
     body = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(host.__name__, (WrittenOut, host), {**body, "forward": forward})
-
-
-def _host(module: Any) -> Any:
-    """Return the class that a module had before it became a site."""
-    kinds = type(module).__mro__
-    return kinds[kinds.index(WrittenOut) + 1] if WrittenOut in kinds else kinds[0]
 
 
 def _empty(host: Any) -> Any:
