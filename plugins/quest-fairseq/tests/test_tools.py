@@ -85,7 +85,6 @@ def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data:
 def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
     shape = "--encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 "
     shape += "--encoder-attention-heads 2 --decoder-attention-heads 2 --optimizer adam --lr 0.003 --max-tokens 200 "
-    # Post-norm encoders of fairseq 0.12.2 take a shortcut in evaluation that fails with PyTorch 2.13.
     shape += "--encoder-normalize-before --decoder-normalize-before "
     shape += "--share-all-embeddings --dropout 0.1 --attention-dropout 0.1 --num-workers 0 --max-update 12 --seed 2 "
     shape += "--cpu --log-format simple --log-interval 1 --criterion label_smoothed_cross_entropy --label-smoothing 0.1"

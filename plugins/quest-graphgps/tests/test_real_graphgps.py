@@ -159,8 +159,8 @@ def test_configs_that_graphgps_itself_cannot_run_fail_as_in_stock(gps, name, why
 @pytest.mark.parametrize(
     ("config", "options", "attention"),
     [
-        (PATTERN, ("gt.layer_type", "CustomGatedGCN+Quest"), "quest in 2"),
-        (ZINC, ("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2) in 2"),
+        (PATTERN, ("gt.attention", "quest"), "quest in 2"),
+        (ZINC, ("gt.attention", "quest+gqa(kv_heads=2)"), "quest+gqa(kv_heads=2) in 2"),
         (ZINC, ("gt.attention", '{"name": "quest", "kv_heads": 2}'), "quest+gqa(kv_heads=2) in 2"),
         (ZINC, ("gt.attention", "elliptical-quest"), "elliptical-quest in 2"),
         ("configs/GPS/cluster-GPS.yaml", ("gt.attention", "qknorm-hs+sigmoid"), "qknorm-hs+sigmoid in 2"),
@@ -168,7 +168,7 @@ def test_configs_that_graphgps_itself_cannot_run_fail_as_in_stock(gps, name, why
         (ZINC, ("gt.attention", "linear", "gt.attn_dropout", "0.0"), "linear in 2"),
         (GRAPHORMER, ("gt.attention", "quest", "graphormer.num_layers", "2"), "quest in 2"),
     ],
-    ids=["layer_type", "options", "mapping", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
+    ids=["quest", "options", "JSON", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
 )
 def test_attention_from_the_command_line(gps, config, options, attention) -> None:
     status, said, found = gps(config, *SHALLOW, *options)
@@ -182,7 +182,6 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
     [
         (("gt.attention", "qest"), "did you mean 'quest'"),
         (("gt.attention", '{"name": "quest", "kv_head": 2}'), "'kv_heads' belongs to dgqa, gqa"),
-        (("gt.attention.kv_heads", "2"), "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
         (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), "needs ordered tokens"),
@@ -241,7 +240,7 @@ def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
     (checkout / "graphgps" / "network" / "quest.py").write_text("import quest_graphgps\n")
     command = [sys.executable, "main.py", "--cfg", ZINC, *QUICK, *SHALLOW, "dataset.dir", str(datasets)]
     done = subprocess.run(
-        [*command, "gt.layer_type", "GINE+Quest"], cwd=checkout, capture_output=True, text=True, check=False
+        [*command, "gt.attention", "quest"], cwd=checkout, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "attention=quest in 2 modules" in done.stdout + done.stderr
@@ -258,7 +257,7 @@ def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
     status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "standard")
     assert status == 1
     assert "trained with attention 'quest', and the model has 'standard'" in said
-    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.layer_type", "GINE+Quest")
+    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "quest")
     assert status == 0, said[-3000:]
     standard = ("gt.attention", "standard", "gt.attention_from", "quest")
     status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "3", *standard)

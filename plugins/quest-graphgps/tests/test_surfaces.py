@@ -135,21 +135,18 @@ def build(*opts: str):
     ("opts", "attention"),
     [
         (("gt.attention", "quest"), "quest"),
-        (("gt.layer_type", "GINE+Quest"), "quest"),
-        (("gt.layer_type", "GINE+Quest", "gt.quest.kv_heads", "2"), "quest+gqa(kv_heads=2)"),
         (("gt.attention", "quest+sigmoid"), "quest+sigmoid"),
         (("gt.attention", "qknorm-hs+gqa(kv_heads=2)"), "qknorm-hs+gqa(kv_heads=2)"),
         (("gt.attention", "{'name': 'quest', 'kv_heads': 2}"), "quest+gqa(kv_heads=2)"),
-        (("gt.attention", '{"name": "gqa", "kv_heads": 2}', "gt.quest.scale", "1"), "gqa(kv_heads=2, scale=1.0)"),
+        (("gt.attention", "gqa(kv_heads=2, scale=1)"), "gqa(kv_heads=2, scale=1.0)"),
         (("gt.attention", '{"name": "sigmoid", "bias": null}'), "sigmoid(bias=null)"),
         (
             ("gnn.attention", '{"name": "quest+pgqa", "kv_heads": 2, "noise_in_eval": false}'),
             "quest+pgqa(kv_heads=2, noise_in_eval=false)",
         ),
-        (("gnn.attention", {"name": "quest", "kv_heads": 2}), "quest+gqa(kv_heads=2)"),
         (("gt.attention", "elliptical", "gt.attn_dropout", "0.0"), "elliptical"),
         (("gt.attention", "aft-simple", "gt.attn_dropout", "0.0"), "aft-simple"),
-        (("gnn.attention", "sinkhorn", "gnn.quest.iterations", "5"), "sinkhorn(iterations=5)"),
+        (("gnn.attention", "sinkhorn(iterations=5)"), "sinkhorn(iterations=5)"),
     ],
 )
 def test_configs_choose_attention(opts, attention, capsys) -> None:
@@ -163,11 +160,9 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
     ("opts", "error", "said"),
     [
         (("gt.attention", "qest"), ConfigError, "gt.attention: .*did you mean 'quest'"),
-        (("gt.attention", "quest", "gt.quest.kv_heads", "0"), ConfigError, "option 'kv_heads' is 0"),
-        (("gt.attention", "quest", "gt.quest.eps", "1.0"), ConfigError, "'eps' belongs to sinkhorn"),
-        (("gt.quest.kv_heads", "2"), ConfigError, "gt.quest.kv_heads given without gt.attention"),
-        (("gt.quest.kv_head", "2"), AssertionError, "Non-existent key: gt.quest.kv_head"),
-        (("gt.attention.kv_heads", "2"), KeyError, "gt.attention.kv_heads was renamed to gt.quest.kv_heads"),
+        (("gt.attention", "quest+gqa(kv_heads=0)"), ConfigError, "option 'kv_heads' is 0"),
+        (("gt.attention", "quest(eps=1.0)"), ConfigError, "'eps' belongs to sinkhorn"),
+        (("gt.layer_type", "GINE+Quest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
         (("gt.attention_from", "quest"), ConfigError, "gt.attention_from given without gt.attention; .*: standard"),
         (("gnn.allow_partial", "True"), ConfigError, "gnn.allow_partial given without gnn.attention"),
         (("gt.layer_type", "GINE+Qest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
@@ -182,10 +177,7 @@ def test_configs_choose_attention(opts, attention, capsys) -> None:
         (("gt.attention", ""), ConfigError, "gt.attention: attention '' cannot be read"),
         (("gt.attention", "QUEST"), ConfigError, "gt.attention: .*did you mean 'quest'"),
         (("gt.attention", "gqa", "gt.attention_from", "{'name': 'gq'}"), ConfigError, "gt.attention_from: .*'gqa'"),
-        (("gt.attention", "quest+mqa", "gt.quest.kv_heads", "2"), ConfigError, "kv_heads"),
-        (("gt.attention", "gqa(kv_heads=4)", "gt.quest.kv_heads", "2"), ConfigError, "'kv_heads' is given twice"),
         (("gt.attention", "quest", "gnn.attention", "qnorm"), ConfigError, "two keys choose the attention"),
-        (("gt.attention", "qnorm", "gt.layer_type", "GINE+Quest"), ConfigError, r"write gt.layer_type: GINE\+Transfo"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), UnsupportedError, "Performer has no attention"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), UnsupportedError, "BigBird has no attention"),
         (("gt.layer_type", "GINE+quest"), ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
@@ -321,7 +313,6 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
         ),
         (("gt.layer_type", "GINE+Performer", "gt.attention", "quest"), UnsupportedError, "Performer has no attention"),
         (("model.type", "SANTransformer", "gt.attention", "quest"), UnsupportedError, "write model.type: GPSModel"),
-        (("gt.quest.kv_heads", "2"), ConfigError, "given without gt.attention"),
     ],
 )
 def test_load_cfg_refuses_before_a_main_touches_anything(opts, error, said, tmp_path) -> None:
@@ -332,15 +323,14 @@ def test_load_cfg_refuses_before_a_main_touches_anything(opts, error, said, tmp_
         load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
 
 
-def test_load_cfg_rewrites_the_layer_type_and_accepts_what_can_be_built(tmp_path) -> None:
+def test_load_cfg_accepts_what_can_be_built(tmp_path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(SMALL)
     state = torch.get_rng_state()
-    for opts in (("gt.layer_type", "GINE+Quest"), ("gt.attention", "elliptical"), ("gt.attention", "qknorm+mqa")):
+    for opts in (("gt.attention", "quest"), ("gt.attention", "elliptical"), ("gt.attention", "qknorm+mqa")):
         set_cfg(cfg)
         load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
-        assert cfg.gt.layer_type.endswith("+Transformer")
-        assert cfg.gt.attention == (opts[1] if opts[0] == "gt.attention" else "quest")
+        assert cfg.gt.attention == opts[1]
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -207,15 +207,6 @@ def test_a_wrong_key_is_refused_before_a_folder_is_made(
     assert not work.exists()
 
 
-@pytest.mark.parametrize("kind", [Runner, FlexibleRunner])
-def test_a_plugin_that_mmengine_imports_late_compares_too(kind: type[Any], quick: None, tmp_path: Path) -> None:
-    """A config without `custom_imports` imports the plugin while its Runner builds the model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "__init__", kind.__init__.__wrapped__)  # type: ignore[misc]
-        with pytest.raises(ConfigError, match="top level of the config, where nothing reads it"):
-            run("standard", tmp_path, kind=kind, cfg=Config({"attention": "quest"}))
-
-
 def test_attention_from_is_read_in_the_config(trained: dict[str, str], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)

@@ -588,14 +588,6 @@ def test_the_launcher_of_several_processes(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_launcher_refuses_a_batch_that_its_processes_cannot_share(dataset, tmp_path):
-    root = Path(ROOT)
-    config = real_pointcept.config(root, "PT-v3m1", "quest", dataset, tmp_path)
-    with pytest.raises(RuntimeError, match="ConfigError: batch_size=12 counts the clouds of all processes, and 8"):
-        real_pointcept.train(root, config, gpus=8, options=("batch_size=12",))
-
-
-@pytest.mark.slow
 def test_a_killed_run_resumes(dataset, tmp_path):
     """SIGKILL in the second epoch: the first one's checkpoint is resumed with the same attention, and with no other."""
     root, folder = Path(ROOT), tmp_path / "run"
@@ -649,7 +641,7 @@ def test_every_configuration_is_read_by_pointcept(tmp_path):
         backbone = config.model.backbone
         assert backbone.attention
         assert backbone.type in ("PT-v3m1", "PT-v3m2")
-        # Only these set the samples of an update and the schedule; hosts.launch refuses 8 processes.
+        # Only these set the samples of an update and the schedule; 8 processes cannot share 12.
         assert (config.batch_size, config.gradient_accumulation_steps) == (12, 1)
         assert (config.batch_size_val, config.batch_size_test) == (None, None)
         assert (config.enable_amp, config.amp_dtype) == (True, "float16")

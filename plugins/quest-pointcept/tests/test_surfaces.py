@@ -565,51 +565,6 @@ def test_a_spawned_child_knows_the_plugin():
     assert report.startswith("attention=quest in 4 modules")
 
 
-LAUNCHED = """
-{before}
-from pointcept.engines.launch import launch  # by name, as tools/train.py does before its config imports the plugin
-import quest_pointcept
-from quest_core import ConfigError
-
-def start(gpus, **config):
-    try:
-        launch(print, num_gpus_per_machine=gpus, cfg=({{"batch_size": 12, **config}},))
-    except ConfigError as error:
-        print(gpus, error)
-
-for gpus in (1, 2, 4, 8):
-    start(gpus)
-start(2, batch_size_val=3)
-start(0)
-launch(print, 2)
-launch(print, 2, cfg=("mine", {{"batch_size": 4}}))
-quest_pointcept.PointceptAdapter().uninstall()
-start(8)
-"""
-
-
-@pytest.mark.parametrize("before", ["", "import quest_pointcept"])
-def test_a_batch_that_the_processes_cannot_share_is_refused(before, tmp_path):
-    folder = tmp_path / "pointcept" / "engines"
-    folder.mkdir(parents=True)
-    signature = "main_func, num_gpus_per_machine, num_machines=1, machine_rank=0, dist_url=None, cfg=()"
-    (folder / "launch.py").write_text(f"def launch({signature}):\n    print('started', num_gpus_per_machine)\n")
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED.format(before=before)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    *started, eight, validation, none, bare, mine, stock = done.stdout.splitlines()
-    assert started == ["started 1", "started 2", "started 4"]
-    assert eight.startswith("8 batch_size=12 counts the clouds of all processes, and 8 processes cannot share them")
-    assert "Start 1, 2, 3, 4, 6 processes, which keeps the schedule" in eight
-    assert "--options batch_size=16" in eight
-    assert validation.startswith("2 batch_size_val=3 ")
-    assert (none, bare, mine, stock) == ("started 0", "started 2", "started 2", "started 8")
-
-
 def test_every_configuration_is_its_base_and_three_lines(tmp_path):
     paths = sorted(CONFIGS.glob("*/*.py"))
     assert {path.parent.name for path in paths} == {"nuscenes", "scannet", "s3dis", "waymo"}

@@ -13,16 +13,13 @@ import torch
 from fairseq import checkpoint_utils, models
 from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
-from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
-from torch import nn
 
 from quest_core import AttentionMismatchWarning
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
-from .attention import Attention
 from .config import parse
 
 OPTIONS = ("attention", "attention_from")
@@ -38,8 +35,6 @@ def install(patches: Patches) -> None:
     # PyTorch 2.6 and later read only known classes; fairseq stores the options of quest_transformer as a Namespace.
     allowed = getattr(torch.serialization, "safe_globals", nullcontext)([argparse.Namespace])
     patches.once("namespaces", allowed.__enter__, functools.partial(allowed.__exit__, None, None, None))
-    if "_load_from_state_dict" in vars(TransformerEncoderLayerBase):  # fairseq 0.12.2
-        patches.around(TransformerEncoderLayerBase, "_load_from_state_dict", _load_without_shortcut)
 
 
 def _refuse_early(stock: Callable[..., None], cfg: DictConfig) -> None:
@@ -98,16 +93,3 @@ def _broadcast_structure(obj: Any, src_rank: int, group: Any, dist_device: torch
     held = [obj]
     torch.distributed.broadcast_object_list(held, src=src_rank, group=group, device=dist_device)
     return held[0]
-
-
-def _load_without_shortcut(
-    stock: Callable[..., None], self: Any, state_dict: dict[str, Any], prefix: str, *arguments: Any
-) -> None:
-    """Load an encoder layer of fairseq 0.12.2, which otherwise never calls its attention in evaluation.
-
-    fairseq's own loading packs the weights, allows a fused kernel of PyTorch to read them and needs all key heads.
-    """
-    if not isinstance(self.self_attn, Attention):
-        return stock(self, state_dict, prefix, *arguments)
-    packed = {prefix + name: x.detach() for name, x in self.named_parameters(recurse=False)}  # unused here
-    nn.Module._load_from_state_dict(self, state_dict | packed, prefix, *arguments)

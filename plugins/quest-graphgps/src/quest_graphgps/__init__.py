@@ -3,7 +3,7 @@
 >>> import quest_graphgps
 >>> conv = GPSConv(64, GINEConv(mlp), heads=4, attn_kwargs={"attention": "quest", "dropout": 0.5})
 
-In GraphGym it is ``gnn.attention`` in the yaml, in GraphGPS ``gt.attention`` or ``gt.layer_type: GINE+Quest``.
+In GraphGym it is ``gnn.attention`` in the yaml, in GraphGPS ``gt.attention``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,8 @@ from quest_core.registry import mechanisms
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
-OPTIONS = "quest"
-"""The node that holds the options of `attention` one by one: gt.quest.kv_heads."""
+REGISTERED = "quest"
+"""The name of `declare` among GraphGym's registered configs."""
 NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
 """Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
 
@@ -38,7 +38,6 @@ def install(adapter: Adapter) -> None:
     patches.when_imported(config, lambda: patches.once("keys", register_keys, forget_keys))
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
     patches.when_imported("graphgps.config.gt_config", register_keys)
-    patches.around("yacs.config", "_check_and_coerce_cfg_value_type", _mapping_as_text)
     patches.around(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
     module = "torch_geometric.graphgym.model_builder:GraphGymModule"
     patches.around(module, "__init__", functools.partial(_inject_when_built, adapter))
@@ -51,20 +50,10 @@ def install(adapter: Adapter) -> None:
 
 def declare(cfg: Any) -> None:
     """Add `attention` and its companions to the sections of a config that lack them."""
-    from yacs.config import CfgNode
-
-    names = list(dict.fromkeys(option.name for part in mechanisms().values() for option in part.options))
     for section in SECTIONS:
-        if section not in cfg or "attention_from" in cfg[section]:
-            continue
-        node = cfg[section]
-        node.attention = node.attention_from = None
-        node.allow_partial = False
-        node[OPTIONS] = CfgNode(dict.fromkeys(names))
-        for name in names:
-            below = f"{section}.attention.{name}"
-            if not cfg.key_is_renamed(below):
-                cfg.register_renamed_key(below, f"{section}.{OPTIONS}.{name}")  # yacs's error names the right key
+        if section in cfg and "attention_from" not in cfg[section]:
+            cfg[section].attention = cfg[section].attention_from = None
+            cfg[section].allow_partial = False
 
 
 def register_keys() -> None:
@@ -72,8 +61,8 @@ def register_keys() -> None:
     from torch_geometric.graphgym import register
     from torch_geometric.graphgym.config import cfg
 
-    register.config_dict.pop(OPTIONS, None)
-    register.register_config(OPTIONS, declare)
+    register.config_dict.pop(REGISTERED, None)
+    register.register_config(REGISTERED, declare)
     if cfg is not None:
         declare(cfg)
 
@@ -83,24 +72,14 @@ def forget_keys() -> None:
     from torch_geometric.graphgym import register
     from torch_geometric.graphgym.config import cfg
 
-    register.config_dict.pop(OPTIONS, None)
+    register.config_dict.pop(REGISTERED, None)
     for section in SECTIONS:
-        for key in (*KEYS, OPTIONS) if cfg is not None and section in cfg else ():
+        for key in KEYS if cfg is not None and section in cfg else ():
             cfg[section].pop(key, None)
-
-
-def _mapping_as_text(stock: Stock, replacement: Any, original: Any, key: str, full_key: str) -> Any:
-    """Turn a mapping under our keys into text of the same meaning, because yacs keeps one type under a key."""
-    ours = full_key in {f"{section}.{name}" for section in SECTIONS for name in KEYS}
-    if ours and isinstance(replacement, Mapping) and not isinstance(original, Mapping):
-        replacement = str(_parse(full_key, dict(replacement)))
-    return stock(replacement, original, key, full_key)
 
 
 def requested(cfg: Any) -> Request | None:
     """Return what a config asks for; None means the stock model.
-
-    ``gt.layer_type: GINE+Quest`` is rewritten in place to GINE+Transformer and ``gt.attention: quest``.
 
     Raises:
         ConfigError: an unknown name or option, a key without the `attention` that it belongs to, or two `attention`.
@@ -109,27 +88,18 @@ def requested(cfg: Any) -> Request | None:
     local, _, kind = str((cfg.get("gt") or {}).get("layer_type") or "").partition("+")  # GINE and Transformer
     meant = difflib.get_close_matches(kind.lower(), mechanisms(), n=1, cutoff=0.75)
     if meant:
-        if kind != "Quest" or _given(cfg.gt.attention):
-            raise ConfigError(
-                f"gt.layer_type is '{local}+{kind}' and gt.attention is {cfg.gt.attention!r}; write gt.layer_type: "
-                f"{local}+Transformer and gt.attention: {meant[0]}"
-            )
-        kind = "Transformer"
-        cfg.gt.attention, cfg.gt.layer_type = "quest", f"{local}+{kind}"
+        raise ConfigError(
+            f"gt.layer_type is '{local}+{kind}'; write gt.layer_type: {local}+Transformer and gt.attention: {meant[0]}"
+        )
     asked: dict[str, Request] = {}
     for section in SECTIONS:
         node = cfg.get(section) or {}
         given = {key: node[key] for key in KEYS if _given(node.get(key))}
-        options = {name: value for name, value in (node.get(OPTIONS) or {}).items() if value is not None}
         if "attention" in given:
-            attention, trained = (
-                _parse(f"{section}.attention", given["attention"], options),
-                given.get("attention_from"),
-            )
-            source = None if trained is None else _parse(f"{section}.attention_from", trained)
-            asked[section] = Request(attention, source, "allow_partial" in given)
-        elif given or options:
-            unread = ", ".join(f"{section}.{key}" for key in (*(f"{OPTIONS}.{name}" for name in options), *given))
+            attention, *source = (_parse(f"{section}.{key}", given[key]) for key in KEYS[:2] if key in given)
+            asked[section] = Request(attention, *(source or [None]), "allow_partial" in given)
+        elif given:
+            unread = ", ".join(f"{section}.{key}" for key in given)
             raise ConfigError(
                 f"{unread} given without {section}.attention; name the attention, for example {section}.attention: "
                 "standard"
@@ -150,11 +120,9 @@ def _given(value: Any) -> bool:
     return value not in (None, "None", False)  # empty text, which an unset variable leaves, is an error
 
 
-def _parse(key: str, value: Any, options: Mapping[str, Any] | None = None) -> AttentionConfig:
-    """Parse text or a mapping, together with options from the node `quest`."""
+def _parse(key: str, text: str) -> AttentionConfig:
     try:
-        config = AttentionConfig.parse(value)
-        return AttentionConfig.parse({"name": str(config), **options}) if options else config
+        return AttentionConfig.parse(text)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
 
@@ -191,7 +159,7 @@ def _inject_when_built(adapter: Adapter, stock: Stock, self: Any, dim_in: int, d
 
 def _keep_own_attention(stock: Stock, cfg: Any) -> Any:
     """load_pretrained_model_cfg copies the pretrained run's whole nodes over the user's, who may have named another."""
-    keys = (*KEYS, OPTIONS) if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
+    keys = KEYS if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
     own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
     cfg = stock(cfg)
     for section, values in own.items():

@@ -136,19 +136,18 @@ class MmsegAdapter(Adapter):
     def change_host(self) -> None:
         """Have Runners check their config before they create a file, and write notices to mmengine's log.
 
-        A config without `custom_imports` imports this plugin by a type, while the first Runner builds its model. So a
-        later method checks too. `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
+        A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
+        `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
         """
-        for kind, later in ((Runner, "wrap_model"), (FlexibleRunner, "load_or_resume")):
-            for name in ("__init__", later):
-                self.patches.around(kind, name, _checked)
+        for kind in (Runner, FlexibleRunner):
+            self.patches.around(kind, "__init__", _checked)
         self.forward_notices(MMLogger.get_current_instance)
 
 
 def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
-    """Run a method of a runner after checking the config and the model that it has or gets."""
-    known = vars(runner) | inspect.signature(stock).bind(runner, *arguments, **options).arguments
-    check(known.get("cfg") or {}, known["model"])
+    """Make a runner after checking its config and its model."""
+    given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
+    check(given.get("cfg") or {}, given["model"])
     return stock(runner, *arguments, **options)
 
 

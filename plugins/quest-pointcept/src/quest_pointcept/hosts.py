@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -63,7 +62,6 @@ def install(adapter: Adapter) -> None:
             for kind in classes:
                 patches.around(f"{module}:{kind}", name, change)
     patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
-    patches.when_imported("pointcept.engines.launch", functools.partial(_change_launcher, adapter))
     if importlib.util.find_spec("torch_pointcloud"):
         for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
             loader = functools.partial(load_attention_first, adapter)
@@ -75,11 +73,6 @@ def _change_processes_and_logs(adapter: Adapter) -> None:
 
     adapter.patches.put(Config, "__reduce__", reduce)
     adapter.forward_notices(lambda: logging.getLogger("pointcept"))  # which does not propagate to the root logger
-
-
-def _change_launcher(adapter: Adapter) -> None:
-    # Everywhere, because tools/train.py imports `launch` by name before its config imports this plugin.
-    adapter.patches.around(sys.modules["pointcept.engines.launch"], "launch", launch, everywhere=True)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -199,30 +192,3 @@ def reduce(config: Any) -> tuple[Any, ...]:
 
 def _rebuild(kind: Any) -> Any:
     return kind.__new__(kind)
-
-
-# --- Pointcept's launcher -------------------------------------------------------------------------------------------
-
-
-def launch(stock: Stock, *arguments: Any, **options: Any) -> Any:
-    """Start Pointcept's processes, but refuse a batch that they cannot share, before Pointcept's bare assertion.
-
-    Raises:
-        ConfigError: batch_size, batch_size_val or batch_size_test cannot be divided by the number of processes.
-    """
-    given = inspect.signature(stock).bind(*arguments, **options)
-    given.apply_defaults()
-    processes = max(given.arguments["num_gpus_per_machine"] * given.arguments["num_machines"], 1)  # 0 starts one, too
-    # Scripts other than Pointcept's hand over what they like.
-    config: Any = next((one for one in given.arguments["cfg"] if hasattr(one, "get")), {})
-    for key in ("batch_size", "batch_size_val", "batch_size_test"):
-        total = config.get(key) or 0  # None: one cloud a process
-        if total % processes:
-            fewer = ", ".join(str(n) for n in range(1, processes) if total % n == 0)
-            raise ConfigError(
-                f"{key}={total} counts the clouds of all processes, and {processes} processes cannot share them "
-                f"equally. Start {fewer} processes, which keeps the schedule, or set {key} to a multiple of "
-                f"{processes}: --options {key}={-(-total // processes) * processes}. Another batch_size changes the "
-                "number of updates; Pointcept does not adapt optimizer.lr, scheduler.max_lr and param_dicts to it"
-            )
-    return stock(*arguments, **options)
