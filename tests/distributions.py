@@ -59,7 +59,7 @@ def write_distribution(
         *(f"Provides-Extra: {extra}" for extra in extras),
     ]
     meta = folder / f"{distribution.replace('-', '_')}-1.2.dist-info"
-    meta.mkdir()
+    meta.mkdir(parents=True)
     (meta / "METADATA").write_text("\n".join(lines) + "\n")
     sections = (
         f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in entry_points.items()

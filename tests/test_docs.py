@@ -115,7 +115,7 @@ FROM_TOP_TO_BOTTOM = {
 }
 EXCERPTS = {
     "writing-a-mechanism.md": "tests/test_registry.py",
-    "writing-an-adapter.md": "tests/test_docs.py",
+    "writing-an-adapter.md": "tests/test_new_plugin.py",
     "distributed.md": "integration_tests/distributed/test_docs.py",
 }
 

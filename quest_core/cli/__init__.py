@@ -21,6 +21,7 @@ EPILOG = """examples:
   quest doctor                                which plugins work here, and how to fix the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest new-mechanism mine                    copy an example: a mechanism with its reference and tests
+  quest new-plugin mylab                      copy an example: a plugin for a framework, with its tests
   quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
 """
 
@@ -100,4 +101,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": lambda given: doctor.main(given.timeout),
     "run": lambda _: 0,  # not reached: the process becomes the command
     "new-mechanism": lambda given: new("mechanism", given.name, given.out),
+    "new-plugin": lambda given: new("plugin", given.name, given.out),
 }

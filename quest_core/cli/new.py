@@ -15,7 +15,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "dist")
 
 
-EXAMPLES = {"mechanism": "power"}  # examples/third_party_KIND is the distribution quest-NAME
+EXAMPLES = {"mechanism": "power", "plugin": "toy"}  # examples/third_party_KIND is the distribution quest-NAME
 
 
 def new(kind: str, name: str, out: Path) -> int:

@@ -1,0 +1,57 @@
+"""`quest new-plugin`: the example passes its tests where it lies and as a copy, and the guide shows its code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from distributions import write_distribution
+
+from quest_core import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "third_party_plugin"
+
+
+def passed(folder: Path, name: str, site: Path, *options: str) -> int:
+    """Return how many tests of a plugin pass, where it is installed; none may fail."""
+    class_name = "".join(word.capitalize() for word in name.split("-")) + "Adapter"
+    adapter = f"quest_{name.replace('-', '_')}.adapter:{class_name}"
+    write_distribution(site, f"quest-{name}", {}, {"quest.adapters": {"stand_in": adapter}})
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, folder / "src", ROOT))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *options, folder]
+    done = subprocess.run(command, cwd=site, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.slow
+def test_the_example_passes_its_tests(tmp_path: Path) -> None:
+    assert passed(EXAMPLE, "toy", tmp_path) > 50
+
+
+@pytest.mark.slow
+def test_a_copy_is_a_plugin_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new-plugin", "my-lab", "--out", str(tmp_path)]) == 0
+    copy = tmp_path / "quest-my-lab"
+    assert f"pip install -e '{copy}[test]'" in capsys.readouterr().out
+    assert "toy" not in "".join(f"{path}{path.read_text()}" for path in copy.rglob("*") if path.is_file()).lower()
+    assert passed(copy, "my-lab", tmp_path / "site", "-k", "decoding or constructor or found") == 6
+
+
+def test_the_page_shows_the_example() -> None:
+    written = {
+        line.strip() for path in EXAMPLE.rglob("*.*") if path.is_file() for line in path.read_text().splitlines()
+    }
+    written |= {line.partition("  # type: ignore")[0] for line in written}
+    page = (ROOT / "docs" / "writing-an-adapter.md").read_text()
+    shown = "\n".join(re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL))
+    lines = {line.strip() for line in shown.splitlines()} - {""}
+    assert len(lines) > 40
+    assert lines - written == set()
