@@ -161,14 +161,13 @@ def test_configs_that_graphgps_itself_cannot_run_fail_as_in_stock(gps, name, why
     [
         (PATTERN, ("gt.attention", "quest"), "quest in 2"),
         (ZINC, ("gt.attention", "quest+gqa(kv_heads=2)"), "quest+gqa(kv_heads=2) in 2"),
-        (ZINC, ("gt.attention", '{"name": "quest", "kv_heads": 2}'), "quest+gqa(kv_heads=2) in 2"),
         (ZINC, ("gt.attention", "elliptical-quest"), "elliptical-quest in 2"),
         ("configs/GPS/cluster-GPS.yaml", ("gt.attention", "qknorm-hs+sigmoid"), "qknorm-hs+sigmoid in 2"),
         ("configs/GPS/zinc-GPSwGraphormer.yaml", ("gt.attention", "quest"), "quest in 2"),
         (ZINC, ("gt.attention", "linear", "gt.attn_dropout", "0.0"), "linear in 2"),
         (GRAPHORMER, ("gt.attention", "quest", "graphormer.num_layers", "2"), "quest in 2"),
     ],
-    ids=["quest", "options", "JSON", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
+    ids=["quest", "options", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
 )
 def test_attention_from_the_command_line(gps, config, options, attention) -> None:
     status, said, found = gps(config, *SHALLOW, *options)
@@ -181,7 +180,7 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
     ("options", "said"),
     [
         (("gt.attention", "qest"), "did you mean 'quest'"),
-        (("gt.attention", '{"name": "quest", "kv_head": 2}'), "'kv_heads' belongs to dgqa, gqa"),
+        (("gt.attention", "quest(kv_head=2)"), "'kv_heads' belongs to dgqa, gqa"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
         (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
         (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), "needs ordered tokens"),
