@@ -534,9 +534,16 @@ class Switch(nn.Module):
         return self.on(x)
 
 
+@pytest.mark.parametrize("other", [Explicit, Folded])
+def test_attention_that_is_written_out_is_replaced_too(other: type[nn.Module]) -> None:
+    x = torch.randn(2, 5, 32)
+    _, report = quest_core.inject(nn.Sequential(CausalSelfAttention(), other()), "quest", example=x)
+    assert [(row.path, row.adapter) for row in report.replacements] == [("0", "universal"), ("1", "written out")]
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
-    [(Explicit, "'1' (Explicit)"), (Folded, "'1' (Folded)"), (Mixer, "'1' (Mixer)"), (Switch, "'1.off'")],
+    [(Mixer, "'1' (Mixer)"), (Switch, "'1.off'")],
 )
 def test_what_looks_like_attention_and_stays_is_an_error(other: type[nn.Module], named: str) -> None:
     x = torch.randn(2, 5, 32)

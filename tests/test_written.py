@@ -240,6 +240,15 @@ def mask_by_where(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return logits.softmax(-1) @ v
 
 
+@right(lambda m, q, k, v: quest(q, k, v, causal() + torch.outer(torch.arange(N), torch.arange(N))))
+def mask_by_a_number_and_linear_bias(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(N, dtype=q.dtype)
+    mask = (1.0 - torch.ones(N, N, dtype=q.dtype).tril()) * torch.finfo(q.dtype).min
+    logits = q @ k.mT * D**-0.5
+    logits += mask + place[:, None] * place
+    return logits.softmax(-1) @ v
+
+
 @right(lambda m, q, k, v: quest(q, k, v, m.bias))
 def bias_and_setitem(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     padded = torch.full((B, H, N, N + 3), -math.inf, dtype=q.dtype)
@@ -378,7 +387,24 @@ def einsum_of_three(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhid,bhjd,d->bhij", q, k, torch.full((D,), D**-0.5)).softmax(-1) @ v
 
 
-# --- what keeps its class ------------------------------------------------------------------------------------------
+class Hidden(torch.autograd.Function):
+    """A product with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@wrong("an autograd.Function with a derivative of its own")
+def product_with_its_own_derivative(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Hidden.apply(q, k).softmax(-1) @ v
+
+
+# --- what keeps its class ---------------------------------------------------------------------------------------------
 
 
 @left
@@ -421,10 +447,10 @@ def test_right(name: str) -> None:
     spelling, formula = RIGHT[name]
     model, x = make(spelling)
     stock = copy.deepcopy(model)
-    for each in (gradients(quest_core.inject(copy.deepcopy(model), "standard", adapter=WrittenAdapter(x))[0], x),):
+    for each in (gradients(quest_core.inject(copy.deepcopy(model), "standard", example=x)[0], x),):
         for got, wanted in zip(each, gradients(stock, x), strict=True):
             assert torch.equal(got, wanted)
-    model, report = quest_core.inject(model.eval(), "quest", adapter=WrittenAdapter(x))
+    model, report = quest_core.inject(model.eval(), "quest", example=x)
     assert [row.adapter for row in report.replacements] == ["written out"] * 2
     by_hand = copy.deepcopy(stock).eval().double()
     for layer in by_hand.layers:
@@ -437,7 +463,7 @@ def test_wrong(name: str) -> None:
     spelling, message = WRONG[name]
     model, x = make(spelling)
     with pytest.raises((UnsupportedError, InjectionError), match=message):
-        quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+        quest_core.inject(model, "quest", example=x)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -446,6 +472,14 @@ def test_left_alone(name: str) -> None:
     written = WrittenAdapter(x)
     assert not list(written.sites(model))
     assert not written.refused
+    whole = nn.Sequential(Model(scale_after_product), model)
+    if name == "squeeze_and_excite":  # called Attention, and the example shows nothing that decides
+        with pytest.raises(InjectionError, match="look like attention"):
+            quest_core.inject(whole, "quest", example=x)
+        return
+    _, report = quest_core.inject(whole, "quest", example=x)
+    assert [row.path for row in report.replacements] == ["0.layers.0", "0.layers.1"]
+    assert report.left_alone == ("1.layers.0", "1.layers.1")
 
 
 # --- at run time ------------------------------------------------------------------------------------------------------
@@ -453,7 +487,7 @@ def test_left_alone(name: str) -> None:
 
 def injected(name: str, attention: Any = "quest") -> tuple[nn.Module, Tensor]:
     model, x = make(RIGHT[name][0])
-    return quest_core.inject(model, attention, adapter=WrittenAdapter(x))[0].eval(), x
+    return quest_core.inject(model, attention, example=x)[0].eval(), x
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")
@@ -490,7 +524,7 @@ def test_a_checkpoint_inside_is_refused() -> None:
         return checkpoint(scale_after_product, m, q, k, v, use_reentrant=False)
 
     model, x = make(inside)
-    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match="inside an activation checkpoint"):
         model(x)
 
@@ -511,14 +545,14 @@ def changed(m: Any, q: Tensor, k: Tensor, v: Tensor, way: str = "") -> Tensor:
 @pytest.mark.parametrize("way", ["factor", "function", "path", "longer"])
 def test_another_way_than_in_the_example_is_refused(way: str) -> None:
     model, x = make(changed)
-    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
 
 
 def test_another_mask_than_in_the_example_is_the_hosts() -> None:
     model, x = make(changed)
-    quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    quest_core.inject(model, "quest", example=x)
     causal, x[:, -1] = model(x, way="mask"), 0.0
     torch.testing.assert_close(model(x, way="mask")[:, :-1], causal[:, :-1])
 
@@ -531,7 +565,7 @@ def test_left_padding_changes_nothing() -> None:
         return logits.softmax(-1) @ v
 
     model, x = make(padded)
-    model, _ = quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    model, _ = quest_core.inject(model, "quest", example=x)
     padding = torch.cat([torch.randn(B, 3, H * D), x], 1)
     out = model(padding, real=(torch.arange(N + 3) >= 3).expand(B, -1))
     torch.testing.assert_close(out[:, 3:], model(x))
@@ -546,7 +580,7 @@ def test_decoding_with_a_cache_equals_all_tokens() -> None:
         return (q @ k.mT * D**-0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
 
     model, x = make(cached)
-    model, _ = quest_core.inject(model, "quest", adapter=WrittenAdapter(x))
+    model, _ = quest_core.inject(model, "quest", example=x)
     cache: dict[Any, Tensor] = {}
     steps = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(N)], 1)
     torch.testing.assert_close(steps, model(x))
@@ -563,9 +597,9 @@ def test_equals_the_mechanism(name: str, attention: str) -> None:
     model, x = make(RIGHT[name][0])
     if name == "baddbmm_with_alpha" and "qk" in attention:
         with pytest.raises(UnsupportedError, match="axis of heads"):
-            quest_core.inject(model, attention, adapter=WrittenAdapter(x))
+            quest_core.inject(model, attention, example=x)
         return
-    model, _ = quest_core.inject(model.eval().double(), attention, adapter=WrittenAdapter(x.double()))
+    model, _ = quest_core.inject(model.eval().double(), attention, example=x.double())
     out = model(x.double())
     for layer in model.layers:
         bias = layer.bias[None] if name.startswith("baddbmm") else None
@@ -578,23 +612,23 @@ def test_equals_the_mechanism(name: str, attention: str) -> None:
 def test_what_needs_more_is_refused(attention: str) -> None:
     model, x = make(scale_after_product)
     with pytest.raises(UnsupportedError, match="Possible here: .*quest"):
-        quest_core.inject(model, attention, adapter=WrittenAdapter(x))
+        quest_core.inject(model, attention, example=x)
 
 
 def test_learned_scores_need_the_axis_of_heads() -> None:
     model, x = make(einsum_heads_last)
-    quest_core.inject(model, "qknorm", adapter=WrittenAdapter(x))
+    quest_core.inject(model, "qknorm", example=x)
     assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
 
 
 def test_attention_changes_later_without_an_example() -> None:
     model, x = injected("scale_after_product")
     stock = make(scale_after_product)[0].eval()
-    quest_core.inject(model, "standard", adapter=WrittenAdapter())
+    quest_core.inject(model, "standard")
     assert torch.equal(model(x), stock(x))
 
 
 def test_sinks_take_no_other_normalizer() -> None:
     model, x = make(sink_by_cat)
     with pytest.raises(UnsupportedError, match="sigmoid"):
-        quest_core.inject(model, "quest+sigmoid", adapter=WrittenAdapter(x))
+        quest_core.inject(model, "quest+sigmoid", example=x)

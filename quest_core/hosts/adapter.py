@@ -70,6 +70,7 @@ class Site:
             heads, `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
         stack: the stack of layers it belongs to, where paths that differ only in numbers do not say it: what
             compares a layer with the one before (elliptical) does so within a stack.
+        note: a remark for the report.
     """
 
     path: str
@@ -79,6 +80,7 @@ class Site:
     capabilities: Capabilities = field(default_factory=Capabilities)
     fresh: bool = False
     stack: str | None = None
+    note: str = ""
 
 
 class HostAttention(Projected):

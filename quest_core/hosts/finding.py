@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +55,7 @@ class _Softmax:
     origin: Origin
     owner: _Frame
     axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
+    plain: bool  # whether its logits come from a projection, as far as they come from no product
     causal: bool = False
     plane: bool = True
 
@@ -65,7 +68,10 @@ class _Operand:
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
     factor: float | None  # of the host; None if it cannot be separated
     norm: float | None  # that all its vectors have
-    print: tuple[float, float] | None  # of its values
+    seen: tuple[float, float] | None  # sums that other values do not have
+
+
+_NONE = _Operand({}, None, None, None, None)
 
 
 class _Search(Following):
@@ -131,7 +137,7 @@ class _Search(Following):
     def _by_entries(self, args: Any, out: Tensor) -> None:
         """Begin at queries times keys by entries, which a sum over features would follow."""
         pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
-        if len(pair) == 2 and all(flow.origin.is_plain for x in pair for flow in self.flows(x)):
+        if len(pair) == 2 and all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
             origin = Origin("product", "mul", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
@@ -141,6 +147,9 @@ class _Search(Following):
         parts = operands(name, args, kwargs)
         if parts is None:
             self.new(out, origin, odd=f"{name} of more than two tensors")
+            return
+        if _in_autograd_function():
+            self.new(out, origin, odd="an autograd.Function with a derivative of its own")
             return
         head, a, b, rest = parts
         pair, letters = (a, b), equation(name, head, a, b)
@@ -173,7 +182,9 @@ class _Search(Following):
         wide = x.detach().double()
         vectors = wide.movedim(own.index(_contracted(letters)[0]), -1).flatten(0, -2)
         norm = _common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
-        return _Operand(sizes, features, factor_of(self.flows(x)), norm, (wide.sum().item(), wide.abs().sum().item()))
+        values = wide.flatten()
+        seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
+        return _Operand(sizes, features, factor_of(self.flows(x)), norm, seen)
 
     def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
         """Return the weights that a product applies to values, and note on them over which axis."""
@@ -203,7 +214,7 @@ class _Search(Following):
             formed = [one for flow in terms for one in (flow.origin.mixes or (flow.origin,))]
             if all(len(one.frames) > level and one.frames[level] is frame for one in formed):
                 owner = frame
-        made = _Softmax(terms, origin, owner, {})
+        made = _Softmax(terms, origin, owner, {}, any(flow.origin.axis is not None for flow in self.flows(logits)))
         self.softmaxes.append(made)
         if not terms:
             return
@@ -236,6 +247,17 @@ def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
 
     return other(args), other(kwargs)
+
+
+def _in_autograd_function() -> bool:
+    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _contracted(letters: tuple[str, str, str]) -> list[str]:
@@ -277,11 +299,18 @@ class _Judge:
         self._other: list[Origin] | None = None
         for frame in search.frames:
             softmaxes = search.softmaxes[frame.begin[1] : frame.end[1]]
+            if any(one.owner is frame and one.plain and not one.terms for one in softmaxes):
+                outer = frame.path.rpartition(".")[0] if isinstance(frame.module, nn.Softmax) else frame.path
+                self.left.setdefault(outer, "its softmax is of no product of two activations")
             try:
                 self._frame(frame, [one for one in softmaxes if one.owner is frame and one.terms])
             except UnsupportedError as error:
                 self.refused.setdefault(frame.path, str(error))
         self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
+        for origin in search.products:
+            if all(operand.features for operand in origin.operands or (_NONE,)):
+                self.left.setdefault(origin.frames[-1].path, "no softmax follows its products of two activations")
+        self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
 
     def _frame(self, frame: _Frame, softmaxes: list[_Softmax]) -> None:
         """Judge one call of a module."""
@@ -360,7 +389,7 @@ class _Judge:
         if origin.number < 0 or not origin.operands:
             return False
         pairs = zip(origin.operands, self._other[origin.number].operands, strict=False)
-        return any(origin.learned) or any(one.print == two.print for one, two in pairs)
+        return any(origin.learned) or any(one.seen == two.seen for one, two in pairs)
 
     def _role(self, softmax: _Softmax, flow: Flow) -> tuple[Product, Written]:
         """Return the role of a product and the facts about it; UnsupportedError if it is not understood."""
@@ -429,12 +458,13 @@ class WrittenAdapter(Adapter):
 
     Args:
         example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
-        taken: paths of the modules that other adapters replace.
+        taken: paths of the modules that other adapters replace, which are not looked into.
         allow_partial: go on if attention is written out in a way that is not understood.
 
     Attributes:
         refused: path of a module whose attention is not understood -> why; set by `sites`.
-        left: path of a module with a softmax of a product that is not attention over tokens -> why; set by `sites`.
+        left: path of a module that has no softmax of q·k over tokens, by what it did -> why; set by `sites`.
+        called: paths of the modules that call scaled_dot_product_attention; set by `inject`.
     """
 
     name: ClassVar[str] = "written out"
@@ -444,6 +474,7 @@ class WrittenAdapter(Adapter):
         self.example, self.taken, self.allow_partial = example, list(taken), allow_partial
         self.refused: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self.called: list[str] = []
         self._written: dict[str, Written] = {}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -471,13 +502,17 @@ class WrittenAdapter(Adapter):
             raise UnsupportedError(f"attention that is written out is not understood: {shown}")
         self._written = known
         for path, written in known.items():
-            inside = [other for other in (*known, *self.taken) if other != path and within(other, [path])]
-            if inside:
-                raise InjectionError(f"'{path}' writes attention out and contains another attention, '{inside[0]}'")
+            others = [other for other in (*known, *self.called, *self.taken) if other != path or other in self.called]
+            for other in others:
+                if within(other, [path]) or (other in self.called and within(path, [other])):
+                    raise InjectionError(
+                        f"'{path}' writes attention out, and '{other}' in or around it is another attention; move one "
+                        "of them into a module of its own"
+                    )
             if hasattr(modules[path], "mechanism") and not isinstance(modules[path], WrittenOut):
                 raise InjectionError(f"'{path}' has an attribute 'mechanism', which a site needs; rename it")
             asked = Capabilities(causal=written.causal, cross=written.cross, regroups=False)
-            yield Site(path, modules[path], written.heads, written.head_dim, asked)
+            yield Site(path, modules[path], written.heads, written.head_dim, asked, note=written.note)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the module with its class changed and a mechanism added; its parameters are the same objects."""

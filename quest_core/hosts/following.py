@@ -232,7 +232,7 @@ class Following(TorchFunctionMode):
                 kind, why = flow.origin.kind, None
                 if kind == "softmax" and out.numel() > one.numel():
                     flow.origin.uses.append("by entries")
-                if kind == "product" and (self.flows(other) or not self._hides(other)):
+                if kind == "product" and (self._is_logits(other) or not self._hides(other)):
                     why = "a tensor of factors"
                 elif flow.factor != 1 and self.flows(other):
                     why = "a factor, and a product after it"
@@ -244,6 +244,9 @@ class Following(TorchFunctionMode):
             ]
         self.note(out, _joined([_widen(f, out) for f in changed]))
         self._change_base(name, args, known, out)
+
+    def _is_logits(self, x: Any) -> bool:
+        return any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x))
 
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does; only a search looks."""
@@ -271,7 +274,8 @@ class Following(TorchFunctionMode):
         if name in KEEPS:
             plain = any(f.origin.kind == "plain" and f.factor != 1 for f in flows)
             if plain and name in ("add", "sub") and (len(known) < 2 or not all(flows for _, flows in known)):
-                return tuple(replace(f, odd=f.odd or "a factor on a part of a sum") for f in flows)
+                why = "a factor on a part of a sum"
+                flows = [replace(f, odd=f.odd or why) if f.origin.is_plain else f for f in flows]
             return _joined([_widen(f, out) for f in flows])
         return _joined([_widen(_odd(f, name), out) for f in flows])
 

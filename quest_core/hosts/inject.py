@@ -21,6 +21,7 @@ from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
 from ..registry import mechanisms
 from .adapter import Adapter, Site, require
+from .finding import WrittenAdapter
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
 from .torch import TorchAdapter
@@ -42,6 +43,7 @@ class Replacement:
     adapter: str
     parameters_before: int
     parameters_after: int
+    note: str = ""  # what the attention means in this host
     query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
 
 
@@ -68,6 +70,7 @@ class Report:
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
+        others += "".join(f"; {note}" for note in dict.fromkeys(r.note for r in self.replacements if r.note))
         norms = [norm for r in self.replacements for norm in r.query_norms]
         if norms and self.started:
             size += f"; queries start with norms {min(norms):.3g} to {max(norms):.3g}"
@@ -77,7 +80,8 @@ class Report:
         """Return all replaced modules, one a line, with the mean norm that queries start with in a fresh model."""
         width = max(len(r.path) for r in self.replacements)
         return "\n".join(
-            f"{r.path:<{width}}  {r.host_class}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            f"{r.path:<{width}}  {r.host_class}  {r.adapter}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            + (f"  {r.note}" if r.note else "")
             + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
             for r in self.replacements
         )
@@ -164,9 +168,9 @@ def inject(
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
         allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
             The report names them.
-        example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention and
-            that no adapter replaces: ``model(*example)`` for a tuple or list, ``model(**example)`` for a mapping,
-            ``example(model)`` for a function, and ``model(example)`` for others.
+        example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention or
+            writes its attention out and that no adapter replaces: ``model(*example)`` for a tuple or list,
+            ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
 
     Returns:
         The same model and the report, which the model also carries as ``model.attention_report``.
@@ -197,15 +201,20 @@ def inject(
 
     # Find all sites, and refuse what cannot be done.
     found = _choose_sites(model, adapters)
-    universal = UniversalAdapter(example, [site.path for _, site in found])
+    taken = [site.path for _, site in found]
+    universal = UniversalAdapter(example, taken)
+    written = WrittenAdapter(example, taken, allow_partial=allow_partial)
     if example is not None or adapter is None:
-        found += [(universal, site) for site in universal.sites(model)]
+        called = list(universal.sites(model))
+        written.called = [site.path for site in called]
+        found += [(universal, site) for site in called]
+        found += [(written, site) for site in written.sites(model)]
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
-        raise InjectionError(_nothing_found(model, adapters, universal, example is not None))
+        raise InjectionError(_nothing_found(model, adapters, universal, written))
     left = _left_alone(model, chosen, universal)
     if not allow_partial:
-        _refuse_partial(config, chosen, adapters, left)
+        _refuse_partial(config, chosen, adapters, {path: left[path] for path in left if path not in written.left})
     for owner, site in chosen:
         require(owner, site, config)
     stacks = _stacks(config, model, [site for _, site in chosen])
@@ -285,7 +294,7 @@ def _left_alone(
 ) -> dict[str, nn.Module]:
     """Return the modules, by path, that look like attention and are neither in a chosen one nor around one."""
     ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
-    left = dict(universal.missed)
+    left = {path: module for path, module in universal.missed.items() if id(module) not in ours}
     for path, module in model.named_modules():
         if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
             left[path] = module
@@ -353,7 +362,7 @@ def _row(owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replace
     """Return the entry of a report for the draft that `site.module` will become."""
     norms = _query_norms(owner.projected(made)) if fresh else ()
     before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
-    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, norms)
+    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, site.note, norms)
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
@@ -441,18 +450,23 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], universal: UniversalAdapter, ran: bool) -> str:
+def _nothing_found(
+    model: nn.Module, adapters: Iterable[Adapter], universal: UniversalAdapter, written: WrittenAdapter
+) -> str:
+    ran = universal.example is not None
     tried = ", ".join(a.name for a in adapters)
     named = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
     lookalikes = sorted(named | {type(m).__name__ for m in universal.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
-        text += ", and the example reached no call of scaled_dot_product_attention"
+        text += ", and the example reached no call of scaled_dot_product_attention and no softmax of q·k"
+        text += "".join(f"; '{path}': {why}" for path, why in list(written.left.items())[:8])
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))
     if not ran:
         text += (
-            "; if it calls scaled_dot_product_attention, say inject(model, ..., example=batch), which finds the calls"
+            "; if it calls scaled_dot_product_attention or writes its attention out, say inject(model, ..., "
+            "example=batch), which finds both"
         )
     return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"
