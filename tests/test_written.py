@@ -632,3 +632,9 @@ def test_sinks_take_no_other_normalizer() -> None:
     model, x = make(sink_by_cat)
     with pytest.raises(UnsupportedError, match="sigmoid"):
         quest_core.inject(model, "quest+sigmoid", example=x)
+
+
+def test_a_monitor_is_refused() -> None:
+    model, x = injected("causal_mask")
+    with quest_core.Monitor(model), pytest.raises(UnsupportedError, match="a Monitor does not see 'layers.0'"):
+        model(x)

@@ -125,8 +125,11 @@ class WrittenOut(nn.Module):
         """Run the host's forward on prepared operands.
 
         Raises:
-            UnsupportedError: it writes its attention in another way than when the attention was injected.
+            UnsupportedError: it writes its attention in another way than when the attention was injected, or a
+                Monitor watches it.
         """
+        if self.mechanism.monitor is not None:
+            raise UnsupportedError(f"a Monitor does not see '{self.written.path}', whose attention is written out")
         if self.untouched:
             return super().forward(*args, **kwargs)
         if is_compiling():
