@@ -43,7 +43,7 @@ class Replacement:
     adapter: str
     parameters_before: int
     parameters_after: int
-    note: str = ""  # what the attention means in this host
+    note: str = ""  # a remark on the attention in this host
     query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
 
 
