@@ -222,7 +222,7 @@ def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
 
 def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp_path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text((ROOT / ZINC).read_text().replace("gt:\n", "gt:\n  attention: {name: quest, kv_heads: 2}\n", 1))
+    own.write_text((ROOT / ZINC).read_text().replace("gt:\n", "gt:\n  attention: quest+gqa(kv_heads=2)\n", 1))
     options = (*SHALLOW, "train.auto_resume", "True")
     status, said, _ = gps(str(own), *options)
     assert status == 0, said[-3000:]
