@@ -33,7 +33,8 @@ class Attention(Projected):
         head_dim: features D a head; E / H by default.
         bias: whether the projections have a bias.
         dropout: dropout on the attention weights while training.
-        device, dtype: of the parameters; PyTorch's defaults by default.
+        device: of the parameters; PyTorch's default by default.
+        dtype: of the parameters; PyTorch's default by default.
 
     Raises:
         ConfigError: unknown mechanism or option, or sizes that do not divide.
