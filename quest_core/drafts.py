@@ -24,7 +24,7 @@ FORMER = "_former"
 
 @dataclass(frozen=True)
 class Former:
-    """What a module was before `assign`."""
+    """The state of a module before `assign`."""
 
     kind: type[nn.Module]
     values: dict[str, Any]  # attributes and sub-modules that have been overwritten or removed
@@ -58,7 +58,7 @@ def draft(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 
 def assign(made: nn.Module) -> None:
-    """Make a module, and those inside it that have drafts, what their drafts are."""
+    """Turn a module, and those inside it that have drafts, into their drafts."""
     for one in [*drafts_in(made)]:
         module, state = vars(one)[ORIGIN], {name: value for name, value in vars(one).items() if name != ORIGIN}
         children = state["_modules"]

@@ -1,4 +1,4 @@
-"""What the references of several mechanisms share: plain formulas, in the dtype of their inputs, written to be read.
+"""Helpers that several references share: plain formulas, in the dtype of their inputs, written to be read.
 
 Nothing here is fast, and the modules that tests compare with these formulas use none of it.
 """
