@@ -188,6 +188,7 @@ class Cache:
         made.reorder(torch.arange(len(tensors[0]) if tensors else 0, device=tensors[0].device if tensors else None))
         return made
 
+    @property
     def nbytes(self) -> int:
-        """Return the bytes of memory held, including what is allocated for later tokens."""
+        """The bytes of memory held, including what is allocated for later tokens."""
         return sum(x.numel() * x.element_size() for x in (*self._memory.values(), *self._states.values()))

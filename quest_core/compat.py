@@ -20,13 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .errors import UnsupportedError
 
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-HAS_GROUPED_ATTENTION = VERSION >= (2, 5)  # scaled_dot_product_attention(enable_gqa=True)
-HIDES_BLIND_ROWS = VERSION >= (2, 5)  # a query with no visible key gives zeros; before, NaN
-HAS_DTENSOR = VERSION >= (2, 5)  # torch.distributed.tensor
-OPERATORS = (2, 4)  # torch.library.custom_op
-MATH_KERNEL = "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-if VERSION < (2, 3):
-    MATH_KERNEL = "torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)"
 
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
 
@@ -34,19 +27,16 @@ Made = TypeVar("Made")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# Whether torch.compile or torch.export is reading this code. PyTorch 2.1 and 2.2 have no public name for it.
-is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: torch._dynamo.is_compiling())
+is_compiling = torch.compiler.is_compiling  # whether torch.compile or torch.export reads this code
 
 
 def is_compiling_without_dynamo() -> bool:
     """Return whether torch.export runs this code itself, on tensors that have no values."""
-    if not is_compiling() or not hasattr(torch.compiler, "is_dynamo_compiling"):
-        return False  # before PyTorch 2.3 Dynamo does it
-    return not torch.compiler.is_dynamo_compiling()
+    return is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return torch.promote_types(dtype, torch.float32), for floating types; Dynamo of PyTorch 2.1 cannot read that."""
+    """Return float32, or float64 if `dtype` is float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -129,7 +119,7 @@ def may_read(x: Tensor, *, waits: bool = False) -> bool:
     return not _modes() and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
 
 
-_answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> what was found for each view of it
+_answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> question -> its latest view and the answer
 
 
 def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Made:
@@ -144,17 +134,17 @@ def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Ma
     if x.is_inference():
         return answer()
     kept = _answers.setdefault(x if x._base is None else x._base, {})
-    view = (question, x.dtype, x.shape, x.stride(), x.storage_offset())
-    if kept.get(view, (None,))[0] != x._version:
-        kept[view] = x._version, answer()
-    return kept[view][1]  # type: ignore[no-any-return]
+    view = (x.dtype, x.shape, x.stride(), x.storage_offset(), x._version)
+    if kept.get(question, (None,))[0] != view:
+        kept[question] = view, answer()
+    return kept[question][1]  # type: ignore[no-any-return]
 
 
 def is_recomputing() -> bool:
     """Return whether a backward pass is running in this thread; checkpointing repeats a forward pass then."""
     if is_compiling():
         return False
-    return bool(getattr(torch._C, "_current_graph_task_id", lambda: -1)() != -1)
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def tokens_are_divided() -> bool:
@@ -170,10 +160,6 @@ def tokens_are_divided() -> bool:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the lower type that autocast computes in on this device, or None if autocast is off there."""
-    if VERSION < (2, 4):  # the functions name their device
-        if device_type == "cpu":
-            return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-        return torch.get_autocast_gpu_dtype() if device_type == "cuda" and torch.is_autocast_enabled() else None
     try:
         enabled = torch.is_autocast_enabled(device_type)
     except RuntimeError:  # a device that autocast does not know, such as meta
@@ -212,7 +198,7 @@ def _refuse_second_derivative(name: str, grad: Tensor) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise UnsupportedError(
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
-            f"kernel; run the forward pass inside {MATH_KERNEL}"
+            "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         )
 
 
@@ -224,15 +210,3 @@ def require(what: str, version: tuple[int, int]) -> None:
             f"{what} needs PyTorch {needed} or newer, and {torch.__version__} is installed; "
             f"pip install 'torch>={needed}'"
         )
-
-
-def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return torch.library.custom_op(name, ...); before PyTorch 2.4 its callers must `require` OPERATORS."""
-    if VERSION >= OPERATORS:
-        return torch.library.custom_op(name, mutates_args=(), schema=schema)
-
-    def undefined(function: Any) -> Any:
-        function.register_fake = function.register_autograd = lambda *_, **__: None
-        return function
-
-    return undefined

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .compat import HAS_DTENSOR, autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
+from .compat import autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
 
 PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
@@ -98,7 +98,7 @@ def local(parameter: Tensor) -> Tensor:
 
     Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
     """
-    if type(parameter) in (Tensor, nn.Parameter) or not HAS_DTENSOR:
+    if type(parameter) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
         return parameter
     from torch.distributed.tensor import DTensor, Partial, Replicate
 

@@ -16,7 +16,6 @@ import quest_core
 from quest_core import ops as blocks
 from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.mechanisms import aft_conv, aft_ops, naive
-from quest_core.testing import versions
 from quest_core.testing.truth import exact as by_reference
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
@@ -378,7 +377,6 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 200.0])
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_no_intermediate_grows_faster_than_the_sequence(
     spec: str, spread: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +420,7 @@ def test_decoding_equals_the_whole_sequence(spec: str, steps: list[int]) -> None
         got = made.decode(q[:, :, rows], k[:, :, rows], v[:, :, rows], cache)
         torch.testing.assert_close(got, want[:, :, rows])
         done += count
-        sizes.append(cache.nbytes())
+        sizes.append(cache.nbytes)
         # A beam search keeps and reorders rows at any time.
         order = torch.tensor([2, 0, 1])
         cache.reorder(order)
@@ -454,8 +452,6 @@ def test_decoding_leaves_out_hidden_tokens(spec: str) -> None:
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS, "aft-conv(window=3, gumbel=true)"])
 def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
     tokens = 8 if "dims=3" in spec else 9
-    if "gumbel" in spec:
-        versions.needs_torch("2.5", "torch.compile of one_hot")
     made = build(spec, 2, 4).float()
     q, k, v = (x.detach().float().requires_grad_() for x in tensors(spec, 2, 2, tokens, tokens, 4))
     is_causal = not spec.startswith("aft-conv")
@@ -473,7 +469,6 @@ def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("table", [False, True])
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
@@ -481,7 +476,6 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
 
 
-@pytest.mark.needs_torch("2.4", "torch.library.custom_op")
 def test_compiled_lengths_may_vary() -> None:
     made = build("aft-local", 2, 4).float()
     torch._dynamo.reset()

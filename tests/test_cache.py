@@ -148,7 +148,7 @@ def test_reset_serves_another_sequence_in_the_same_memory(attention: str) -> Non
         for batch in (2, 2, 3):
             x = torch.randn(batch, 9, 16, dtype=torch.float64)
             close(steps(model, x, caches, [4, 1, 4]), model(x))
-            held.append((caches[1].nbytes(), [x.data_ptr() for x in caches[1]._memory.values()]))
+            held.append((caches[1].nbytes, [x.data_ptr() for x in caches[1]._memory.values()]))
             for cache in caches:
                 cache.reset()
                 assert len(cache) == 0
@@ -168,9 +168,9 @@ def test_memory_is_allocated_once_for_max_length_and_doubles_without() -> None:
         for cache in (fixed, growing):
             mechanism.decode(*(x[:, :, i : i + 1] for x in (q, k, v)), cache)
         places.add(fixed["k"].data_ptr())
-        sizes.append(growing.nbytes())
+        sizes.append(growing.nbytes)
     assert len(places) == 1
-    assert fixed.nbytes() == 2 * 4 * 2 * 2 * 100 * 8
+    assert fixed.nbytes == 2 * 4 * 2 * 2 * 100 * 8
     token = 2 * 4 * 2 * 2 * 8
     assert sorted(set(sizes)) == [token * n for n in (1, 2, 4, 8, 16, 32, 64, 128)]
     assert fixed["k"].shape == growing["k"].shape == (2, 2, 100, 8)
@@ -186,12 +186,11 @@ def test_sums_do_not_grow(attention: str) -> None:
     with torch.no_grad():
         for _ in range(40):
             model(torch.randn(1, 1, 16, dtype=torch.float64), caches)
-            sizes.append(caches[1].nbytes())
+            sizes.append(caches[1].nbytes)
     assert len(set(sizes[30:])) == 1
     assert sizes[-1] <= 33 * 2 * 16 * 8 if "window" in attention else sizes[0] == sizes[-1]
 
 
-@pytest.mark.needs_torch("2.5", "scaled_dot_product_attention(enable_gqa=True)")
 def test_a_single_query_builds_no_mask_and_no_copy_of_the_keys() -> None:
     seen: list[int] = []
 

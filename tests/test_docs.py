@@ -278,7 +278,6 @@ def is_defined(name: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.needs_torch("2.5", "quest_core.tools.parallel")
 def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
     anchors = {
         anchor

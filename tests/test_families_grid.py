@@ -56,8 +56,6 @@ class Call(torch.nn.Module):
 
 
 def compiled(call: Call, spec: str, dynamic: bool) -> None:
-    if dynamic and call.is_causal:
-        versions.needs_torch("2.5", "the maximum of two dynamic sizes")
     torch._dynamo.reset()
     graphs = []
     run = torch.compile(
@@ -69,7 +67,6 @@ def compiled(call: Call, spec: str, dynamic: bool) -> None:
 
 
 def exported(call: Call, spec: str, dynamic: bool) -> None:
-    versions.needs_torch("2.2", "torch.export.Dim")
     n = torch.export.Dim("n", min=2, max=96)
     shapes = {name: {2: n} for name in "qkv"} if dynamic else None
     run = torch.export.export(call, inputs(spec), dynamic_shapes=shapes).module()
@@ -169,8 +166,6 @@ def is_operator(spec: str, is_causal: bool) -> bool:
 def test_a_transform_is_right_or_refused_by_name(spec: str, is_causal: bool, cell: str, tmp_path: Path) -> None:
     run, named = CELLS[cell]
     call = Call(spec, is_causal)
-    if is_operator(spec, is_causal):
-        versions.needs_torch("2.4", "torch.library.custom_op")
     if not (named and is_operator(spec, is_causal)):
         run(call, spec, tmp_path)
         return
@@ -266,7 +261,6 @@ def test_a_large_grid_has_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -
     twice(Call("aft-conv(dims=1)", False), "aft-conv(dims=1)")
 
 
-@pytest.mark.needs_torch("2.2", "torch.export.Dim")
 def test_a_dynamic_square_is_refused() -> None:
     call, n = Call("aft-conv(window=3)", False), torch.export.Dim("n", min=2, max=96)
     with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support torch.export with a dynamic"):

@@ -20,13 +20,8 @@ from quest_core.registry import Component, mechanisms, register, temporary
 from quest_core.testing import MechanismError, check_mechanism
 from quest_core.testing.versions import PREFIX, has_half
 
-OPERATORS = pytest.mark.needs_torch("2.4", "torch.library.custom_op")
-BY_OPERATOR = ("aft-simple", "aft-full", "aft-local")
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=OPERATORS if name in BY_OPERATOR else ()) for name in mechanisms()]
-)
+@pytest.mark.parametrize("name", list(mechanisms()))
 def test_every_mechanism_of_quest_core_passes(name: str) -> None:
     check_mechanism(mechanisms()[name])
 
@@ -39,7 +34,7 @@ def test_every_mechanism_of_quest_core_passes(name: str) -> None:
         "sigmoid(bias=-1)",
         "sinkhorn(iterations=1)",
         "elliptical+kdgqa(kv_heads=2)",
-        pytest.param("aft-full(rank=null, max_length=32)", marks=OPERATORS),
+        "aft-full(rank=null, max_length=32)",
         {"name": "standard", "scale": 0.5},
         quest_core.Mechanism("linear"),
     ],
@@ -404,12 +399,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
 }
 
 
-DIVIDED = pytest.mark.needs_torch("2.5", "torch.distributed.tensor")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=DIVIDED if "heads_can_be_divided" in WRONG[name][1] else ()) for name in WRONG]
-)
+@pytest.mark.parametrize("name", list(WRONG))
 def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     if name == "norms in float16" and not has_half():
         pytest.skip(f"{PREFIX}has no float16 products on a CPU")

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.compat import VERSION
 from quest_core.errors import UnsupportedError
 from quest_core.mechanisms import naive
 from quest_core.ops import unit
 from quest_core.registry import mechanisms
-from quest_core.testing import versions
 from quest_core.testing.truth import exact, truth
 
 SCORES = [name for name, part in mechanisms().items() if part.axis == "score" and not part.chained]
@@ -258,13 +256,10 @@ CALLS: dict[str, tuple[quest_core.AttentionSpec, quest_core.AttentionSpec]] = {
 def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> None:
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 4, 6, 6, 8))
     first, second = CALLS[call]
-    if isinstance(first, quest_core.AttentionConfig):
-        versions.needs_torch("2.5", "torch.compile of a call with an object of a class")
     model = _Calls(first)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
-    versions.needs_torch("2.3", "torch.export.export(strict=...)")
     for strict in (False, True):
         exported = torch.export.export(model, (q, k, v), strict=strict).module()
         torch.testing.assert_close(exported(q, k, v), model(q, k, v))
@@ -414,7 +409,7 @@ class CausalOrNot(nn.Module):
 
 def traced_to_onnx(module: nn.Module) -> bytes:
     """The file of the exporter that was the default before PyTorch 2.9, with a dynamic batch and length."""
-    file, modern = io.BytesIO(), {} if VERSION < (2, 5) else {"dynamo": False}
+    file, modern = io.BytesIO(), {"dynamo": False}
     names: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

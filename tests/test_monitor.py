@@ -469,7 +469,6 @@ def test_state_dicts_copies_and_pickles_have_no_monitor() -> None:
     assert model.layers[0].self_attn.mechanism.monitor is None
 
 
-@pytest.mark.needs_torch("2.5", "a compiled module whose attributes change")
 def test_compiles_without_a_break_when_off_and_with_one_when_on() -> None:
     layer = quest_core.Attention(12, 4, "quest").eval()
     x = torch.randn(2, 6, 12)
@@ -488,7 +487,6 @@ def test_compiles_without_a_break_when_off_and_with_one_when_on() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
 
 
-@pytest.mark.needs_torch("2.3", "torch.compiler.is_dynamo_compiling")
 def test_export_leaves_the_monitor_out() -> None:
     layer = quest_core.Attention(12, 4, "quest").eval()
     x = torch.randn(2, 6, 12)

@@ -314,7 +314,6 @@ def test_flash_kernels_run_from_ampere_on(
 
 
 @pytest.mark.parametrize(("capability", "applies"), [((7, 5), False), ((8, 0), True)])
-@pytest.mark.needs_torch("2.5", "FakeTensorMode of a device that is not there")
 def test_gpus_before_ampere_take_padded_batches(
     capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

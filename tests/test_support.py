@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -20,6 +19,5 @@ def train(attention: str, **layer: float) -> None:
     assert loss.isfinite()
 
 
-@pytest.mark.needs_torch("2.4", "the custom operators of aft-full and aft-local")
 def test_the_table_of_support() -> None:
     check(Path(__file__).with_name("support.json"), "PyTorch", train, {"`dropout=0`": {"dropout": 0.0}})

@@ -158,8 +158,7 @@ def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Llama(), (torch.randn(2, 7, 32),)
 
 
-NATIVE = pytest.mark.needs_torch("2.5", "scaled_dot_product_attention(enable_gqa=True)")
-MODELS = pytest.mark.parametrize("make", [gpt, dit, pytest.param(llama, marks=NATIVE)], ids=lambda make: make.__name__)
+MODELS = pytest.mark.parametrize("make", [gpt, dit, llama], ids=lambda make: make.__name__)
 
 
 class Formula(TorchFunctionMode):
@@ -278,7 +277,6 @@ def test_layouts_and_causal_alignment_are_those_of_pytorch(
         torch.testing.assert_close(model[0](q, k, v, mask), stock(q, k, v, mask).nan_to_num(0))
 
 
-@NATIVE
 def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
     model, (x,) = llama()
     quest_core.inject(model, "quest", example=x)
@@ -287,7 +285,6 @@ def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), model(x))
 
 
-@NATIVE
 @pytest.mark.parametrize("attention", ["quest", "qknorm", "quest+sigmoid", "quest+gqa(kv_heads=2)", "quest+kdgqa"])
 def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
     if "kdgqa" in attention:
@@ -573,7 +570,6 @@ def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention: str, why: str)
     assert "Possible here: " in str(caught.value)
 
 
-@NATIVE
 def test_masks_and_dropout_of_the_example_decide_what_is_possible() -> None:
     with pytest.raises(UnsupportedError, match="takes masks of keys only"):
         quest_core.inject(Llama(native=False), "linear", example=torch.randn(2, 7, 32))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import OPERATORS, is_exporting_to_onnx, is_tracing, no_autocast, operator, require, transform
+from ..compat import is_exporting_to_onnx, is_tracing, no_autocast, transform
 from ..errors import UnsupportedError
 
 ROWS = 256  # queries of a block, which bound memory: [ROWS, M] biases at a time
@@ -29,7 +29,6 @@ ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys ar
 
 def refuse_transforms(name: str) -> None:
     """Raise UnsupportedError where the operator of attention `name` has no rule, before PyTorch does."""
-    require(f"attention '{name}' is a custom operator (torch.library.custom_op), which", OPERATORS)
     recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
     what = transform() or recorder
     if what is not None:
@@ -200,8 +199,9 @@ class _Blocks:
         d_k[keys] += (d_s * self.s[keys]).sum(1)
 
 
-@operator(
+@torch.library.custom_op(
     "quest::aft_biased",
+    mutates_args=(),
     schema="(Tensor k, Tensor v, Tensor? left, Tensor? right, bool causal, int window) "
     "-> (Tensor average, Tensor log_normalizer)",
 )
@@ -232,8 +232,9 @@ def _fake_biased(k: Tensor, v: Tensor, left: Tensor | None, *_: Any) -> tuple[Te
     return k.new_empty(n, k.shape[1]), k.new_empty(n, k.shape[1])
 
 
-@operator(
+@torch.library.custom_op(
     "quest::aft_biased_backward",
+    mutates_args=(),
     schema="(Tensor grad, Tensor along, Tensor k, Tensor v, Tensor? left, Tensor? right, Tensor lse, bool causal, "
     "int window) -> (Tensor k, Tensor v, Tensor left, Tensor right)",
 )

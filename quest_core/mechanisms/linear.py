@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..compat import VERSION, is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
+from ..compat import is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
 from ..ops import local, result_type, unit, widen
 from ..registry import register
 from . import naive
@@ -175,7 +175,7 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
     Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
     n, m = q.shape[2], k.shape[2]
-    tokens = max(n, m) if is_tracing() or VERSION < (2, 4) else torch.sym_max(n, m)  # which Dynamo of 2.1 lacks
+    tokens = max(n, m) if is_tracing() else torch.sym_max(n, m)
     # One graph for all lengths has chunks of one size, and two or more: one would be a case of its own.
     graph = is_compiling() or is_exporting()
     size = CHUNK if graph else min(CHUNK, max(tokens, 1))

@@ -12,7 +12,6 @@ from quest_core.testing import versions
 
 from .draws import Example, example, run, text
 from .search import settle
-from .transforms import VERSION
 
 
 class Drawn:
@@ -37,9 +36,7 @@ def test_any_combination(data: st.DataObject) -> None:
             raise
 
 
-CHEAP = ["func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace"]
-if VERSION >= (2, 5):  # PyTorch 2.1 replays some small graphs wrongly, those of the references too
-    CHEAP.append("make_fx")
+CHEAP = ["func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "make_fx"]
 
 
 @given(st.data())

@@ -90,20 +90,8 @@ def weights_returned(made: Made) -> str | None:
 # Compilers.
 
 
-def _needs_compiler(made: Made) -> None:
-    """Skip an attention that is a custom operator: Dynamo of PyTorch 2.1 stops at its refusal."""
-    if made.config.family in ("aft-full", "aft-local") or (made.config.family == "aft-simple" and made.cell.is_causal):
-        versions.needs_torch("2.4", "torch.library.custom_op")
-
-
-def _needs_square(made: Made) -> None:
-    if made.config.family == "aft-conv" and int(made.config.option("dims")) > 1:
-        versions.needs_torch("2.5", "round() of a symbolic number")
-
-
 def compile_static(made: Made, backend: str = "aot_eager") -> str | None:
     """torch.compile for one length at a time."""
-    _needs_compiler(made)
     torch._dynamo.reset()
     compiled = torch.compile(made.module, backend=backend, dynamic=False, fullgraph=True)
     tensors = made.tensors()
@@ -114,14 +102,6 @@ def compile_static(made: Made, backend: str = "aot_eager") -> str | None:
 
 def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
     """torch.compile(dynamic=True): one graph for all lengths."""
-    _needs_compiler(made)
-    if made.config.family is None and made.config["score"] in ("standard", "elliptical"):
-        versions.needs_torch("2.5", "the root of a dynamic size")
-    if made.config.family in ("linear", "cosine") and made.cell.is_causal:
-        versions.needs_torch("2.5", "the maximum of two dynamic sizes")
-    if made.cell.cross and made.cell.is_causal:
-        versions.needs_torch("2.5", "tril() of a dynamic diagonal")
-    _needs_square(made)
     torch._dynamo.reset()
     counting = CompileCounterWithBackend(backend)
     compiled = torch.compile(made.module, backend=counting, dynamic=True, fullgraph=True)
@@ -161,7 +141,6 @@ def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _exported(made: Made) -> Any:
-    versions.needs_torch("2.2", "torch.export.Dim")
     tensors = made.tensors()
     shapes = None if made.single else _dynamic_shapes(made, tensors)
     return torch.export.export(made.module, tensors, dynamic_shapes=shapes)
@@ -272,9 +251,6 @@ def fx(made: Made) -> str | None:
 
 def fx_symbolic(made: Made) -> str | None:
     """make_fx with symbolic sizes, of output and gradients, replayed at other lengths."""
-    _needs_square(made)
-    if made.config.family == "aft-conv":
-        versions.needs_torch("2.5", "make_fx of indices that are computed from symbolic sizes")
     return _recorded(made, "symbolic", made.lengths())
 
 
@@ -445,8 +421,6 @@ def second_derivative_math(made: Made) -> str | None:
 
 
 def _math_kernel() -> contextlib.AbstractContextManager[Any]:
-    if VERSION < (2, 3):
-        return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.MATH)

@@ -132,7 +132,7 @@ def test_the_cache_holds_unit_keys() -> None:
 
 def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow() -> None:
     def size(attention: str, tokens: int = 16) -> int:
-        return sum(cache.nbytes() for cache in caches(attention, tokens))
+        return sum(cache.nbytes for cache in caches(attention, tokens))
 
     assert size("quest") == size("standard") == 3 * 2 * 2 * 16 * 16 * 4  # layers, k and v, batch, tokens, width, bytes
     assert size("quest+gqa(kv_heads=2)") * 2 == size("quest")
