@@ -40,16 +40,12 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _divide(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x / ‖x‖₂ [..., D] and ‖x‖₂ [..., 1] in float32 or float64, infinity for a zero vector."""
+    """Return x / ‖x‖₂ [..., D], and ‖x‖₂ [..., 1] in float32 or float64: infinity for a zero vector."""
     dtype, least = (torch.float64, 1e-154) if x.dtype == torch.float64 else (torch.float32, 1e-19)
-    wide = x if x.dtype == dtype else x.to(dtype)
-    norm: Tensor = torch.linalg.vector_norm(wide, 2, -1, True)
+    norm: Tensor = torch.linalg.vector_norm(x, 2, -1, True, dtype=dtype)
     # One operation, whose derivative is 0 where it replaces the norm; torch.onnx.export(dynamo=False) lacks it.
     norm = norm.masked_fill(norm <= least, math.inf) if is_tracing() else torch.threshold(norm, least, math.inf)
-    if x.dtype == dtype:
-        return x / norm, norm
-    recorded = x.requires_grad and torch.is_grad_enabled()
-    return (wide / norm if recorded else wide.div_(norm)).to(x.dtype), norm
+    return (x / norm if x.dtype == dtype else (x / norm).to(x.dtype)), norm
 
 
 class _Unit(torch.autograd.Function):
