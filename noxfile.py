@@ -149,7 +149,10 @@ def setup(session: nox.Session) -> None:
 def lint_stages(executable: Path) -> list[running.Stage]:
     """Run the linters, two at a time."""
     tools = executable.parent
-    sources = [*(environments.PLUGINS / name / "src" for name in environments.plugins()), environments.RESEARCH]
+    sources = [
+        *(environments.PLUGINS / name / "src" for name in environments.plugins()),
+        environments.RESEARCH / "quest_research",
+    ]
     mypy, caches = [tools / "mypy", "--cache-dir"], ROOT / ".mypy_cache"  # one cache per set of options
     commands = {
         "mypy plugins": [*mypy, caches / "plugins", *sources],

@@ -96,8 +96,8 @@ def requested(cfg: Any) -> Request | None:
         node = cfg.get(section) or {}
         given = {key: node[key] for key in KEYS if _given(node.get(key))}
         if "attention" in given:
-            attention, *source = (_parse(f"{section}.{key}", given[key]) for key in KEYS[:2] if key in given)
-            asked[section] = Request(attention, *(source or [None]), "allow_partial" in given)
+            named = {key: _parse(f"{section}.{key}", given[key]) for key in KEYS[:2] if key in given}
+            asked[section] = Request(named["attention"], named.get("attention_from"), "allow_partial" in given)
         elif given:
             unread = ", ".join(f"{section}.{key}" for key in given)
             raise ConfigError(

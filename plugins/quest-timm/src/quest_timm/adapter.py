@@ -190,7 +190,7 @@ def _call(path: str, module: Any) -> Call | None:
         return None
     if isinstance(module, Routed):
         return module.routed_call
-    asked = ROUTED.get(_kind(module), {})
+    asked: dict[str, Any] = {**ROUTED.get(_kind(module), {})}
     return Call(
         path=path,
         heads=module.num_heads,

@@ -118,7 +118,8 @@ def takes_scale(config: AttentionConfig) -> bool:
     """Return whether the factor on q·k is the host's, because the score has none of its own."""
     score = config.components[0]
     dims = Dims(1, 1, 1, standard_scale=math.inf)  # no option can be that
-    return score.axis == "score" and config.build(score, dims).scale(1) == math.inf
+    built: Any = config.build(score, dims)
+    return score.axis == "score" and built.scale(1) == math.inf
 
 
 class MultiheadAttention(Replacement):
