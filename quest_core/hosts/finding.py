@@ -307,8 +307,10 @@ class _Judge:
             except UnsupportedError as error:
                 self.refused.setdefault(frame.path, str(error))
         self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
+        lost = [one.owner.path for one in search.softmaxes if not one.terms and not one.plain]
         for origin in search.products:
-            if all(operand.features for operand in origin.operands or (_NONE,)):
+            hidden = any(within(path, [origin.frames[-1].path]) for path in lost)
+            if not hidden and all(operand.features for operand in origin.operands or (_NONE,)):
                 self.left.setdefault(origin.frames[-1].path, "no softmax follows its products of two activations")
         self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
 
