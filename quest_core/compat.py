@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import UnsupportedError
@@ -107,6 +108,18 @@ def is_eager() -> bool:
     Compilers and exporters get the plain formula, which they derive and fuse by themselves.
     """
     return not (is_compiling() or is_tracing() or transform())
+
+
+def kept_whole(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return a node that calls `module` if torch.fx.symbolic_trace runs this code, else None.
+
+    The checks of a module branch on shapes and types, which a symbolic trace has not.
+    """
+    proxy = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
+    if proxy is None:
+        return None
+    tracer: Any = proxy.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
 
 
 # How many of FakeTensorMode, make_fx's and the like are active.

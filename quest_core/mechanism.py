@@ -16,7 +16,8 @@ from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
     constant_result,
-    is_tracing,
+    is_compiling,
+    is_exporting,
     name_second_derivative,
     same_random_state,
     tokens_are_divided,
@@ -35,6 +36,7 @@ from .ops import (
     hide_lowest,
     hides_the_future,
     logits,
+    plain_mask,
 )
 from .projections import HeadSizes
 
@@ -362,10 +364,14 @@ class Mechanism(CheckpointGuard):
                 "choose a score of queries and keys (standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa "
                 "or dgqa"
             )
-        # Self-attention without a mask is checked by one comparison; any other call piece by piece.
-        plain = q.shape == k.shape == v.shape and mask is None and dropout_p == 0 and not self._key_features
-        plain = plain and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
-        if not (plain and len(q.shape) == 4 and q.dtype in TYPES and not (self._shares or self._chooses)):
+        if mask is not None:
+            mask = plain_mask(mask)
+        # Self-attention without a mask is checked by one comparison; any other call piece by piece. Exporters would
+        # fix the sizes that are compared.
+        plain = not is_compiling() and mask is None and dropout_p == 0 and not self._key_features
+        plain = plain and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
+        plain = plain and q.device == k.device == v.device and len(q.shape) == 4 and q.dtype in TYPES
+        if not (plain and not (self._shares or self._chooses)) and not is_exporting():
             self._check_shapes(q, k, v, mask, dropout_p, cached)
         if self._no_causal:
             self.refuse_future(mask, is_causal)
@@ -375,8 +381,6 @@ class Mechanism(CheckpointGuard):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int
     ) -> None:
         """Raise InputError unless q, k, v and mask fit together; the mask covers `cached` further keys before k."""
-        if is_tracing():  # sizes are tensors, and the trace would freeze the result of a comparison
-            return
         same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in TYPES
         for name, x in () if same and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
             if x.dim() != 4:

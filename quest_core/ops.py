@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.checkpoint import checkpoint
 
 from .compat import autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
@@ -136,6 +137,15 @@ def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
 def drop(weights: Tensor, dropout_p: float) -> Tensor:
     """Return the weights after dropout."""
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights
+
+
+def plain_mask(mask: Tensor | None) -> Tensor | None:
+    """Return a causal bias of torch.nn.attention.bias as a boolean mask [N, M]; other masks as they are."""
+    if not isinstance(mask, CausalBias):
+        return mask
+    n, m = mask.seq_len_q, mask.seq_len_kv
+    shift = m - n if mask.variant == CausalVariant.LOWER_RIGHT else 0
+    return torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(shift)
 
 
 def hide_lowest(mask: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import ATTENTION, is_compiling, is_tracing, require, same_random_state, size
+from ..compat import ATTENTION, is_compiling, is_exporting, is_tracing, kept_whole, require, same_random_state, size
 from ..config import AttentionConfig
 from ..drafts import draft, host_class
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
-from ..ops import hides_the_future
+from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
 
@@ -107,6 +107,8 @@ class Routed(nn.Module):
         Raises:
             UnsupportedError: it did not call scaled_dot_product_attention, so its attention is another one.
         """
+        if (whole := kept_whole(self, *args, **kwargs)) is not None:
+            return whole
         if is_compiling():
             require("torch.compile of a model with universal sites", (2, 6))
         route = _Route(self)
@@ -161,17 +163,24 @@ def _attend(site: Routed, call: _Arguments) -> Tensor:
     """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`."""
     if not is_tracing():
         _check(site, call)
-    axes, lead = call.query.dim(), call.query.shape[:-3]
-    mask, is_causal = call.attn_mask, call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
+    axes = call.query.dim()
+    mask, is_causal = plain_mask(call.attn_mask), call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
+    q, k, v = call[:3]
+    if not is_exporting() and (q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3] or axes == 3):
+        lead = torch.broadcast_shapes(*(x.shape[: -2 if axes == 3 else -3] for x in (q, k, v)))
+        q, k, v = (x.expand(*lead, *x.shape[len(lead) :]) for x in (q, k, v))
+    lead = q.shape[:-3]
     if mask is not None and mask.dim() > 2 and (mask.dim(), axes) != (4, 4):
         mask = _batched(mask.expand(*lead, *mask.shape[-3:]), axes)
-    q, k, v = (_batched(x, axes) for x in call[:3])
+    q, k, v = (_batched(x, axes) for x in (q, k, v))
     n, m = size(q, 2), size(k, 2)
     if is_causal and mask is not None:
         raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
     if is_causal and n != m:  # Mechanism aligns at the last key
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
+    if axes == 2:
+        return out[0, 0]
     return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
 
 
@@ -195,7 +204,9 @@ def _heads(x: Tensor) -> int:
 
 
 def _batched(x: Tensor, axes: int) -> Tensor:
-    """Return [..., H, N, D] as [B, H, N, D], and [B, N, D], of three `axes`, as [B, 1, N, D]."""
+    """Return [..., H, N, D] as [B, H, N, D], and [B, N, D] or [N, D], of three or two `axes`, with one head."""
+    if axes == 2:
+        return x[None, None]
     return x.unsqueeze(1) if axes == 3 else x.flatten(0, -4) if axes > 4 else x
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import is_compiling, is_eager, require
+from ..compat import is_compiling, is_eager, kept_whole, require
 from ..config import AttentionConfig
 from ..drafts import draft, host_class
 from ..errors import UnsupportedError
@@ -128,6 +128,8 @@ class WrittenOut(nn.Module):
             UnsupportedError: it writes its attention in another way than when the attention was injected, or a
                 Monitor watches it.
         """
+        if (whole := kept_whole(self, *args, **kwargs)) is not None:
+            return whole
         if self.mechanism.monitor is not None:
             raise UnsupportedError(f"a Monitor does not see '{self.written.path}', whose attention is written out")
         if self.untouched:

@@ -63,7 +63,7 @@ class Softmax(Normalizer):
             return super().forward(q, k, v, mask=mask, is_causal=is_causal, **plain)
         if is_causal:
             n, m = q.shape[2], k.shape[2]
-            if n == 1:
+            if n == 1 and not is_exporting():  # which would fix that size
                 is_causal = False  # the last query sees every key
             elif mask is not None or n != m:  # PyTorch aligns causal masks at the first key
                 mask, is_causal = merge_causal(mask, n, m, q.device), False

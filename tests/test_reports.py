@@ -1,0 +1,213 @@
+"""Situations that people reported of other libraries: each gives what PyTorch gives, or an error with the reason."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import quest_core
+
+
+class Model(nn.Module):
+    """Self-attention with a padding mask, by a module of torch.nn, a layer of ours or a call of PyTorch's function."""
+
+    def __init__(self, kind: str, attention: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(16, 48)
+        self.inner: Any = None
+        if kind == "layer":
+            self.inner = quest_core.Attention(16, 2, attention=attention)
+        elif kind == "multihead":
+            self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+            quest_core.inject(self, attention)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # [B, N, 16], [B, N] -> [B, N, 16]
+        if self.kind == "layer":
+            return self.inner(x, key_mask=~padding)
+        if self.kind == "multihead":
+            return self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
+        out = F.scaled_dot_product_attention(q, k, v, ~padding[:, None, None])
+        return out.transpose(1, 2).flatten(2)
+
+
+def model(kind: str, attention: str) -> nn.Module:
+    made = Model(kind, attention).eval()
+    if kind == "call":
+        quest_core.inject(made, attention, example=inputs(2, 5))
+    return made
+
+
+def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    padding = torch.zeros(batch, tokens, dtype=torch.bool)
+    padding[-1, tokens - 1 :] = tokens > 1
+    return torch.randn(batch, tokens, 16), padding
+
+
+# --- a size of 1 in the example of an exporter ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+@pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 5)], ids=str)
+def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """An example of one sample fixed that size in the exported graph."""
+    import onnxruntime
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    made = model(kind, attention)
+    axes = {0: "batch", 1: "tokens"}
+    program = torch.onnx.export(made, inputs(*sizes), dynamo=True, dynamic_shapes=(axes, axes), verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch, tokens in ((3, 7), (1, 4), (2, 1)):
+        given = inputs(batch, tokens)
+        feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), given, strict=True)}
+        (found,) = session.run(None, feed)
+        torch.testing.assert_close(torch.from_numpy(found), made(*given).detach(), rtol=1e-5, atol=1e-5)
+
+
+# --- what scaled_dot_product_attention takes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid", "qnorm+gqa(kv_heads=2)"])
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_the_causal_biases_of_torch_are_masks(attention: str, bias: Any) -> None:
+    """`torch.nn.attention.bias` has masks that are subclasses of Tensor."""
+    q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    mask = bias(4, 6)
+    dense = torch.ones(4, 6, dtype=torch.bool).tril(2 if bias is causal_lower_right else 0)
+    found = quest_core.attention(q, k, v, attention, attn_mask=mask)
+    torch.testing.assert_close(found, quest_core.attention(q, k, v, attention, attn_mask=dense))
+
+
+class Shapes(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+SHAPES = {
+    "latents: one query batch for all keys": ((1, 2, 4, 8), (3, 2, 6, 8)),
+    "memory: one key batch for all queries": ((3, 2, 4, 8), (1, 2, 6, 8)),
+    "no batch": ((2, 4, 8), (2, 6, 8)),
+    "no batch and no heads": ((4, 8), (6, 8)),
+    "two batch axes": ((2, 3, 2, 4, 8), (2, 3, 2, 6, 8)),
+    "two batch axes, one of them broadcast": ((2, 3, 2, 4, 8), (1, 3, 2, 6, 8)),
+    "one head of keys for all queries": ((3, 2, 4, 8), (3, 1, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_a_routed_call_takes_the_shapes_of_stock(attention: str, shapes: tuple[Any, Any]) -> None:
+    q, k, v = torch.randn(shapes[0]), torch.randn(shapes[1]), torch.randn(shapes[1])
+    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v))
+    found = made[0](q, k, v)
+    wide = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    q, k, v = (x.expand(*wide, *x.shape[-2:]).reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
+    expected = quest_core.attention(q, k, v, attention).reshape(found.shape)
+    torch.testing.assert_close(found, expected)
+
+
+# --- devices, dtypes and tools ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_site_without_parameters_follows_the_model(dtype: torch.dtype) -> None:
+    """x-transformers' Attend has none, so its mechanism has no parameter of the host to follow."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.attend = nn.Linear(16, 48), Shapes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            return self.attend(q, k, v)
+
+    for before in (True, False):
+        made = Block().to(dtype) if before else Block()
+        x = torch.randn(2, 5, 16, dtype=next(made.parameters()).dtype)
+        quest_core.inject(made, "qknorm", example=x)
+        made.to(dtype)
+        assert made(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid", "linear", "aft-simple"])
+@pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
+def test_torch_fx_traces_a_model(kind: str, attention: str) -> None:
+    """Feature extraction of torchvision traces models symbolically; a mechanism is a leaf of the graph."""
+    made = model(kind, attention)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return module is not made.inner and super().is_leaf_module(module, name)
+
+    whole = nn.Sequential(made)  # a site is a leaf, its model is not
+    graph = torch.fx.symbolic_trace(whole if kind == "call" else made)
+    given = inputs(2, 5)
+    if kind != "call":
+        torch.testing.assert_close(graph(*given), made(*given))
+
+
+@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest"])
+def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(attention: str) -> None:
+    """The routing mode went through its own call again inside of a compiled helper."""
+
+    def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v) * 1.0
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.helper = nn.Linear(16, 48), helper
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.helper(*self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4))
+
+    made, x = Block().eval(), torch.randn(2, 5, 16)
+    quest_core.inject(made, attention, example=x)
+    for parameter in made.mechanism.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    expected = made(x)
+    made.helper = torch.compile(helper, backend="aot_eager")
+    torch.testing.assert_close(made(x), expected)
+
+
+def test_attributes_that_tools_read_stay_true() -> None:
+    """peft's LoRA asks an nn.MultiheadAttention whether queries, keys and values have one width."""
+    made, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "quest")
+    assert made[0]._qkv_same_embed_dim
+    made, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2, kdim=8)), "quest")
+    assert not made[0]._qkv_same_embed_dim
+
+
+FLOATS = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+FLOATS = [dtype for dtype in FLOATS if dtype.is_floating_point and dtype.itemsize and "e8m0" not in str(dtype)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_name_of_the_attention_survives_a_cast_of_the_state_dict(dtype: torch.dtype) -> None:
+    """Tools cast every floating tensor of a checkpoint; the model then loads it, or says what happened to it."""
+    mine, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "quest+gqa(kv_heads=1)")
+    try:
+        cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in mine.state_dict().items()}
+    except (RuntimeError, NotImplementedError):
+        pytest.skip(f"PyTorch itself does not convert to {dtype}")
+    if not any(x.isfinite().all() if x.dtype.itemsize > 1 else True for x in cast.values()):
+        pytest.skip(f"{dtype} holds none of the weights")
+    other, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "qnorm+gqa(kv_heads=1)")
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(quest_core.CheckpointError, match="quest"):
+        other.load_state_dict(cast)
+    assert all(torch.equal(x, other.state_dict()[key]) for key, x in before.items())
