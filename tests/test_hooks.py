@@ -100,12 +100,12 @@ def test_eight_threads_share_a_mechanism(attention: str) -> None:
 
     with Monitor(made) as monitor:
         want = [work(call) for call in calls]
-        alone = monitor.collect()["mechanism"]
+        single = monitor.collect()["mechanism"]
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(work, calls))
         together = monitor.collect()["mechanism"]
     torch.testing.assert_close(got, want)
-    for name, values in alone.items():
+    for name, values in single.items():
         assert together[name] == pytest.approx(values, rel=1e-6), name
     assert made.monitor is None
     Monitor(made).remove()
