@@ -16,7 +16,6 @@ from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
     constant_result,
-    is_compiling,
     is_exporting,
     name_second_derivative,
     same_random_state,
@@ -366,13 +365,12 @@ class Mechanism(CheckpointGuard):
             )
         if mask is not None:
             mask = plain_mask(mask)
-        # Self-attention without a mask is checked by one comparison; any other call piece by piece. Exporters would
-        # fix the sizes that are compared.
-        plain = not is_compiling() and mask is None and dropout_p == 0 and not self._key_features
-        plain = plain and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
-        plain = plain and q.device == k.device == v.device and len(q.shape) == 4 and q.dtype in TYPES
-        if not (plain and not (self._shares or self._chooses)) and not is_exporting():
-            self._check_shapes(q, k, v, mask, dropout_p, cached)
+        if not is_exporting():  # which would fix the sizes that are compared
+            # Self-attention without a mask is checked by one comparison; any other call piece by piece.
+            plain = mask is None and dropout_p == 0 and not (self._key_features or self._shares or self._chooses)
+            plain = plain and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dtype in TYPES
+            if not (plain and q.device == k.device == v.device and len(q.shape) == 4 and not q.is_nested):
+                self._check_shapes(q, k, v, mask, dropout_p, cached)
         if self._no_causal:
             self.refuse_future(mask, is_causal)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
