@@ -103,9 +103,9 @@ def test_an_injected_model_starts_from_its_own_scale_and_normalizer() -> None:
     stock, x = even_keys()
     ours, _ = quest_core.inject(stock, "standard+sigmoid(scale=0.3)")
     wanted = ours(x, x, x)[0]
-    ours, report = quest_core.calibrate(ours, [(x, x, x)], "quest+sigmoid(scale=-2)")
+    ours, report = quest_core.calibrate(ours, [(x, x, x)], "quest+sigmoid(scale=2)")
     torch.testing.assert_close(ours(x, x, x)[0], wanted, rtol=1e-4, atol=1e-4)
-    assert report.layers[0].factors == pytest.approx([norm * 0.3 / -2 for norm in (3, 0.5, 8)])
+    assert report.layers[0].factors == pytest.approx([norm * 0.3 / 2 for norm in (3, 0.5, 8)])
 
 
 def test_a_grouping_that_changes_nothing_is_allowed() -> None:
@@ -195,7 +195,7 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ConfigError,
         "'kdgqa' gives query heads other key heads",
     ),
-    "scale 0": (model, {"attention": "quest(scale=0)"}, ConfigError, "scale=0"),
+    "scale 0": (model, {"attention": "quest(scale=0)"}, ConfigError, "'scale' is 0"),
     "an unknown name": (model, {"attention": "qest"}, ConfigError, "did you mean 'quest'"),
     "not standard": (lambda: quest_core.inject(model(), "quest")[0], {}, ConfigError, "this one has: quest"),
     "no attention": (lambda: nn.Linear(E, E), {}, InjectionError, "has no attention"),

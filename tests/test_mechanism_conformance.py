@@ -316,7 +316,9 @@ class SomeQuery(Score):
 
 
 def toy(base: type[Component], **declared: Any) -> type[Component]:
-    return type("Toy", (base,), declared)
+    made = type("Toy", (base,), {"__module__": __name__, **declared})
+    globals()["Toy"] = made  # where pickle looks for it
+    return made
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 import os
@@ -38,10 +37,16 @@ def injected(attention: str) -> nn.Module:
     return quest_core.inject(encoder(), attention)[0]
 
 
+class OwnAttention(nn.MultiheadAttention):
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x, x, x)[0]
+
+
 def kept() -> None:
-    model = encoder()
-    model.call = functools.partial(model.layers[0].self_attn.forward, need_weights=False)
-    quest_core.inject(model, "quest")
+    block = nn.Module()
+    block.attention = OwnAttention(8, 2)
+    block.attend = block.attention.attend
+    quest_core.inject(block, "quest")
 
 
 def warned() -> None:
@@ -98,14 +103,14 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "which does not divide": lambda: quest_core.inject(encoder(), "quest+gqa(kv_heads=3)"),
     "has no attention that": lambda: quest_core.inject(nn.Linear(2, 2), "quest"),
     "would replace": lambda: quest_core.inject(nn.ModuleList([encoder(), HouseAttention()]), "quest"),
-    "could go on calling": kept,
+    "in its place does not have": kept,
     "attention dropout": lambda: quest_core.inject(encoder(0.1), "linear"),
     "is wrapped in": lambda: quest_core.inject(nn.DataParallel(encoder()), "quest"),
     "no plugin for": lambda: quest_core.inject(encoder(), "quest", adapter="nothing"),
     "this checkpoint was trained": lambda: injected("sigmoid").load_state_dict(injected("quest").state_dict()),
     "Unexpected key(s)": lambda: encoder().load_state_dict(injected("quest").state_dict()),
     "these weights were trained": warned,
-    "features a head": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),
+    "has head_dim": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),
     "has a state": lambda: quest_core.attention(*heads(4, 4, 4), "elliptical"),
     "cannot be causal": lambda: quest_core.attention(*heads(4, 4, 4), "sinkhorn", is_causal=True),
     "nothing to run": lambda: cli.run.main([]),

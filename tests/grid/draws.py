@@ -127,7 +127,7 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
     if pick((True, True, False)):  # score, normalizer and grouping
         score, normalizer = pick(SCORES), pick(("", "", "+sigmoid", "+sinkhorn"))
         grouping = pick(("", "", "gqa", "mqa", "kdgqa", "dgqa", "pgqa"))
-        options = [f"scale={pick((0.1, 1.0, -0.5, 2))}"] if pick((False, False, True)) else []
+        options = [f"scale={pick((0.1, 1.0, 0.5, 2))}"] if pick((False, False, True)) else []
         if normalizer == "+sigmoid" and pick((False, True)):
             options.append(f"bias={pick((0, -1.5, 2))}")
         if normalizer == "+sinkhorn":

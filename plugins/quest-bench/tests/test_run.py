@@ -135,14 +135,12 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
         installed.cache_clear()
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
         assert app_main(toy) == 0
-        assert app_main(["speed", "--attention", "cubed", "--smoke", "--rounds", "2", "--out", "speed"]) == 0
     standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
     assert standard.result is not None
     assert cubed.result is not None
     assert standard.result["series"] != cubed.result["series"]
     assert "quest-cubed" not in standard.result["versions"]
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
-    assert "cubed" in Path("speed/report.md").read_text()
 
 
 @pytest.mark.slow
