@@ -6,7 +6,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS.parent / "research" / "results"
@@ -16,9 +15,3 @@ RESULTS = DOCS.parent / "research" / "results"
 def test_the_tables_are_what_the_script_prints(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(RESULTS.parent / "scripts" / f"{script}.py"), run_name="__main__")
     assert capsys.readouterr().out in (RESULTS / script.replace("_", "-") / "README.md").read_text()
-
-
-def test_the_picture_of_effects_shows_the_tables_of_choosing() -> None:
-    figures = runpy.run_path(str(DOCS / "figures.py"))
-    with Image.open(DOCS / "figures" / "effects.png") as picture:
-        assert picture.text["Description"] == repr(figures["effects"]()), "run python docs/figures.py"

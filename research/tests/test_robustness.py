@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_with_its_command(
     monkeypatch.setattr(robustness, "classify", _no_training)
     with pytest.raises(PluginError, match="pip install --no-deps torchattacks"):
         run(data, "attacks", tmp_path)
-    with pytest.raises(PluginError, match=r"pip install 'quest-bench\[robustness\]'"):
+    with pytest.raises(PluginError, match="pip install imagecorruptions-imaug"):
         run(data, "fog", tmp_path)
 
 
