@@ -57,7 +57,7 @@ class Mechanism(CheckpointGuard):
         num_heads: query heads H. Together with `head_dim` it is needed by every mechanism that keeps something;
             without both, nothing is added to a state dict either.
         head_dim: features D of a query/key head.
-        num_kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
+        kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
             heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
         standard_scale: the host's own factor on q·k, if it is not the 1/√D that some scores have.
 
@@ -93,7 +93,7 @@ class Mechanism(CheckpointGuard):
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
-        num_kv_heads: int | None = None,
+        kv_heads: int | None = None,
         standard_scale: float | None = None,
         projected: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class Mechanism(CheckpointGuard):
             )
         dims = None
         if num_heads is not None and head_dim is not None:
-            groups = kv_heads(config, num_heads) if num_kv_heads is None else num_kv_heads
+            groups = count_kv_heads(config, num_heads) if kv_heads is None else kv_heads
             dims = Dims(num_heads, groups, head_dim, standard_scale)
         else:
             _refuse_state(config)
@@ -442,7 +442,7 @@ class Mechanism(CheckpointGuard):
         if self.dims is None:
             return
         dims = self.dims
-        heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "num_kv_heads": dims.kv_heads}
+        heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "kv_heads": dims.kv_heads}
         with same_random_state(self):
             made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale, projected=True)
         for own, new in zip(_kept(self), _kept(made), strict=True):
@@ -470,7 +470,7 @@ def _kept(module: Mechanism) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
-def kv_heads(attention: AttentionSpec, num_heads: int) -> int:
+def count_kv_heads(attention: AttentionSpec, num_heads: int) -> int:
     """Return the number of key/value heads G that `attention` uses for `num_heads` query heads."""
     config = AttentionConfig.parse(attention)
     if config.family:
@@ -500,7 +500,7 @@ def head_sizes(
     """
     config = AttentionConfig.parse(attention)
     parts = config.components
-    groups, shared = kv_heads(config, num_heads), None if host_kv_heads == num_heads else host_kv_heads
+    groups, shared = count_kv_heads(config, num_heads), None if host_kv_heads == num_heads else host_kv_heads
     if shared is not None and not any(part.reshapes for part in parts):
         groups = shared
     return HeadSizes(num_heads, groups, head_dim, parts[0].key_features or head_dim, value_dim or head_dim, shared)

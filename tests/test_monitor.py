@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
-from quest_core.mechanism import kv_heads
+from quest_core.mechanism import count_kv_heads
 from quest_core.tools import monitor as monitor_module
 from quest_core.tools import packing
 
@@ -28,7 +28,7 @@ def mechanism(attention: str, heads: int = H) -> quest_core.Mechanism:
 
 
 def inputs(attention: str = "quest", n: int = N, m: int = M) -> tuple[Tensor, Tensor, Tensor]:
-    groups = kv_heads(attention, H)
+    groups = count_kv_heads(attention, H)
     return torch.randn(B, H, n, D) * 3, torch.randn(B, groups, m, D), torch.randn(B, groups, m, D)
 
 
@@ -332,7 +332,7 @@ def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, 
     if causal and m._no_causal:
         return
     lengths = [5, 0, 9, 4, 70, 1]
-    groups = kv_heads(attention, H)
+    groups = count_kv_heads(attention, H)
     q, k, v = (torch.randn(sum(lengths), heads, D) for heads in (H, groups, groups))
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q[starts[1:].long() - 1] *= 10  # the last token of a sequence is what padding repeats

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import quest_core
 import quest_core.tools.packing
-from quest_core.mechanism import kv_heads
+from quest_core.mechanism import count_kv_heads
 
 LENGTHS = {"cpu": [7, 1, 12], "cuda": [700, 1, 333, 64]}
 
@@ -32,7 +32,7 @@ def test_packed_sequences(
     """Outputs and gradients against float64: at most twice the error of one sequence at a time."""
     lengths, heads, dim = LENGTHS[device], 4, 64 if device == "cuda" else 8
     made = quest_core.Mechanism(attention, num_heads=heads, head_dim=dim).to(device)
-    groups = kv_heads(attention, heads)
+    groups = count_kv_heads(attention, heads)
     inputs = [torch.randn(sum(lengths), h, dim, dtype=torch.float64).to(device, dtype) for h in (heads, groups, groups)]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     grad = torch.randn(sum(lengths), heads, dim, dtype=torch.float64).to(device)

@@ -123,7 +123,7 @@ class HostAttention(Projected):
         *,
         num_heads: int,
         head_dim: int,
-        num_kv_heads: int | None = None,
+        kv_heads: int | None = None,
         value_dim: int | None = None,
         standard_scale: float | None = None,
         fresh: bool = False,
@@ -136,7 +136,7 @@ class HostAttention(Projected):
             host: the module to replace.
             config: the mechanism.
             num_heads, head_dim, value_dim: as in `quest_core.mechanism.head_sizes`.
-            num_kv_heads: key/value heads of the host's own model; `num_heads` by default.
+            kv_heads: key/value heads of the host's own model; `num_heads` by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
             fresh: the weights have only been initialized; see `quest_core.projections`.
 
@@ -145,7 +145,7 @@ class HostAttention(Projected):
         """
         made: Any = draft(host, cls)
         made.config = config
-        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, num_kv_heads)
+        made.head_sizes = head_sizes(config, num_heads, head_dim, value_dim, kv_heads)
         made.mechanism = mechanism_for(made, config, made.head_sizes, standard_scale, projections=cls.projections)
         made.mechanism.hides_by_infinity = cls.hides_by_infinity
         made.projections.shrink(made, made.head_sizes, fresh=fresh)
@@ -215,7 +215,7 @@ def mechanism_for(
         projections: names those of the host; None for all its parameters.
         like: has the device and the type where the host has no parameters.
     """
-    heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "num_kv_heads": sizes.kv_heads}
+    heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "kv_heads": sizes.kv_heads}
     made = Mechanism(config, **heads, standard_scale=scale, projected=True)
     like = next((p for p in host.parameters() if p.is_floating_point()), like)
     if like is not None:

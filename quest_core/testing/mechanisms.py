@@ -22,7 +22,7 @@ from ..checkpoints import ENTRY
 from ..compat import is_compiling
 from ..config import AttentionConfig, AttentionSpec
 from ..errors import CheckpointError, ConfigError, InputError, QuestError, UnsupportedError, one_of
-from ..mechanism import Mechanism, kv_heads
+from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.base import (
     Dims,
 )
@@ -154,7 +154,7 @@ class MechanismConformance:
             self.config = AttentionConfig.parse(given.config if isinstance(given, Mechanism) else given)
         self.parts = list(self.config.components)
         self.reads = frozenset(name for part in self.parts for name in part.reads)
-        self.groups = kv_heads(self.config, HEADS)
+        self.groups = count_kv_heads(self.config, HEADS)
         self.stateful = any(part.stateful for part in self.parts)
         self.chained = any(part.chained for part in self.parts)
 
@@ -951,7 +951,7 @@ class Layers(nn.Module):
 
     def __init__(self, config: AttentionConfig, chained: bool, groups: int | None = None) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"num_heads": HEADS, "head_dim": DIM, "num_kv_heads": groups}
+        sizes: dict[str, Any] = {"num_heads": HEADS, "head_dim": DIM, "kv_heads": groups}
         self.before = Mechanism(config, **sizes) if chained else None
         self.last = Mechanism(config, **sizes)
         if self.before is not None:

@@ -19,7 +19,7 @@ from ..hosts.adapter import Adapter
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.universal import UniversalAdapter, run_example
-from ..mechanism import Mechanism, kv_heads
+from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.base import (
     Dims,
 )
@@ -182,7 +182,7 @@ def _measure(
     ratios, monitors = [], []
     for path, owner in owners:
         site = next(site for site in owner.sites(model) if site.path == path)
-        if kv_heads(target, site.num_heads) != site.num_heads:
+        if count_kv_heads(target, site.num_heads) != site.num_heads:
             why = f"'{path}' has {site.num_heads} query heads, which were trained with a key head each"
             raise _uncalibratable(target, why)
         found = [module for module in site.module.modules() if isinstance(module, Mechanism)]

@@ -153,10 +153,10 @@ def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) ->
     kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
     with torch.device("meta"):
         once = Mechanism(
-            config, num_heads=dims.num_heads, head_dim=dims.head_dim, num_kv_heads=dims.kv_heads, projected=True
+            config, num_heads=dims.num_heads, head_dim=dims.head_dim, kv_heads=dims.kv_heads, projected=True
         )
         twice = Mechanism(
-            config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, num_kv_heads=kv_heads, projected=True
+            config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, kv_heads=kv_heads, projected=True
         )
     wide = dict(twice.named_parameters())
     return {

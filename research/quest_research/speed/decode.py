@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
-from quest_core.mechanism import kv_heads
+from quest_core.mechanism import count_kv_heads
 
 from .common import check_calls, measurement
 from .speed import make_current
@@ -75,7 +75,7 @@ def measure(
         for text in attentions:
             torch.manual_seed(0)
             made = quest_core.Mechanism(text, num_heads=heads, head_dim=dim).eval().to(device)
-            groups, start = kv_heads(text, heads), tokens - rounds
+            groups, start = count_kv_heads(text, heads), tokens - rounds
             q = torch.randn(batch, heads, tokens, dim, device=device)
             k, v = torch.randn(2, batch, groups, tokens, dim, device=device)
             cache = quest_core.Cache(max_length=tokens)

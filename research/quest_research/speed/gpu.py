@@ -21,7 +21,7 @@ from torch import Tensor
 import quest_core
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import PluginError
-from quest_core.mechanism import kv_heads
+from quest_core.mechanism import count_kv_heads
 from quest_core.testing.timing import peak_mib
 
 from .common import shortened
@@ -66,7 +66,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     place: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, options["dtype"])} if cuda else {}
     config = quest_core.AttentionConfig.parse(cell.attention)
     config = shortened(config, length)
-    groups = kv_heads(config, heads)
+    groups = count_kv_heads(config, heads)
     batch = max(1, options["tokens"] // length)
     torch.manual_seed(cell.seed)
     tensors = [  # as projections return them: [B, N, H, D] in memory

@@ -34,7 +34,7 @@ class GroupedAttention(HostAttention):
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
         """Return the sizes of the heads, the shared ones included."""
-        return {"num_heads": host.num_heads, "head_dim": host.head_dim, "num_kv_heads": host.num_kv_heads}
+        return {"num_heads": host.num_heads, "head_dim": host.head_dim, "kv_heads": host.num_kv_heads}
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """[B, N, E] -> [B, N, E]; the cache holds the keys and values of all tokens, as the host projects them."""
