@@ -66,7 +66,7 @@ class TestGpt2(Causal):
     refused = ("sinkhorn", "quest+gqa(kv_heads=2)")  # one layer makes q, k and v, and is split into equal parts
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
-    def test_queries_and_keys_of_a_fresh_model_start_as_asked(self):
+    def test_initial_norms_are_set_in_a_fresh_model(self):
         with pytest.raises(quest_core.UnsupportedError, match="not Linear layers of one role each"):
             quest_core.inject(self.stock(), "quest(init=5)", adapter=self.adapter, fresh=True)
 

@@ -318,7 +318,7 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
         if loading is not None:
             for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
                 mechanism.reset_parameters()
-            _refuse_offloaded(model, loading)
+            _check_offloaded(model, loading)
         if has_mechanism(model):
             getattr(model, REPORT).announce()
         return made
@@ -326,8 +326,12 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
     return _finalize_model_loading
 
 
-def _refuse_offloaded(model: Any, loading: Loading) -> None:
-    """Raise UnsupportedError if weights are on disk that a mechanism learns, or that have just been pooled."""
+def _check_offloaded(model: Any, loading: Loading) -> None:
+    """Give new mechanisms between weights on disk their values: accelerate reads back only what the checkpoint has.
+
+    Raises:
+        UnsupportedError: weights are on disk that a mechanism learns, or that have just been pooled.
+    """
     if all(weight.is_meta for weight in model.parameters()):
         return  # a model without values was asked for
     for path, part in model.named_modules():
@@ -343,3 +347,6 @@ def _refuse_offloaded(model: Any, loading: Loading) -> None:
                 f"{where} pools key/value heads there; load the model once without offloading, save_pretrained it, and "
                 "load what was saved"
             )
+        if loading.pending:
+            part.mechanism.to_empty(device="cpu")
+            part.mechanism.reset_parameters()
