@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+import quest_fairseq
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
 
 from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(quest_fairseq.__file__).parent / "configs"
 RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1.5, 2.5, 5)}
 """Metric -> share of the test's words that are swapped."""
 
@@ -179,9 +180,7 @@ def configuration(name: str) -> DictConfig:
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.dataclass.initialize import add_defaults
 
-    from quest_fairseq import FairseqAdapter
-
-    FairseqAdapter().install()
+    quest_fairseq.FairseqAdapter().install()
     cfg = OmegaConf.merge(OmegaConf.structured(FairseqConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
     assert isinstance(cfg, DictConfig)
     add_defaults(cfg)

@@ -20,6 +20,7 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
 
+import quest_mmseg
 from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.checkpoints import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
@@ -28,7 +29,7 @@ from quest_core.hosts.inject import REPORT
 from . import scenes
 from .corruptions import CORRUPTIONS, corrupted, severities
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 SMOKE_ITERATIONS = 4
 SMOKE_CORRUPTIONS = ("gaussian_noise", "fog")
 SMOKE_IMAGES = 8
