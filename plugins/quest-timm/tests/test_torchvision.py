@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torchvision
+from torchvision.models.swin_transformer import (
+    ShiftedWindowAttention,
+    SwinTransformerBlock,
+    SwinTransformerBlockV2,
+)
 
 import quest_core
 from quest_core.mechanisms import naive as reference
@@ -65,11 +68,48 @@ def test_save_and_load(tmp_path):
         vit().load_state_dict(state)
 
 
-@pytest.mark.parametrize("version", ["", "_v2"])
-def test_swin_forms_its_weights_itself_and_is_refused_by_name(version):
-    block = getattr(torchvision.models.swin_transformer, f"SwinTransformerBlock{version.upper()[1:]}")
-    model = torchvision.models.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=5, block=block).eval()
+def swin(block):
+    torch.manual_seed(0)
+    model = torchvision.models.SwinTransformer([4, 4], 16, [2, 1], [2, 4], [4, 4], num_classes=5, block=block).eval()
+    for module in model.modules():  # the biases of the positions and the head start near zero
+        if type(module) is ShiftedWindowAttention:
+            torch.nn.init.normal_(module.relative_position_bias_table)
+    torch.nn.init.normal_(model.head.weight)
+    return model
+
+
+def test_swin_writes_its_attention_out():
+    """The first stage shifts the windows of its second block."""
+    x = torch.randn(2, 3, 32, 32)
+    model, report = quest_core.inject(swin(SwinTransformerBlock), "standard", example=x)
+    assert [(row.path, row.adapter) for row in report.replacements] == [
+        ("features.1.0.attn", "written out"),
+        ("features.1.1.attn", "written out"),
+        ("features.3.0.attn", "written out"),
+    ]
+    (got, ours), (wanted, theirs) = gradients(model, x), gradients(swin(SwinTransformerBlock), x)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-6 * max(1, grad.abs().max().item()))
+
+
+def test_quest_in_swin_equals_its_formula_in_float64(monkeypatch):
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    found = gradients(quest_core.inject(swin(SwinTransformerBlock).double(), "quest", example=x)[0], x)
+    stock, product, head_dim = swin(SwinTransformerBlock).double(), torch.Tensor.matmul, 8
+
+    def of_unit_keys(a, b):
+        if a.shape[-1] != head_dim:  # weights and values
+            return product(a, b)
+        return product(a * head_dim**0.5, reference.unit(b.mT).mT)  # torchvision has scaled the queries
+
+    monkeypatch.setattr(torch.Tensor, "matmul", of_unit_keys)
+    torch.testing.assert_close(found, gradients(stock, x), rtol=1e-9, atol=1e-10)
+
+
+def test_swin_v2_is_refused_by_name():
+    """Its factors stand between the product and the softmax."""
     with pytest.raises(
-        quest_core.InjectionError, match=r"reached no call .* look like attention: ShiftedWindowAttention"
+        quest_core.UnsupportedError, match=r"'features.1.0.attn' \(ShiftedWindowAttentionV2\): .* a tensor of factors"
     ):
-        quest_core.inject(copy.deepcopy(model), "quest", example=torch.randn(1, 3, 32, 32))
+        quest_core.inject(swin(SwinTransformerBlockV2), "quest", example=torch.randn(1, 3, 32, 32))
