@@ -404,6 +404,7 @@ def test_standard_trains_like_stock_in_graphgym_to_the_printed_digits() -> None:
 EXAMPLE = MAIN.with_name("pattern.yaml")
 
 
+@pytest.mark.slow
 def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
     python("-m", "quest_suites.graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
     printed = {}
@@ -456,6 +457,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) -> None:
     """Lightning runs the script again for every further process; the script does not import the plugin."""
     (tmp_path / "own.py").write_text(OWN)
@@ -468,4 +470,4 @@ def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) 
 
 
 def test_the_launcher_teaches(python, tmp_path) -> None:
-    assert "quest run --host graphgps" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)
+    assert "usage: quest run [--host NAME ...]" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)
