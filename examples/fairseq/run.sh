@@ -11,7 +11,7 @@ python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
 
-from quest_fairseq.bench.corpus import BytePairs, pydocs
+from quest_suites.fairseq.corpus import BytePairs, pydocs
 
 splits = dict(zip(("train", "valid", "test"), pydocs(), strict=True))
 pairs = BytePairs(splits["train"], 500)
