@@ -79,12 +79,13 @@ def traces_onnx(counts: str | None = None) -> bool:
     return traced
 
 
+# Whether torch.export or torch.onnx runs this code, PyTorch 2.7; before, whether torch.onnx does.
+is_exporting_graph: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_exporting_to_onnx)
+
+
 def is_exporting() -> bool:
     """Return whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
-    if is_tracing():
-        return True
-    exporting = getattr(torch.compiler, "is_exporting", is_exporting_to_onnx)  # PyTorch 2.7
-    return bool(exporting())
+    return bool(is_tracing()) or is_exporting_graph()
 
 
 _is_torch_func_active: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -16,7 +16,8 @@ from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
     constant_result,
-    is_exporting,
+    is_exporting_graph,
+    is_tracing,
     name_second_derivative,
     same_random_state,
     tokens_are_divided,
@@ -365,7 +366,7 @@ class Mechanism(CheckpointGuard):
             )
         if mask is not None:
             mask = plain_mask(mask)
-        if not is_exporting():  # which would fix the sizes that are compared
+        if not (is_tracing() or is_exporting_graph()):  # which would fix the sizes that are compared
             # Self-attention without a mask is checked by one comparison; any other call piece by piece.
             plain = mask is None and dropout_p == 0 and not (self._key_features or self._shares or self._chooses)
             plain = plain and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dtype in TYPES

@@ -205,7 +205,7 @@ def test_a_single_query_builds_no_mask_and_no_copy_of_the_keys() -> None:
 
     for attention in ("quest", "quest+gqa(kv_heads=2)", "quest+mqa"):
         made = quest_core.Mechanism(attention, num_heads=4, head_dim=8)
-        heads = quest_core.mechanism.kv_heads(attention, 4)
+        heads = quest_core.mechanism.count_kv_heads(attention, 4)
         cache = Cache(max_length=512)
         with torch.no_grad():
             made.decode(torch.randn(1, 4, 500, 8), *torch.randn(2, 1, heads, 500, 8), cache)
