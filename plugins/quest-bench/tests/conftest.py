@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quest_bench import cli, demo
+
 SUITES = """
 SUITES = {
     "fake/suite": {
@@ -122,7 +124,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("quest_bench.cli.cores", lambda: 1)  # each worker imports torch; tests of many say --jobs
     work = tmp_path / "work"
     work.mkdir()
@@ -132,5 +133,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what the commands print in one line each."""
+    """Keep what the commands print in one line each, whatever COLUMNS was when the console was made."""
     monkeypatch.setenv("COLUMNS", "240")
+    for module in (cli, demo):
+        monkeypatch.setattr(module.console, "width", 240)

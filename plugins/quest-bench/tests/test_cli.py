@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quest_bench import cli
 from quest_bench.cli import app_main
 
 
@@ -54,7 +55,7 @@ def test_help_teaches(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_ls_shows_suites_and_broken_plugins(
     fake: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(cli.console, "width", 80)
     assert app_main(["ls"]) == 0
     shown = capfd.readouterr().out
     assert "fake/suite" in shown

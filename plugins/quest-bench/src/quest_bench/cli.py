@@ -328,7 +328,7 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
     folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
     for path in store.set_torn_aside(cells):
-        console.print(f"{path} is torn; it is now {path.name}.torn and is made again", markup=False)
+        console.print(f"{path} is torn; it is now {path.name}.torn and is made again", markup=False, soft_wrap=True)
     store.check_conflicts(folder, plan)
     states = Counter(store.state(cell) for cell in cells)
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
