@@ -1,5 +1,7 @@
-"""What ./dev docs adds to the pages in docs/: READMEs, the changelog, results with their reports, and a page for each
-public name. See mkdocs.yml.
+"""What ./dev docs adds to the pages in docs/: READMEs, the changelog, results with their reports, and the reference.
+
+See mkdocs.yml.
+
 
 A report is made from its results.parquet and kept in .cache/reports/ under a hash of what it is made from and with. A
 page may link to any file of the repository by its path, to a page of the site by its address, or to a file on
@@ -64,8 +66,8 @@ def source_of(module: str) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def reference() -> dict[str, str]:
-    """Pages of the reference: path -> dotted name."""
+def reference() -> dict[str, list[str]]:
+    """Pages of the reference: path of a module's page -> its public names, dotted."""
     found = [(module, name) for module in PACKAGES if (path := source_of(module)) for name in public(path)]
     known = {name for _, name in found}
     texts = [path.read_text() for pattern in AUTHORS for path in sorted(ROOT.glob(pattern))]
@@ -83,7 +85,10 @@ def reference() -> dict[str, str]:
     for name, folder in plugins().items():
         package = name.replace("-", "_")
         found += [(package, own) for own in public(folder / "src" / package / "__init__.py")]
-    return {f"reference/{module}/{name}.md": f"{module}.{name}" for module, name in found}
+    pages: dict[str, list[str]] = {}
+    for module, name in found:
+        pages.setdefault(f"reference/{module}.md", []).append(f"{module}.{name}")
+    return pages
 
 
 def sources() -> dict[str, Path]:
@@ -162,20 +167,13 @@ def studies() -> list[Any]:
 
 def on_config(config: Any) -> Any:
     """Fill the sections of the navigation that list what there is."""
-    pages: dict[str, list[Any]] = {}
-    for path, name in reference().items():
-        pages.setdefault(path.split("/")[1].removeprefix("quest_core."), []).append({name.rpartition(".")[2]: path})
     for section in config["nav"]:
-        if "Frameworks" in section:
-            hosts = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
-            section["Frameworks"] = [*hosts, *section["Frameworks"]]
+        if "Tutorials" in section:
+            section["Tutorials"] = [{name: f"hosts/{name.removeprefix('quest-')}.md"} for name in plugins()]
         if "Reference" in section:
-            section["Reference"] = [{module: listed} for module, listed in pages.items()]
+            section["Reference"] = [{Path(path).name.removesuffix(".md"): path} for path in reference()]
         if "Mechanisms" in section:
             section["Mechanisms"] += [{Path(path).stem: path} for path in mechanism_pages()]
-        if "Extending" in section:
-            guides = sorted(path.name for path in (ROOT / "docs").glob("writing-*.md"))
-            section["Extending"] = [*guides, *section["Extending"]]
         if "Results" in section:
             section["Results"] = ["results/README.md", *studies()]
     return config
@@ -185,8 +183,9 @@ def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages from outside of docs/ and the reference."""
     for path, source in sources().items():
         files.append(File.generated(config, path, content=source.read_text()))
-    for path, name in reference().items():
-        files.append(File.generated(config, path, content=f"::: {name}\n"))
+    for path, names in reference().items():
+        title = f"# {Path(path).name.removesuffix('.md')}"
+        files.append(File.generated(config, path, content="\n\n".join([title, *(f"::: {name}" for name in names)])))
     for path, text in mechanism_pages().items():
         files.append(File.generated(config, path, content=text))
     for picture in sorted(RESULTS.rglob("*.png")):
