@@ -550,15 +550,15 @@ class AdapterConformance(ABC):
 
 @contextmanager
 def _touched(model: nn.Module) -> Iterator[set[int]]:
-    """The mechanisms of `model` that are used inside the block."""
+    """Collect the mechanisms of `model` that are used inside the block, as a whole or only their scores."""
     touched: set[int] = set()
     wrapped = []
-    for module in model.modules():
-        if isinstance(module, Mechanism):
-            for name in ("forward", "forward_with_logits", "decode"):
+    for whole in model.modules():
+        for module in (whole, *whole.children()) if isinstance(whole, Mechanism) else ():
+            for name in ("forward", "forward_with_logits", "decode") if module is whole else ("forward",):
                 method = getattr(module, name)
 
-                def spy(*args: Any, _method: Any = method, _owner: int = id(module), **kwargs: Any) -> Any:
+                def spy(*args: Any, _method: Any = method, _owner: int = id(whole), **kwargs: Any) -> Any:
                     touched.add(_owner)
                     return _method(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
@@ -134,20 +135,62 @@ def test_layers_that_share_keys_may_get_the_last_queries_only(attention):
                 assert equal(got, want[:, -last:])
 
 
-def refused():
-    sparse = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
-    yield "GlmMoeDsaConfig", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
-    yield "DeepseekV32Config", {**MLA, **sparse}, r"the host chooses the keys of each query.*\(indexer\)"
-    small = {"head_dim": 8, "n_routed_experts": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 1}
-    sinks = r"attention sinks.*\(sink_proj\)|Inkling2BlockAttentionResidual says neither"  # since transformers 5.24
-    yield "Inkling2TextConfig", {**LLAMA, **small, "num_key_value_heads": 4}, sinks
+SPARSE = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+EXPERTS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+KINDS = ["full_attention", "sliding_attention"]
+OWN = {  # what only the host's function does, and why other mechanisms than a score are refused
+    "GptOssConfig": ({**LLAMA, **EXPERTS, "sliding_window": 4}, "attention sinks"),
+    "Gemma2Config": ({**LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "caps its logits"),
+    "DeepseekV32Config": ({**MLA, **SPARSE}, "the host chooses the keys of each query"),
+    "GlmMoeDsaConfig": ({**MLA, **SPARSE}, "the host chooses the keys of each query"),
+}
+OWN = {kind: row for kind, row in OWN.items() if hasattr(hf, kind)}
 
 
-@pytest.mark.parametrize("attention", ["standard", "quest"])
-@pytest.mark.parametrize(("kind", "sizes", "match"), [row for row in refused() if hasattr(hf, row[0])])
-def test_what_only_the_hosts_functions_do_is_refused(kind, sizes, match, attention):
+@pytest.mark.parametrize("kind", [*OWN, "LlamaConfig"])
+def test_the_hosts_function_gets_prepared_keys(kind, monkeypatch):
+    """In float64, equal to the host's own function with q, k/‖k‖ and the scale 1 written by hand."""
+    config = getattr(hf, kind)(**OWN.get(kind, (LLAMA,))[0])
+    config._experts_implementation = "eager"
+    quest = [built(config, "quest").double()]
+    if quest[0]._supports_sdpa:
+        quest.append(built(config, "quest").double())
+        quest[0].set_attn_implementation("eager")
+    stock = built(config, "eager").double()
+    for model in quest:
+        for own, theirs in zip(ways(model), ways(stock), strict=True):  # DeepSeek's depends on the pieces
+            assert equal(own, ways(model)[0]) == equal(theirs, ways(stock)[0])
+    sites = [site.module for site in quest_core.hosts.plugins.adapter("transformers").sites(stock)]
+    spaces = inspect.unwrap(type(sites[0]).forward).__globals__
+    theirs = spaces["eager_attention_forward"]
+
+    def by_hand(module, query, key, value, attention_mask, scaling, **options):
+        key = key / key.norm(dim=-1, keepdim=True)
+        return theirs(module, query, key, value, attention_mask, scaling=1.0, **options)
+
+    monkeypatch.setitem(spaces, "eager_attention_forward", by_hand)
+    with torch.no_grad():
+        want = stock(IDS, use_cache=False).logits
+        for model in quest:
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_only_the_hosts_function_does_is_refused_where_another_takes_its_place(kind):
+    sizes, match = OWN[kind]
     with pytest.raises(UnsupportedError, match=match):
-        built(getattr(hf, kind)(**sizes), attention)
+        built(getattr(hf, kind)(**sizes), "quest+sigmoid")
+
+
+def test_the_hosts_function_is_chosen_as_ever():
+    model = built(hf.LlamaConfig(**LLAMA), "quest")
+    assert model.config._attn_implementation == "sdpa"
+    want = model(IDS).logits
+    model.set_attn_implementation("eager")
+    assert (model.config.attention, model.config._attn_implementation) == ("quest", "eager")
+    out = model(IDS, output_attentions=True)
+    torch.testing.assert_close(out.logits, want)
+    torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 9))
 
 
 class Newer(LlamaAttention):
@@ -162,7 +205,7 @@ class Newer(LlamaAttention):
 def test_a_keyword_that_is_not_known_is_refused():
     module = Newer(hf.LlamaConfig(**LLAMA), 0)
     with pytest.raises(UnsupportedError, match="the host hands temperature to its attention function"):
-        quest_core.inject(torch.nn.Sequential(module), "standard")
+        quest_core.inject(torch.nn.Sequential(module), "quest+sigmoid")
 
 
 def test_a_model_is_not_looked_at_where_none_is_asked_for(tmp_path):
@@ -189,10 +232,10 @@ def test_a_learned_factor_is_no_scaling():
 
 def test_classes_of_its_own_are_refused_by_name(tmp_path):
     config = hf.FalconConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(InjectionError, match="FalconModel chooses among attention classes of its own"):
+    with pytest.raises(InjectionError, match="FalconModel"):
         hf.AutoModel.from_config(config, attn_implementation="quest")
     hf.AutoModel.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(InjectionError, match="FalconModel chooses among attention classes of its own"):
+    with pytest.raises(InjectionError, match="FalconModel"):
         hf.AutoModel.from_pretrained(tmp_path, attn_implementation="quest")
 
 

@@ -15,7 +15,18 @@ from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
-from .layers import Anatomy, View, examine, is_attention, regroups, replace, turns, unknown_keywords, unscalable
+from .layers import (
+    Anatomy,
+    View,
+    examine,
+    is_attention,
+    prepares,
+    regroups,
+    replace,
+    turns,
+    unknown_keywords,
+    unscalable,
+)
 
 _OWN = {
     "attn_logit_softcapping": "caps its logits, which is a part of its own softmax",
@@ -53,10 +64,10 @@ class TransformersAdapter(Adapter):
             return why
         module: Any = site.module
         anatomy = examine(module)
-        for name, what in _OWN.items():
+        for name, what in () if prepares(config) else _OWN.items():
             if getattr(module, name, None) is not None:
                 return f"the host {what} ({name})"
-        if unknown := unknown_keywords(module):
+        if not prepares(config) and (unknown := unknown_keywords(module)):
             return f"the host hands {', '.join(unknown)} to its attention function, which this plugin does not know"
         if config.initial_norms and (fixed := unscalable(module)) is not None:
             return f"initial norms of queries and keys cannot be set: {fixed}"

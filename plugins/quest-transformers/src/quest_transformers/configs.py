@@ -19,13 +19,10 @@ from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
 from .choice import ROLES, Choice
-from .layers import INTERFACE, WHOLE_MASKS, is_attention, role
+from .layers import INTERFACE, NAMES, WHOLE_MASKS, is_attention, prepares, role
 
 KEY = "attn_implementation"
 """The attribute of a config that holds the attention as text, and its key in config.json."""
-
-NAMES = (INTERFACE, WHOLE_MASKS)
-"""The names of our own functions, which say no attention."""
 
 
 def install(patches: Patches) -> None:
@@ -48,7 +45,7 @@ def _implementation(stock: property) -> property:
         choice = parse(own)
         if choice is not None:
             self.__dict__[KEY] = str(choice)
-            self._attn_implementation_internal = INTERFACE
+            self._attn_implementation_internal = INTERFACE  # until a model is built, which chooses
         elif own is not None and own not in NAMES:
             self.__dict__.pop(KEY, None)
 
@@ -117,7 +114,9 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
                 continue  # parts of it have configs of their own
             choice = choice_of(module.config)
             if not (choice and all(choice.of(role(part)) == part.mechanism.config for part in found)):
-                wanted[id(module.config)] = (module.config, _summary(found), interface_of(module))
+                text = _summary(found)
+                name = interface_of(module, Choice.parse(text)) if text else INTERFACE
+                wanted[id(module.config)] = (module.config, text, name)
     if not wanted:
         return
     memo: dict[int, Any] = {}
@@ -147,8 +146,11 @@ def parts_of(config: Any) -> Iterator[Any]:
             yield from parts_of(part)
 
 
-def interface_of(model: Any) -> str:
-    """The name of our function for a model."""
+def interface_of(model: Any, choice: Choice) -> str:
+    """Return the name of the function that a model's config names: the host's own, or ours if it takes its place."""
+    if all(prepares(choice.of(role)) for role in ROLES):
+        now = model.config._attn_implementation_internal
+        return ("sdpa" if model._supports_sdpa else "eager") if now in (None, *NAMES) else now
     return INTERFACE if model._supports_sdpa else WHOLE_MASKS
 
 

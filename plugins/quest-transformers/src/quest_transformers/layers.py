@@ -1,14 +1,14 @@
-"""An attention module of transformers with a mechanism of its own, and the function that its forward calls.
+"""An attention module of transformers with a mechanism, and the function that its forward calls.
 
 A module of transformers projects, applies RoPE and extends its cache, then calls the function that
-``config._attn_implementation`` names. A replacement is a copy of such a module that holds a `Mechanism`, with a config
-of its own that names `attend`; so nothing else that the model does changes.
+``config._attn_implementation`` names. `AttentionInterface` returns it, and is wrapped, so that the function of a module
+with a `Mechanism` gets prepared queries and keys. Nothing else that the model does changes.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
+import functools
 import inspect
 import textwrap
 from dataclasses import dataclass
@@ -24,18 +24,20 @@ from quest_core.drafts import draft
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.adapter import mechanism_for
 from quest_core.mechanism import Mechanism, head_sizes
-from quest_core.ops import (
-    hide_lowest,
-)
+from quest_core.mechanisms.base import Score
+from quest_core.ops import hide_lowest
 from quest_core.projections import Projected, Projections, Separate
 
 from .caching import CACHES, OPTION, announce
 
 INTERFACE = "quest_transformers"
-"""The name under which `attend` and `mask` are registered with transformers."""
+"""The name under which `mask` is registered with transformers, for mechanisms that take the place of its functions."""
 
 WHOLE_MASKS = f"{INTERFACE}_whole_masks"
 """The same with `whole_mask`, for models that do not support sdpa: their modules need not say that they are causal."""
+
+NAMES = (INTERFACE, WHOLE_MASKS)
+"""The names of our own functions, which say no attention."""
 
 SEPARATE = (
     Separate("q_proj", "k_proj", "v_proj"),
@@ -102,6 +104,16 @@ def has_mechanism(model: nn.Module) -> bool:
     return any(hasattr(part, "mechanism") for part in model.modules() if is_attention(part))
 
 
+def prepares(config: AttentionConfig) -> bool:
+    """Return whether an attention is the host's own function of prepared queries and keys, and of another scale."""
+    if config.family is not None:
+        return False
+    return not any(
+        part.reshapes or part.chained or part.reads or (part.axis == "normalizer" and not part.fused)
+        for part in config.components
+    )
+
+
 def keywords(module: nn.Module) -> set[str]:
     """The keywords that a module's forward hands to the function that its config names; {} if it has no source."""
     try:
@@ -122,8 +134,8 @@ def keywords(module: nn.Module) -> set[str]:
 
 
 def unknown_keywords(module: nn.Module) -> list[str]:
-    """The keywords of a module for its attention function that `attend` neither reads, nor refuses, nor may ignore."""
-    read = inspect.signature(attend).parameters
+    """The keywords of a module for its attention function that `attend_instead` neither reads nor may ignore."""
+    read = inspect.signature(attend_instead).parameters
     return sorted(keywords(module) - set(read) - set(_REFUSED) - _IGNORED)
 
 
@@ -199,8 +211,6 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     """
     anatomy = examine(host)
     made = draft(host)
-    made.config = copy.copy(host.config)
-    made.config._attn_implementation_internal = INTERFACE
     made.head_sizes = head_sizes(config, anatomy.num_heads, anatomy.head_dim, host_kv_heads=anatomy.kv_heads)
     made.mechanism = mechanism_for(made, config, made.head_sizes, anatomy.scaling, projections=anatomy.projections)
     made.mechanism.hides_by_infinity = True  # `attend` sees to it
@@ -253,6 +263,8 @@ class Rules:
 
     Attributes:
         scaling: the factor on q·k that the mechanism was built for.
+        prepares: the host's own function is called, with prepared queries and keys.
+        untouched: and nothing has to be prepared.
         family: it never forms weights, so masks are of keys only, and do not make it causal.
         counts_queries: padding must not take part as a query either.
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
@@ -260,6 +272,8 @@ class Rules:
     """
 
     scaling: float
+    prepares: bool
+    untouched: bool
     family: bool
     counts_queries: bool
     unit_keys: bool
@@ -268,8 +282,11 @@ class Rules:
     @classmethod
     def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
         """Return the rules of a mechanism in a module."""
+        prepared = prepares(mechanism.config)
         return cls(
             anatomy.scaling,
+            prepared,
+            prepared and _is_host(mechanism.score, anatomy),
             mechanism.family is not None,
             "queries" in mechanism.reads,
             mechanism.takes_unit_keys,
@@ -277,7 +294,88 @@ class Rules:
         )
 
 
+def _is_host(score: Score, anatomy: Anatomy) -> bool:
+    """Return whether a score neither prepares operands nor scales them in another way than the host."""
+    plain = all(getattr(type(score), name) is getattr(Score, name) for name in ("query", "key", "forward"))
+    return plain and score.scale(anatomy.head_dim) == anatomy.scaling
+
+
+def dispatch(stock: Any) -> Any:
+    """Wrap a method of AttentionInterface that returns the function of a name: `attend` calls that function."""
+
+    @functools.wraps(stock)
+    def look_up(self: Any, name: str, *default: Any) -> Any:
+        found = stock(self, name, *default)
+        ours = isinstance(found, functools.partial) and found.func is attend  # one lookup may call the other
+        return found if ours else functools.partial(attend, name, found)
+
+    return look_up
+
+
 def attend(
+    name: str,
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of any module of transformers; in one without a mechanism, the host's function does.
+
+    With a softmax, the host's function gets queries and keys that the score has prepared. Other mechanisms take its
+    place (`attend_instead`), and so does a softmax whose weights are wanted and which the host's sdpa does not return.
+
+    Args:
+        name: of the host's function.
+        function: it.
+        module: the attention module.
+        query: [B, H, N, D].
+        key: [B, G, M, D], with the tokens of the cache.
+        value: [B, G, M, Dv].
+        attention_mask: as the host has made it for its own function.
+        arguments, options: of the host's function, and the `Step` of quest_transformers.caching.
+
+    Returns:
+        The output [B, N, H, Dv], and the weights [B, H, N, M] or None.
+
+    Raises:
+        UnsupportedError, InputError: as `attend_instead`.
+    """
+    rules: Rules | None = module.__dict__.get("rules") if isinstance(module, nn.Module) else None
+    if rules is None:
+        return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
+    mechanism: Mechanism = module.mechanism
+    step = options.pop(OPTION, None)
+    unit_keys = step is not None and step.keys is key
+    collected = _active_collector.get()  # what the call of the model records
+    wanted = options.get("output_attentions") or (collected and any(one.endswith("attentions") for one in collected))
+    if not rules.prepares or name in NAMES or mechanism.monitor is not None or (wanted and name == "sdpa"):
+        return attend_instead(
+            module, query, key, value, attention_mask, *arguments, wanted=bool(wanted), unit_keys=unit_keys, **options
+        )
+    if not rules.untouched:
+        scaling = options.get("scaling")
+        if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
+            query = query * (scaling / rules.scaling)
+        query, key, options["scaling"] = mechanism.score(
+            query, key, value, mask=None, is_causal=False, unit_keys=unit_keys
+        )
+    return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
+
+
+def refuse(module: Any, *arguments: Any, **options: Any) -> Any:
+    """Raise InjectionError: the function of a config that asks for an attention, in a module without one."""
+    raise InjectionError(
+        f"{type(module).__name__} has no mechanism, but its config says attention "
+        f"'{getattr(module.config, 'attention', None)}': the config was changed after the model was built; give each "
+        "model a config of its own, and change a built model with quest_core.inject"
+    )
+
+
+def attend_instead(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -287,46 +385,42 @@ def attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    *,
+    wanted: bool = False,
+    unit_keys: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of a module with its mechanism; what transformers' AttentionInterface calls.
+    """Compute the attention of a module with its mechanism, in place of the host's function.
 
     Args:
-        module: the attention module.
-        query: [B, H, N, D].
-        key: [B, G, M, D], with the tokens of the cache.
-        value: [B, G, M, Dv].
+        module, query, key, value: as in `attend`.
         attention_mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
         dropout: on the weights.
         scaling: the host's factor on q·k.
         is_causal: without a mask, whether the first query sees only the first key; module.is_causal by default.
         position_bias: added to the logits, broadcastable to [B, H, N, M].
-        options: `output_attentions`, and the `Step` of quest_transformers.caching; what transformers' sdpa ignores is
-            ignored.
+        wanted: return the weights too.
+        unit_keys: the keys are unit vectors.
+        options: what transformers' sdpa ignores is ignored.
 
     Returns:
-        The output [B, N, H, Dv], and the weights [B, H, N, M] if the call of the model wants them, else None.
+        The output [B, N, H, Dv], and the weights [B, H, N, M] or None.
 
     Raises:
-        InjectionError: the module has no mechanism.
         UnsupportedError: an option that the mechanism cannot honour.
         InputError: tensors that do not fit together.
     """
-    mechanism: Mechanism | None = module._modules.get("mechanism")
-    if mechanism is None:
-        raise InjectionError(
-            f"{type(module).__name__} has no mechanism, but its config says attention "
-            f"'{getattr(module.config, 'attention', None)}': the config was changed after the model was built; give "
-            "each model a config of its own, and change a built model with quest_core.inject"
-        )
+    mechanism: Mechanism = module.mechanism
     rules: Rules = module.rules
-    step = options.get(OPTION)
-    unit_keys = step is not None and step.keys is key
     for name in _REFUSED:
         if options.get(name) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} calls its attention with {name}, which '{mechanism.config}' cannot honour: "
-                f"{_REFUSED[name]}"
+                f"{type(module).__name__} calls its attention with {name}: {_REFUSED[name]}, and "
+                + (
+                    "neither weights nor a Monitor are possible with it; set_attn_implementation('eager') for weights"
+                    if rules.prepares
+                    else f"'{mechanism.config}' takes the place of the host's function"
+                )
             )
     if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
         query = query * (scaling / rules.scaling)
@@ -334,8 +428,7 @@ def attend(
     if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
         raise InputError(
             f"{type(module).__name__} was given a mask of another implementation of attention ("
-            f"{_described(attention_mask)}, not [B, H, N, M]): model.config._attn_implementation was changed after the "
-            "model was built; use model.set_attn_implementation"
+            f"{_described(attention_mask)}, not [B, H, N, M]); use model.set_attn_implementation('sdpa')"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     implied = n > 1 and attention_mask is None and causal
@@ -350,8 +443,6 @@ def attend(
         attention_mask = hide_lowest(attention_mask)
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
-    collected = _active_collector.get()  # what the call of the model records
-    wanted = options.get("output_attentions") or (collected and any(name.endswith("attentions") for name in collected))
     call: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
     weights = None
     if wanted:
@@ -362,12 +453,12 @@ def attend(
 
 
 _REFUSED = {
-    "softcap": "it caps logits before the softmax; set the config's soft cap to None",
-    "s_aux": "attention sinks are a part of the host's own softmax",
-    "sinks": "attention sinks are a part of the host's own softmax",
+    "softcap": "the host's function caps logits before the softmax",
+    "s_aux": "attention sinks are a part of the host's softmax",
+    "sinks": "attention sinks are a part of the host's softmax",
     "indices": "the host chooses the keys of each query, and masks the others for its own functions only",
     "block_indices": "the host chooses the keys of each query, and masks the others for its own functions only",
-    "cache": "continuous batching pages the cache; use generate()",
+    "cache": "continuous batching pages the cache",
 }
 """Options of an attention function that would be dropped silently."""
 

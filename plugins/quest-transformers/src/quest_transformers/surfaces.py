@@ -27,8 +27,8 @@ from .caching import LAYERS, keep_unit_keys
 from .choice import Choice
 from .chosen import fulfil
 from .comparing import entries_in, fits, verify
-from .configs import KEY, NAMES, as_text, attention_of, interface_of, parse, parts_of
-from .layers import INTERFACE, WHOLE_MASKS, attend, has_mechanism, is_attention, mask, whole_mask
+from .configs import KEY, as_text, attention_of, choice_of, interface_of, parse, parts_of
+from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, is_attention, mask, refuse, whole_mask
 
 
 @dataclass
@@ -63,10 +63,12 @@ def install(adapter: Adapter, patches: Patches) -> None:
     from transformers.modeling_utils import PreTrainedModel
 
     for name, masks in ((INTERFACE, mask), (WHOLE_MASKS, whole_mask)):
-        for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, masks)):
+        for interface, function in ((AttentionInterface, refuse), (AttentionMaskInterface, masks)):
             register = functools.partial(interface.register, name, function)
             remove = functools.partial(interface._global_mapping.pop, name)
             patches.once(f"{interface.__name__} {name}", register, remove)
+    for look_up in ("get_interface", "__getitem__"):
+        patches.wrap(AttentionInterface, look_up, dispatch)
     for layer in LAYERS:
         patches.wrap(layer, "update", keep_unit_keys)
     configs.install(patches)
@@ -90,8 +92,10 @@ def _accept_names(stock: Any) -> Any:
     def get_correct_attn_implementation(
         self: Any, requested_attention: str | None, *arguments: Any, **options: Any
     ) -> str:
-        if requested_attention in (None, *NAMES) and attention_of(self.config) is not None:
-            return interface_of(self)
+        choice = choice_of(self.config)
+        if requested_attention in (None, *NAMES) and choice is not None:
+            name = interface_of(self, choice)
+            return name if name in NAMES else stock(self, None, *arguments, **options)
         if requested_attention in NAMES:
             raise ConfigError(
                 f"{type(self).__name__}: attn_implementation={requested_attention!r} is the name of a function; say "
@@ -175,7 +179,7 @@ def _inject_instead(adapter: Adapter, stock: Any) -> Any:
         choice, parts = parse(given), dict[str, Choice]()
         if isinstance(given, Mapping):
             parts, given = _chosen_parts(self, given)
-        elif choice is None and has_mechanism(self):
+        elif choice is None and self.config._attn_implementation in NAMES:
             raise _kept(self.config, given)
         if choice is not None or parts:
             fulfil(adapter, self, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
@@ -194,7 +198,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
 
     Raises:
         InjectionError: a part has no attention module.
-        UnsupportedError: a part has an attention of quest and shall have a function of the host.
+        UnsupportedError: a part shall have a function of the host, and its attention takes the place of any.
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -213,7 +217,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
         paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
         choice = parse(value)
         if choice is None:
-            if any(hasattr(model.get_submodule(path), "mechanism") for path in paths):
+            if any(part._attn_implementation in NAMES for part in parts):
                 raise _kept(config, value)
             return value
         if not paths:
@@ -230,8 +234,8 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
 
 def _kept(config: Any, value: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"set_attn_implementation({value!r}) cannot replace attention '{config.attention}'; "
-        "set_attn_implementation('standard') gives this model standard attention"
+        f"set_attn_implementation({value!r}): attention '{attention_of(config)}' takes the place of the host's "
+        "function; set_attn_implementation('standard') gives this model standard attention"
     )
 
 
