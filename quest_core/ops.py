@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils.checkpoint import checkpoint
 
 from .compat import autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
@@ -141,6 +140,11 @@ def drop(weights: Tensor, dropout_p: float) -> Tensor:
 
 def plain_mask(mask: Tensor | None) -> Tensor | None:
     """Return a causal bias of torch.nn.attention.bias as a boolean mask [N, M]; other masks as they are."""
+    if mask is None or type(mask) is Tensor:
+        return mask
+    # Imported late: the module imports torch._dynamo, which would double the time of `import quest_core`.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
     if not isinstance(mask, CausalBias):
         return mask
     n, m = mask.seq_len_q, mask.seq_len_kv
