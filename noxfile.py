@@ -225,10 +225,8 @@ def test(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Compare QUEST with standard attention on real data."""
-    executable, worker = need(session, CORE), need(session, "quest-tsai")
-    command = [executable, "-m", "quest_bench.demo", "--python", f"tsai={worker}", "--out", "runs/demo"]
-    call(session, [*command, *session.posargs])
+    """Compare QUEST with standard attention on real images."""
+    call(session, [need(session, CORE), "-m", "quest_research.demo", "--out", "runs/demo", *session.posargs])
 
 
 @nox.session

@@ -6,7 +6,8 @@ deviations, and all biases at 0. AdamW, a cosine schedule that starts at the ful
 unless asked for, no dropout. Images are 0..1 and the model subtracts the mean of the training images and divides by
 their deviation, for each channel.
 
-images/fashion-mnist has no augmentation and no clipping of gradients. images/recipes has two recipes:
+images/digits trains on scikit-learn's handwritten digits of 8 x 8 pixels, images/fashion-mnist on clothes. Neither has
+augmentation or clipping of gradients. images/recipes has two recipes:
 
 - vit: gradients are clipped to norm 1, as in the ViT paper.
 - deit (Touvron et al., 2021): flips, shifts, mixup 0.8 or cutmix 1.0, random erasing 0.25, label smoothing 0.1 and
@@ -239,7 +240,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split), ``last_accuracy``
         and ``validation`` (in %), ``max_logit`` and ``query_norm`` on validation images at the end, and
         ``first_query_norm`` before the first step; all NaN if the run diverged, and ``diverged`` (0 or 1). Series
-        ``train_loss``, ``validation`` and ``accuracy`` by epoch.
+        ``train_loss``, ``validation``, ``accuracy`` and ``max_logit`` by epoch.
 
     Raises:
         ConfigError: a size is invalid, or the data is missing.
@@ -248,7 +249,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     draw = torch.Generator().manual_seed(cell.seed)
-    data = load(cell.data, options, draw)
+    data = load(cell.data, options, draw, digits() if cell.suite == "images/digits" else ())
     torch.manual_seed(cell.seed)
     model = build(cell.attention, data, options)
     probe = data.validation[0][:PROBE]
@@ -264,6 +265,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             rate=float(cell.task.removeprefix("lr=")),
             draw=draw,
             progress=progress,
+            watch=lambda model: {"max_logit": observe(model, probe)["max_logit"]},
         )
     except DivergedError as error:
         progress(1.0, str(error))
@@ -437,7 +439,9 @@ class Images:
         return self.train[0].device
 
 
-def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator) -> Images:
+def load(
+    folder: Path | None, options: Mapping[str, Any], draw: torch.Generator, sources: Sequence[Source] = ()
+) -> Images:
     """Read the images of a folder.
 
     Args:
@@ -447,18 +451,12 @@ def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
         options: train and validation, numbers of images; test, 0 or left out for all; size, the pixels a side to which
             images of folders are scaled.
         draw: selects training and validation images.
+        sources: the training and the test split, in place of a folder.
 
     Raises:
         ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
     """
-    if folder and (folder / "train").is_dir():
-        sources = _folders(folder, options.get("size", 64))
-    elif folder and any(folder.glob("*.bin")):
-        sources = _cifar(folder)
-    else:
-        idx = [read(folder, split) for split in ("train", "t10k")]
-        sources = [(images[:, None].__getitem__, labels) for images, labels in idx]
-    (training, labels), (test, test_labels) = sources
+    (training, labels), (test, test_labels) = sources or _sources(folder, options)
     count, held_out = options["train"], options["validation"]
     if count + held_out > len(labels):
         raise ConfigError(f"train + validation is {count + held_out}, and there are {len(labels)} training images")
@@ -482,6 +480,16 @@ def load(folder: Path | None, options: Mapping[str, Any], draw: torch.Generator)
 
 Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
 """Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
+
+
+def _sources(folder: Path | None, options: Mapping[str, Any]) -> list[Source]:
+    """Return the training and the test split of a folder."""
+    if folder and (folder / "train").is_dir():
+        return _folders(folder, options.get("size", 64))
+    if folder and any(folder.glob("*.bin")):
+        return _cifar(folder)
+    idx = [read(folder, split) for split in ("train", "t10k")]
+    return [(images[:, None].__getitem__, labels) for images, labels in idx]
 
 
 def read(folder: Path | None, split: str) -> Split:
@@ -527,6 +535,16 @@ def _cifar(folder: Path) -> list[Source]:
         images = table[:, -3072:].unflatten(1, (3, 32, 32))
         sources.append((images.__getitem__, table[:, int(hundred)].long()))
     return sources
+
+
+def digits() -> list[Source]:
+    """Return the handwritten digits of scikit-learn [1797, 1, 8, 8]: the first 1,200 for training, 597 for the test."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.from_numpy(found.images).float()[:, None] / 16
+    labels = torch.from_numpy(found.target).long()
+    return [(images[part].__getitem__, labels[part]) for part in (slice(1200), slice(1200, None))]
 
 
 def _folders(folder: Path, size: int) -> list[Source]:

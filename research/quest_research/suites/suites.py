@@ -64,7 +64,7 @@ IMAGE_OPTIONS = [
     _whole("validation", 2000, "further training images, which choose the epoch that is reported"),
     _whole("epochs", 5, "passes over the training images"),
     _whole("batch", 128, "images in a mini-batch"),
-    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    _whole("patch", 7, "pixels a side of a patch; it divides those of the images"),
     _whole("width", 64, "features of a token"),
     _whole("layers", 4, "Transformer blocks"),
     _whole("heads", 4, "attention heads of a block"),
@@ -93,6 +93,9 @@ def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, A
     return [{**option, "default": defaults.get(option["name"], option["default"])} for option in options]
 
 
+DIGITS_OPTIONS = _changed(
+    IMAGE_OPTIONS, train=1000, validation=200, epochs=12, batch=32, patch=2, width=48, layers=2, warmup=50
+)
 RECIPE_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
     {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
@@ -203,6 +206,16 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": IMAGE_OPTIONS,
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
+        "needs": None,
+    },
+    "images/digits": {
+        "summary": "a small Vision Transformer on scikit-learn's handwritten digits, one task for each learning rate",
+        "tasks": ["lr=0.003", "lr=0.03"],
+        "metric": "accuracy",
+        "unit": "%",
+        "higher_is_better": True,
+        "selection": "validation",
+        "options": DIGITS_OPTIONS,
         "needs": None,
     },
     "images/recipes": {

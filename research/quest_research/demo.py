@@ -1,0 +1,102 @@
+"""QUEST against standard attention in a few minutes: a small Vision Transformer on real images, at two learning rates.
+
+::
+
+    python -m quest_research.demo --out runs/demo
+
+The images are the handwritten digits of scikit-learn. The first sentence that is printed is computed from the cells.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quest_bench.cli import execute, exit_code, expanded
+from quest_bench.groups import Group, join, mean, number, read_groups
+from quest_bench.plan import Plan, catalogue, parse_settings, select
+from quest_bench.report import write_report
+from quest_bench.run import Runner
+from quest_bench.worker import cores
+
+SUITE = "images/digits"
+ATTENTIONS = ["standard", "quest"]
+SEEDS = range(8)
+BAR = 30
+"""Characters of a bar of 100 %."""
+
+console = Console(highlight=False)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="Where results and report go.")] = Path(
+        "runs/demo"
+    ),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; without it, as many as cores.")] = None,
+) -> None:
+    """Run the demonstration and write its report. The same command again resumes."""
+    available = catalogue()
+    suite, tasks = select(available, SUITE)
+    plan = Plan(suite, tasks, ATTENTIONS, list(SEEDS), parse_settings(suite, []))
+    runner = Runner(suite, available.python(suite), console, jobs=jobs or cores(), threads=1)
+    outcome = execute(plan, out, runner, ["python", "-m", "quest_research.demo", "--out", str(out)])
+    if outcome.stopped:
+        raise typer.Exit(128 + outcome.stopped)
+    groups = read_groups(out, "standard")
+    path = write_report(out, "standard")
+    console.print(Text(f"\n{finding(groups)}\n", style="bold"), soft_wrap=True)
+    console.print(chart(groups))
+    console.print(f"\nreport with pictures: {path}", markup=False, soft_wrap=True)
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def finding(groups: Sequence[Group]) -> str:
+    """What the cells show, in one sentence."""
+    found = [f"at {group.task.replace('lr=', 'learning rate ')} {group.conclusion.rstrip('.')}" for group in groups]
+    last = groups[-1]
+    logits = [f"{number(largest_logit(last, name))} with {name}" for name in ATTENTIONS]
+    return (
+        f"A small Vision Transformer on handwritten digits, {len(SEEDS)} seeds: {'; '.join(found)}; "
+        f"the largest logit ends at {join(logits)} attention at {last.task.replace('lr=', '')}."
+    )
+
+
+def largest_logit(group: Group, attention: str) -> float:
+    """The median over seeds of the largest logit after the last epoch; NaN if no cell has one."""
+    own = [cell.result for cell in group.cells if cell.cell["attention"] == attention]
+    found = [result["series"]["max_logit"][-1] for result in own if result and result["series"].get("max_logit")]
+    return statistics.median(found) if found else float("nan")
+
+
+def chart(groups: Sequence[Group]) -> Table:
+    """Accuracy as bars, with the largest logit."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "attention", "", "test accuracy (95 % interval)", "largest logit"):
+        table.add_column(heading, justify="right" if heading == "largest logit" else "left")
+    for group in groups:
+        for row in group.rows:
+            score = row.score.mean if row.score.mean == row.score.mean else 0.0
+            bar = Text("█" * round(BAR * score / 100), style="green" if row.attention == "quest" else "dim")
+            logit = number(largest_logit(group, row.attention))
+            table.add_row(group.task, row.attention, bar, mean(row), logit)
+    return table
+
+
+def main(argv: list[str]) -> int:
+    """Run the demonstration. Returns 0, 1 when cells failed, 2 for a wrong command, 130 when interrupted."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(demo)
+    return exit_code(app, argv, "python -m quest_research.demo")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
