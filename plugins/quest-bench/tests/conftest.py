@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from quest_bench import cli, demo
+from quest_bench import cli, demo, store, worker
+from quest_bench.run import Outcome, Runner
+from quest_core.benchmarks import Cell
 
 SUITES = """
 SUITES = {
@@ -137,3 +140,26 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "240")
     for module in (cli, demo):
         monkeypatch.setattr(module.console, "width", 240)
+
+
+@pytest.fixture
+def inside(fake: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As `fake`, with cells that run in this process, for tests in which a process each is not the point."""
+
+    def run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
+        outcome = Outcome()
+        for cell in cells:
+            if store.state(cell) == "done":
+                continue
+            path = store.prepare(cell, runner.suite.metric)
+            path.with_name("error.txt").unlink(missing_ok=True)
+            try:
+                worker.run(path, lambda message: None)
+                outcome.done.append(cell)
+            except Exception as error:
+                store.fail(path.parent, reason := worker.describe_error(error))
+                outcome.failed.append((cell, reason))
+        return outcome
+
+    monkeypatch.setattr(Runner, "run", run)
+    return fake

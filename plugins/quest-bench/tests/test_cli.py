@@ -49,7 +49,6 @@ def test_help_teaches(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert app_main(["run", "--help"]) == 0
     shown = capfd.readouterr().out
     assert "--attention standard,quest --seeds 0-4" in shown
-    assert "quest-bench[slurm]" in shown  # brackets are markup of rich
 
 
 def test_ls_shows_suites_and_broken_plugins(

@@ -194,7 +194,7 @@ def run(
     ] = 1,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="GPUs, as 0-3 or 0,2; each worker sees one of them."),
+        typer.Option(metavar="N,...", help="GPUs, as 0-3 or 0,2; each place for a cell sees one of them."),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which a cell is ended and counts as failed.")
@@ -203,14 +203,6 @@ def run(
         float, typer.Option(min=1, help="Without a terminal: seconds between the lines of a running cell.")
     ] = 60.0,
     python: Python = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Submit instead of running here: slurm, or local (needs quest-bench\\[slurm]).")
-    ] = None,
-    orchestrators: Annotated[int, typer.Option(min=1, help="With --cluster: jobs that share the cells.")] = 1,
-    cluster_set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="With --cluster: a parameter of submitit, as slurm_partition=gpu."),
-    ] = None,
 ) -> None:
     """Run a grid: tasks × attentions × seeds × option values. The same command again resumes.
 
@@ -225,8 +217,6 @@ def run(
     [cyan]quest bench run ts/uea --python tsai=~/envs/tsai/bin/python[/]   cells run in the plugin's environment
 
     [cyan]quest bench run graphgps --repo GraphGPS --cfg configs/GPS/zinc-GPS+RWSE.yaml[/]   in its own trainer
-
-    [cyan]quest bench run ts/uea --cluster slurm --orchestrators 8 --cluster-set slurm_partition=gpu[/]
 
     Finished cells are kept and skipped, failed ones are tried again; a stopped run leaves no half results. Several
     orchestrators, also on several machines, may run into one folder at a time; each cell runs once.
@@ -254,9 +244,8 @@ def run(
     if "suite" in checked:
         check("settings", lambda: parse_settings(checked["suite"], settings or []))
         check("data", lambda: check_data(checked["suite"], data))
-        if cluster is None:  # its jobs look for GPUs where they run
-            python_there = available.python(checked["suite"])
-            check("device", lambda: check_devices(checked["suite"], python_there, smoke, checked.get("gpus")))
+        python_there = available.python(checked["suite"])
+        check("device", lambda: check_devices(checked["suite"], python_there, smoke, checked.get("gpus")))
     if {"attentions", "settings"} <= checked.keys():
         check("heads", lambda: check_heads(checked["suite"], checked["attentions"], checked["settings"]))
     if "data" in checked or "suite" not in checked:
@@ -267,15 +256,6 @@ def run(
     chosen, tasks = checked["tasks"]
     plan = Plan(chosen, tasks, checked["attentions"], checked["seeds"], checked["settings"], smoke, checked["data"])
     folder = out or Path("runs", *chosen.name.split("/"))
-    if cluster is not None:
-        from .cluster import submit
-
-        store.check_conflicts(folder, plan)
-        submitted = submit(context.obj, folder, cluster, orchestrators, cluster_set or [])
-        names = ", ".join(str(job.job_id) for job in submitted)
-        console.print(f"submitted {names}; logs in {folder / 'cluster'}", markup=False)
-        console.print(f"next: quest bench status {shlex.quote(str(folder))}", markup=False)
-        return
     devices = checked["gpus"]
     runner = Runner(
         chosen,
@@ -287,8 +267,8 @@ def run(
         timeout=timeout,
         beat=beat,
     )
-    if devices is None and len(runner.slots) > 1 and (seen := torch.cuda.device_count()):
-        shared = f"note: {len(runner.slots)} cells at a time share one GPU; --gpus 0-{seen - 1} gives each its own"
+    if devices is None and runner.jobs > 1 and (seen := torch.cuda.device_count()):
+        shared = f"note: {runner.jobs} cells at a time share one GPU; --gpus 0-{seen - 1} gives each its own"
         console.print(Text(shared, style="yellow"))
     outcome = execute(plan, folder, runner, ["quest", "bench", *context.obj])
     if outcome.stopped:
@@ -350,8 +330,8 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         "seeds": write_seeds(plan.seeds),
         "settings": {key: list(values) for key, values in plan.settings.items()},
         "smoke": plan.smoke,
-        "jobs": len(runner.slots),
-        "threads": int(runner.slots[0].environment["OMP_NUM_THREADS"]),
+        "jobs": runner.jobs,
+        "threads": runner.threads,
         "versions": store.versions(plan),
         "machine": machine(),
         "git": store.commit(),
@@ -369,7 +349,7 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
     if not idle:  # before the cells: a run that is killed has its record too
         store.write_run(folder, record)
     started = time.monotonic()
-    outcome = runner.run(cells, folder)
+    outcome = runner.run(cells)
     if not idle:
         record |= {"seconds": time.monotonic() - started, "interrupted": outcome.stopped is not None}
         store.write_run(folder, record)

@@ -59,7 +59,6 @@ class Suite:
     record: Record
     info: Mapping[str, Any]  # the mapping this was read from
     also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
-    preload: tuple[str, ...] = ()  # modules that a worker imports once, before its first cell
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
     device: str = ""  # "cuda": a run without --smoke needs one
     restarts: str = ""  # why a stopped cell starts again; empty if it continues at its last epoch
@@ -103,7 +102,6 @@ class Suite:
                 record=record,
                 info=info,
                 also=tuple(info.get("also", ())),
-                preload=tuple(info.get("preload", ())),
                 tasks_from_data=info.get("tasks_from_data"),
                 device=info.get("device", ""),
                 restarts=info.get("restarts", ""),

@@ -1,4 +1,4 @@
-"""Runs a plan's cells in worker processes, a few at a time, and shows how they get on."""
+"""Runs a plan's cells, each in a process of its own, a few at a time, and shows how they get on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-import queue
+import select
 import signal
 import subprocess
 import threading
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -27,7 +26,6 @@ from . import store, worker
 from .plan import Suite
 
 RETRY_S = 1.0  # how long to wait before asking again for a cell that another orchestrator runs
-GRACE_S = 300.0  # a worker that has not ended its cell so long after --timeout is itself hung
 
 
 @dataclass
@@ -47,17 +45,49 @@ class Stopped(KeyboardInterrupt):
         self.signal = signal.Signals(number)
 
 
-@dataclass
-class _Slot:
-    """A place for one cell at a time: a worker process and the environment it starts with."""
+class _Running:
+    """The process of a cell, with its place among the jobs and what it has said."""
 
-    environment: dict[str, str]
-    process: subprocess.Popen[bytes] | None = None
-    log: IO[bytes] | None = None
-    cell: Cell | None = None
-    started: float = 0.0
-    text: str = ""
-    fraction: float = 0.0
+    def __init__(self, cell: Cell, place: int, process: subprocess.Popen[bytes]) -> None:
+        self.cell, self.place, self.process = cell, place, process
+        assert process.stdout is not None
+        self.channel = process.stdout
+        os.set_blocking(self.channel.fileno(), False)
+        self.begun = time.monotonic()  # not the clock of the system, which may jump
+        self.pending, self.text, self.error = b"", "", ""
+        self.fraction, self.busy, self.closed = 0.0, False, False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    def read(self) -> bool:
+        """Take in what the process has written; returns whether there was any progress."""
+        news = False
+        while block := self.channel.read(65536):
+            self.pending += block
+        self.closed = block == b""  # None: nothing yet
+        *lines, self.pending = self.pending.split(b"\n")
+        for message in map(json.loads, lines):
+            self.busy = self.busy or "busy" in message
+            self.error = message.get("error", self.error)
+            if "progress" in message:
+                news, self.fraction, self.text = True, message["progress"], message["text"]
+        return news
+
+    def kill(self) -> None:
+        """End the process and those it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Wait for the process, take in its last words, and end the processes that it left behind."""
+        self.process.wait()
+        self.kill()
+        self.read()
+        self.channel.close()
+        if self.process.stdin:
+            self.process.stdin.close()
 
 
 class Display:
@@ -177,10 +207,10 @@ def signals() -> Iterator[None]:
 
 
 class Runner:
-    """Runs cells of one suite: `jobs` worker processes with `threads` threads each.
+    """Runs cells of one suite, each in a process of its own: `jobs` at a time with `threads` threads each.
 
     Args:
-        gpus: numbers of devices among those that this process sees; worker i sees only ``gpus[i % len(gpus)]``. None
+        gpus: numbers of devices among those that this process sees; place i sees only ``gpus[i % len(gpus)]``. None
             leaves devices as they are.
         timeout: seconds after which a cell is ended and counts as failed; None waits.
         beat: seconds between the lines that a run without a terminal prints for its running cells.
@@ -199,175 +229,104 @@ class Runner:
         beat: float = 60.0,
     ) -> None:
         self.suite, self.python, self.console = suite, python, console
-        self.timeout, self.beat = timeout, beat
+        self.jobs, self.threads, self.timeout, self.beat = jobs, threads, timeout, beat
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         common = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
-        self.slots = [_Slot(dict(common)) for _ in range(jobs)]
+        self.environments = [dict(common) for _ in range(jobs)]
         visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))  # as Slurm deals them
-        for place, slot in enumerate(self.slots):
+        for place, environment in enumerate(self.environments):
             if gpus:
                 gpu = gpus[place % len(gpus)]
-                slot.environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
-        self.messages: queue.Queue[tuple[_Slot, subprocess.Popen[bytes], dict[str, Any] | None]] = queue.Queue()
+                environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
 
-    def run(self, cells: Sequence[Cell], out: Path) -> Outcome:
+    def run(self, cells: Sequence[Cell]) -> Outcome:
         """Run every cell that has no result yet.
 
         A cell that another orchestrator runs is asked for again until it has ended. Ctrl-C, or in `signals` SIGTERM or
-        SIGHUP, ends the workers and returns with `stopped` set; finished results stay.
+        SIGHUP, ends the processes and returns with `stopped` set; finished results stay.
         """
         before = {cell.workdir: store.state(cell) for cell in cells}
         outcome = Outcome(skipped=[cell for cell in cells if before[cell.workdir] == "done"])
         waiting = deque(cell for cell in cells if before[cell.workdir] != "done")
         shown = Bars(self.console, len(waiting)) if self.console.is_terminal else Lines(self.console, len(waiting))
+        free, running = deque(range(self.jobs)), list[_Running]()
         next_beat, retry = time.monotonic() + self.beat, 0.0
         try:
             with shown as display:
-                while waiting or any(slot.cell for slot in self.slots):
-                    if time.monotonic() >= retry:
-                        for slot in self.slots:
-                            if waiting and slot.cell is None:
-                                self._start(slot, waiting.popleft(), out)
-                                display.start(slot.cell)  # type: ignore[arg-type]
-                    pause = min(next_beat, retry if waiting else next_beat) - time.monotonic()
-                    self._end_hung()
-                    with contextlib.suppress(queue.Empty):
-                        busy = self._handle(*self.messages.get(timeout=min(max(pause, 0.05), 5)), outcome, display)
-                        if busy is not None:
-                            if before[busy.workdir] == "new" and store.state(busy) == "failed":
-                                reason = store.load(busy.workdir.parent).error or ""
-                                outcome.failed.append((busy, reason.strip()))  # in another orchestrator
-                            else:
-                                waiting.append(busy)
-                                retry = time.monotonic() + RETRY_S
+                while waiting or running:
+                    while waiting and free and time.monotonic() >= retry:
+                        running.append(self._start(waiting.popleft(), free.popleft()))
+                        display.start(running[-1].cell)
+                    select.select([one.channel for one in running if not one.closed], [], [], 0.1)
+                    for one in list(running):
+                        if one.read():
+                            display.progress(one.cell, one.fraction, one.text)
+                        if self.timeout and one.seconds > self.timeout:
+                            one.error = f"timed out after {self.timeout:g} s (--timeout)"
+                            one.kill()
+                        elif one.process.poll() is None:
+                            continue
+                        one.end()
+                        running.remove(one)
+                        free.append(one.place)
+                        if not one.busy:
+                            self._finish(one, outcome, display)
+                            continue
+                        display.put_back(one.cell)
+                        if before[one.cell.workdir] == "new" and store.state(one.cell) == "failed":
+                            reason = store.load(one.cell.workdir.parent).error or ""
+                            outcome.failed.append((one.cell, reason.strip()))  # in another orchestrator
+                        else:
+                            waiting.append(one.cell)
+                            retry = time.monotonic() + RETRY_S
                     if time.monotonic() >= next_beat:
                         next_beat = time.monotonic() + self.beat
-                        now = time.monotonic()
-                        display.beat([(s.cell, s.fraction, s.text, now - s.started) for s in self.slots if s.cell])
+                        display.beat([(one.cell, one.fraction, one.text, one.seconds) for one in running])
         except KeyboardInterrupt as stop:
             outcome.stopped = signal_of(stop)
         finally:
-            for slot in self.slots:
-                if slot.process and slot.process.stdin:
-                    with contextlib.suppress(BrokenPipeError):
-                        slot.process.stdin.close()  # all end at once
-            for slot in self.slots:
-                _close(slot)
+            for one in running:
+                one.kill()
+            for one in running:
+                one.end()
         return outcome
 
-    def _start(self, slot: _Slot, cell: Cell, out: Path) -> None:
+    def _start(self, cell: Cell, place: int) -> _Running:
         path = store.prepare(cell, self.suite.metric)
-        slot.cell, slot.started, slot.text, slot.fraction = cell, time.monotonic(), "", 0.0
-        if slot.process is None:
-            logs = out / "workers"
-            logs.mkdir(exist_ok=True)
-            slot.log = (logs / f"{worker.machine()['id']}-{os.getpid()}-{self.slots.index(slot)}.txt").open("wb")
-            slot.process = subprocess.Popen(
-                [self.python, worker.__file__, "serve", self.suite.name, *self.suite.preload],
+        with path.with_name("log.txt").open("ab") as log:  # appended to, because another orchestrator may run the cell
+            process = subprocess.Popen(
+                [self.python, worker.__file__, "cell", str(path.resolve())],
                 stdin=subprocess.PIPE,  # the life line: it closes when this process ends
                 stdout=subprocess.PIPE,
-                stderr=slot.log,
-                env=slot.environment,
+                stderr=log,
+                bufsize=0,
+                env=self.environments[place],
                 start_new_session=True,  # Ctrl-C reaches only the orchestrator
             )
-            threading.Thread(target=self._listen, args=(slot, slot.process), daemon=True).start()
-        assert slot.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the worker has ended, which its listener reports
-            slot.process.stdin.write(
-                json.dumps({"path": str(path.resolve()), "timeout": self.timeout}).encode() + b"\n"
-            )
-            slot.process.stdin.flush()
+        return _Running(cell, place, process)
 
-    def _end_hung(self) -> None:
-        """Kill workers that do not end their cell at the timeout, for example because an import hangs."""
-        for slot in self.slots:
-            if self.timeout and slot.cell and time.monotonic() - slot.started > self.timeout + GRACE_S:
-                _kill(slot.process)
-
-    def _listen(self, slot: _Slot, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):  # a killed worker may leave half a line
-                    self.messages.put((slot, process, json.loads(line)))
-        process.wait()
-        self.messages.put((slot, process, None))
-
-    def _handle(
-        self,
-        slot: _Slot,
-        process: subprocess.Popen[bytes],
-        message: dict[str, Any] | None,
-        outcome: Outcome,
-        display: Display,
-    ) -> Cell | None:
-        """Take in one message; returns the cell if another orchestrator runs it."""
-        cell = slot.cell
-        if process is not slot.process:
-            return None
-        if cell is None:
-            if message is None:
-                _close(slot)  # it ended between two cells; the next cell gets a new worker
-            return None
-        if message is not None and "progress" in message:
-            slot.fraction, slot.text = message["progress"], message["text"]
-            display.progress(cell, slot.fraction, slot.text)
-            return None
-        folder = cell.workdir.parent
-        slot.cell = None
-        if message is None:
-            _close(slot)
-            if store.state(cell) == "done":
-                message = {"end": "done"}
-            else:
-                hung = self.timeout and time.monotonic() - slot.started > self.timeout
-                reason = f"timed out after {self.timeout:g} s (--timeout), and " if hung else ""
-                reason += f"the worker ended with status {process.returncode}"
-                if slot.log and Path(slot.log.name).is_file():  # removed if it is empty
-                    reason += f"; its log: {slot.log.name}"
-                store.fail(folder, reason)
-                message = {"end": "failed", "error": reason}
-        if message["end"] == "busy":
-            display.put_back(cell)
-            return cell
-        if message["end"] == "done":
-            result = store.load(folder).result
-            if result is not None:
-                value = result["metrics"][self.suite.metric]
-                seconds = time.monotonic() - slot.started
-                good = math.isfinite(value)
-                outcome.done.append(cell)
-                note = "" if good else "; it diverged and counts as a failed seed"
-                display.finish(cell, f"{self.suite.metric} {value:.4g}{self.suite.unit} in {seconds:.1f} s{note}", good)
-                return None
-            message = {"error": store.load(folder).error or "result.json is missing"}
-        outcome.failed.append((cell, message["error"]))
-        display.finish(cell, (message["error"].splitlines() or [""])[0], False)
-        return None
-
-
-def _kill(process: subprocess.Popen[bytes] | None) -> None:
-    """Kill a worker's process group; the group of its cell follows, because it watches the worker."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if process:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _close(slot: _Slot) -> None:
-    """End a worker and everything it started."""
-    process, slot.process = slot.process, None
-    if process is None:
-        return
-    if process.stdin:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # the worker ends its cell and itself
-    try:
-        process.wait(timeout=2)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        process.wait()
-    if slot.log:
-        slot.log.close()
+    def _finish(self, one: _Running, outcome: Outcome, display: Display) -> None:
+        """Take in a cell whose process has ended."""
+        found = store.load(one.cell.workdir.parent)
+        if found.result is not None:  # whole, even if the process fell over on its way out
+            value = found.result["metrics"][self.suite.metric]
+            good = math.isfinite(value)
+            outcome.done.append(one.cell)
+            note = "" if good else "; it diverged and counts as a failed seed"
+            text = f"{self.suite.metric} {value:.4g}{self.suite.unit} in {one.seconds:.1f} s{note}"
+            display.finish(one.cell, text, good)
+            return
+        reason = one.error or found.error or _exit_reason(one.process.returncode)
         with contextlib.suppress(OSError):
-            if Path(slot.log.name).stat().st_size == 0:
-                Path(slot.log.name).unlink()
+            store.fail(found.folder, reason)
+        outcome.failed.append((one.cell, reason))
+        display.finish(one.cell, (reason.splitlines() or [""])[0], False)
+
+
+def _exit_reason(status: int) -> str:
+    """The end of a cell's process in words, from its return code."""
+    if status >= 0:
+        return f"the cell's process ended with exit code {status} and no result"
+    name = signal.Signals(-status).name
+    hint = "; the system may have run out of memory: try fewer --jobs" if name == "SIGKILL" else ""
+    return f"the cell's process was ended by {name}{hint}"

@@ -11,7 +11,6 @@
                         claim            locked while the cell runs; touched every few seconds
                         origin.json      the commits and versions that began it
                         work/            the suite's own files
-    DIR/workers/MACHINE-PID-N.txt        what a worker printed outside its cells; removed if it is empty
     DIR/results.parquet                  written by `report`: all cells in one table, which `report` can read again
 """
 

@@ -1,19 +1,16 @@
 """Runs cells inside a plugin's own environment. Standard library only, because it is started by path there::
 
-    python worker.py serve SUITE [MODULE ...]  run the cells that standard input names; import MODULE ... first
-    python worker.py describe                  print the plugins that this environment has, as JSON
-    python worker.py tasks FUNCTION FOLDER     print the tasks that a data folder holds, as JSON
+    python worker.py cell PATH              run the cell of a cell.json and write result.json next to it
+    python worker.py describe               print the plugins that this environment has, as JSON
+    python worker.py tasks FUNCTION FOLDER  print the tasks that a data folder holds, as JSON
 
-Protocol of ``serve``: standard input carries one JSON line a cell, ``{"path": "CELL/cell.json", "timeout": null}``.
-Standard output carries JSON lines: ``{"progress": 0.4, "text": "epoch 12"}`` while a cell runs, then exactly one of
-``{"end": "done"}``, ``{"end": "failed", "error": "ValueError: ..."}`` and ``{"end": "busy"}``. If standard input
-closes, the orchestrator has ended, and the server ends its cell and itself.
+Protocol of ``cell``: the process leads a group of its own, and its stderr is the cell's log. Standard output carries
+JSON lines: ``{"progress": 0.4, "text": "epoch 12"}`` while the cell runs, ``{"busy": true}`` if another process runs
+it, and ``{"error": "ValueError: ..."}`` if it failed. If standard input closes, the orchestrator has ended, and the
+process ends itself and those it started.
 
-The server imports the suite once and forks for each cell, so that a cell starts within milliseconds and still cannot
-change the next one. A cell's process leads a process group of its own, which is killed when the cell ends.
-
-Claims: the server holds ``CELL/claim`` locked (flock) while it runs the cell, and so does the cell's process. The
-system releases the lock when both have ended, however they end, so a claim is never stale and no clock is involved.
+Claims: the process holds ``CELL/claim`` locked (flock). The system releases the lock when the process has ended,
+however it ends, so a claim is never stale and no clock is involved.
 
 Numbers: JSON has no NaN and no infinities; they are written as ``{"$float": "nan"}``, ``"inf"`` or ``"-inf"`` and
 :func:`decode` reads them back exactly.
@@ -42,12 +39,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 FLOAT = "$float"
-BEAT_S = 5.0  # how often the server touches the claim of a running cell
+BEAT_S = 5.0  # how often a process touches the claim of a running cell
 LOG_S = 1.0  # progress.log gets at most one line in this time
 
 
@@ -149,9 +146,6 @@ def list_tasks(function: str, data: str) -> dict[str, Any]:
     module, _, name = function.partition(":")
     found: dict[str, Any] = getattr(importlib.import_module(module), name)(Path(data))
     return found
-
-
-# --- one cell, in a process of its own -------------------------------------------------------------------------------
 
 
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
@@ -385,139 +379,52 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# --- the server ------------------------------------------------------------------------------------------------------
+# --- the process of a cell -------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Forks a process for each cell that standard input names; see the protocol above."""
+def start(path: Path) -> None:
+    """Claim a cell, run it, and end this process; see the protocol above."""
+    channel, lifeline = os.dup(1), os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # prints of a suite, from Python or C, go to the log and never reach the protocol
 
-    def __init__(self) -> None:
-        self.commands = os.dup(0)
-        self.channel = os.dup(1)
-        self.pending = b""
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)  # prints of a suite, from Python or C, never reach the protocol
-
-    def send(self, message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended; the cell has not failed
-            os.write(self.channel, (json.dumps(message) + "\n").encode())
+            os.write(channel, (json.dumps(message) + "\n").encode())
 
-    def serve(self, suite: str, modules: Sequence[str]) -> None:
-        """Import the suite and `modules`, then run cells until standard input closes."""
-        with contextlib.suppress(Exception):  # the cell meets the same error and reports it
-            entry_point(suite).load()
-            for module in modules:
-                importlib.import_module(module)
-            _versions(suite), _commits(suite), machine()
-        while (line := self._read()) is not None:
-            given = json.loads(line)
-            try:
-                end = self._cell(Path(given["path"]), given["timeout"])
-            except OSError as error:
-                end = {"end": "failed", "error": describe_os_error(error)}
-            self.send(end)
-
-    def _read(self) -> bytes | None:
-        """The next line of standard input; None if it has closed."""
-        while b"\n" not in self.pending:
-            block = os.read(self.commands, 65536)
-            if not block:
-                return None
-            self.pending += block
-        line, _, self.pending = self.pending.partition(b"\n")
-        return line
-
-    def _cell(self, path: Path, timeout: float | None) -> dict[str, Any]:
-        folder = path.parent
-        claim = os.open(folder / "claim", os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files
+    try:
+        claim = os.open(path.with_name("claim"), os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files
+        threading.Thread(target=_watch, args=(lifeline, claim), daemon=True).start()
         try:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return {"end": "busy"}
-            if (folder / "result.json").is_file():  # another orchestrator was faster
-                return {"end": "done"}
-            for old in (folder / "error.txt", folder / "progress.log"):
-                old.unlink(missing_ok=True)
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            send({"busy": True})
+            os._exit(0)
+        if not path.with_name("result.json").is_file():  # else another orchestrator was faster
+            for old in ("error.txt", "progress.log"):
+                path.with_name(old).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.ftruncate(2, 0)  # the log of an earlier try
             os.ftruncate(claim, 0)
             os.write(claim, f"machine {machine()['id']}, process {os.getpid()}, since {utc()}\n".encode())
-            error = self._fork(path, timeout, claim)
-            if error is None:
-                return {"end": "done"}
-            with contextlib.suppress(OSError):
-                write_text(folder / "error.txt", error.strip() + "\n")
-            return {"end": "failed", "error": error}
-        finally:
-            os.close(claim)
+            run(path, send)
+    except BaseException as error:
+        send({"error": describe_error(error)[:16384]})
+        with contextlib.suppress(OSError):  # a full disk takes no traceback either
+            traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # whatever threads the suite left behind
 
-    def _fork(self, path: Path, timeout: float | None, claim: int) -> str | None:
-        """Run one cell in a child process; its error, or None when result.json exists."""
-        reading, writing = os.pipe()
-        server = os.getpid()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.setsid()
-                os.close(reading)
-                threading.Thread(target=_end_with, args=(server,), daemon=True).start()
-                code = self._child(path, writing)
-            finally:
-                os._exit(code)
-        os.close(writing)
-        try:
-            return self._wait(child, reading, path, timeout, claim)
-        finally:
-            os.close(reading)
 
-    def _child(self, path: Path, errors: int) -> int:
-        try:
-            log = os.open(path.with_name("log.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            run(path, self.send)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except BaseException as error:
-            os.write(errors, describe_error(error).encode(errors="replace")[:16384])
-            with contextlib.suppress(OSError):  # a full disk takes no traceback either
-                traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-            return 1
-        return 0
-
-    def _wait(self, child: int, errors: int, path: Path, timeout: float | None, claim: int) -> str | None:
-        started = beat = time.monotonic()
-        pause, reason, status = 0.002, "", 0
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                break
-            watched, _, _ = select.select([self.commands], [], [], pause)
-            pause = min(2 * pause, 0.1)
-            now = time.monotonic()  # not the clock of the system, which may jump
-            if watched:
-                block = os.read(self.commands, 65536)
-                if not block:  # the orchestrator has ended
-                    _kill_group(child)
-                    os._exit(1)
-                self.pending += block
-            if timeout is not None and now - started > timeout and not reason:
-                reason = f"timed out after {timeout:g} s (--timeout)"
-                _kill_group(child)
-            if now - beat > BEAT_S:
-                beat = now
-                with contextlib.suppress(OSError):
-                    os.utime(claim)
-        _kill_group(child)  # processes that it left behind
-        text = b""
-        if select.select([errors], [], [], 0)[0]:
-            text = os.read(errors, 16384)
-        if path.with_name("result.json").is_file():  # whole, even if the process fell over on its way out
-            return None
-        return reason or text.decode(errors="replace") or _exit_reason(status)
+def _watch(lifeline: int, claim: int) -> None:
+    """Touch the claim every few seconds. Once the orchestrator has ended, end this process and those it started."""
+    while not select.select([lifeline], [], [], BEAT_S)[0]:
+        with contextlib.suppress(OSError):
+            os.utime(claim)
+    os.killpg(0, signal.SIGKILL)
 
 
 def describe_error(error: BaseException) -> str:
@@ -547,26 +454,6 @@ def describe_os_error(error: OSError) -> str:
     return f"{type(error).__name__}:{place}: {error.strerror or error}{tail}"
 
 
-def _exit_reason(status: int) -> str:
-    if not os.WIFSIGNALED(status):
-        return f"the cell's process ended with exit code {os.WEXITSTATUS(status)} and no result"
-    name = signal.Signals(os.WTERMSIG(status)).name
-    hint = "; the system may have run out of memory: try fewer --jobs" if name == "SIGKILL" else ""
-    return f"the cell's process was ended by {name}{hint}"
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _end_with(server: int) -> None:
-    """Wait until the server has ended, then end this process and the ones it started."""
-    while os.getppid() == server:
-        time.sleep(0.2)
-    os.killpg(0, signal.SIGKILL)
-
-
 def main(argv: list[str]) -> int:
     if argv == ["describe"]:
         print(json.dumps(encode(describe())))
@@ -574,11 +461,10 @@ def main(argv: list[str]) -> int:
     if len(argv) == 3 and argv[0] == "tasks":
         print(json.dumps(encode(list_tasks(argv[1], argv[2]))))
         return 0
-    if len(argv) < 2 or argv[0] != "serve":
-        print(__doc__, file=sys.stderr)
-        return 2
-    Server().serve(argv[1], argv[2:])
-    return 0
+    if len(argv) == 2 and argv[0] == "cell":
+        start(Path(argv[1]))
+    print(__doc__, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

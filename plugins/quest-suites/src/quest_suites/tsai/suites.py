@@ -16,7 +16,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "unit": "%",
         "higher_is_better": True,
         "paper": _PAPER["ts/uea"],
-        "preload": ["tsai.tslearner", "tsai.data.core"],
         "tasks_from_data": "quest_suites.tsai.data:tasks",
         "data": "a folder with NAME_TRAIN.ts and NAME_TEST.ts (or .parquet); without one, two datasets of aeon",
         "options": [
