@@ -13,9 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import Proxy
+from torch.nn.modules.module import (
+    _global_backward_hooks as _backward_hooks,
+)
+from torch.nn.modules.module import (
+    _global_backward_pre_hooks as _backward_pre_hooks,
+)
+from torch.nn.modules.module import (
+    _global_forward_hooks as _forward_hooks,
+)
+from torch.nn.modules.module import (
+    _global_forward_pre_hooks as _forward_pre_hooks,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import UnsupportedError
@@ -88,6 +100,7 @@ def is_exporting() -> bool:
     return bool(is_tracing()) or is_exporting_graph()
 
 
+_CALL = nn.Module.__call__  # as PyTorch defines it; exporters and FX replace it to record which module ran
 _is_torch_func_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -96,11 +109,9 @@ def transform() -> str | None:
 
     Always None inside torch.compile and torch.export, which handle transforms themselves.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if not (_is_torch_func_active() or forward_ad._current_level >= 0) or is_compiling():
         return None
-    if _is_torch_func_active():
-        return None if is_compiling() else "torch.func"
-    return "forward-mode differentiation" if forward_ad._current_level >= 0 and not is_compiling() else None
+    return "torch.func" if _is_torch_func_active() else "forward-mode differentiation"
 
 
 def is_eager() -> bool:
@@ -108,10 +119,35 @@ def is_eager() -> bool:
 
     Compilers and exporters get the plain formula, which they derive and fuse by themselves.
     """
-    return not (is_compiling() or is_tracing() or transform())
+    return not (is_compiling() or is_tracing() or _is_torch_func_active() or forward_ad._current_level >= 0)
 
 
-def kept_whole(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def bare(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the `forward` of two modules, or the modules themselves if a hook or a recorder needs the call.
+
+    nn.Module.__call__ takes a microsecond to find out that it has nothing to do.
+    """
+    watched = (
+        one._forward_hooks
+        or one._forward_pre_hooks
+        or one._backward_hooks
+        or one._backward_pre_hooks
+        or other._forward_hooks
+        or other._forward_pre_hooks
+        or other._backward_hooks
+        or other._backward_pre_hooks
+        or one._compiled_call_impl is not other._compiled_call_impl
+        or _forward_hooks
+        or _forward_pre_hooks
+        or _backward_hooks
+        or _backward_pre_hooks
+        or nn.Module.__call__ is not _CALL
+        or is_tracing()
+    )
+    return (one, other) if watched else (one.forward, other.forward)
+
+
+def kept_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return a node that calls `module` if torch.fx.symbolic_trace runs this code, else None.
 
     The checks of a module branch on shapes and types, which a symbolic trace has not.
@@ -130,7 +166,7 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 def may_read(x: Tensor, *, waits: bool = False) -> bool:
     """Return whether eager code may branch on the numbers in `x`: it has some, and waits for a GPU only if `waits`."""
     near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
-    return not _modes() and near and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+    return not _modes() and near and type(x) in (Tensor, nn.Parameter) and x.numel() > 0
 
 
 _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> question -> its latest view and the answer
@@ -186,7 +222,7 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
-def same_random_state(model: torch.nn.Module) -> AbstractContextManager[Any]:
+def same_random_state(model: nn.Module) -> AbstractContextManager[Any]:
     """Restore the random state of the CPU and of the GPUs of the model at the end of the block."""
     return torch.random.fork_rng(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from .cache import Cache
 from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
+    bare,
     constant_result,
     is_exporting_graph,
     is_tracing,
@@ -138,6 +140,7 @@ class Mechanism(CheckpointGuard):
         self._no_cache = [part.name for part in parts if not part.cached]
         self._no_dropout = [part.name for part in parts if not part.dropout]
         self._mixing = [part.name for part in parts if "tokens" in part.reads]
+        self._is_plain = not any((self._key_features, self._shares, self._chooses, self._no_causal, self._mixing))
 
     def forward(
         self,
@@ -168,14 +171,17 @@ class Mechanism(CheckpointGuard):
             InputError: a shape or type does not fit; the message names it.
             UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, unit_keys=unit_keys)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
+        parts = self._modules
+        score, normalizer = bare(parts["score"], parts["normalizer"])
         head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups
-        q, k, scale = self.score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
-        k, v = (k, v) if head is None else (k.index_select(1, head), v.index_select(1, head))
+        q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
         plain = {"perturb": self.grouping.perturb} if self._perturbs else {}
-        out: Tensor = self.normalizer(
+        out: Tensor = normalizer(
             q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares, **plain
         )
         if out.requires_grad:
@@ -339,7 +345,6 @@ class Mechanism(CheckpointGuard):
         mask: Tensor | None,
         is_causal: bool,
         dropout_p: float,
-        *,
         cached: int = 0,
         unit_keys: bool = False,
     ) -> Tensor | None:
@@ -350,6 +355,22 @@ class Mechanism(CheckpointGuard):
         """
         if self.monitor is not None:  # torch.compile guards this attribute, and not the hooks of the Monitor
             self.monitor.breaks_graphs()
+        exporting = is_tracing() or is_exporting_graph()  # which would fix the sizes that are compared
+        # Self-attention without a mask is checked by one comparison; any other call piece by piece.
+        if (
+            self._is_plain
+            and mask is None
+            and dropout_p == 0
+            and (self.takes_unit_keys or not unit_keys)
+            and not exporting
+            and q.dim() == 4
+            and q.shape == k.shape == v.shape
+            and q.dtype == k.dtype == v.dtype
+            and q.dtype in TYPES
+            and q.get_device() == k.get_device() == v.get_device()
+            and not q.is_nested
+        ):
+            return None
         if unit_keys and not self.takes_unit_keys:
             raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
         if dropout_p > 0 and self._no_dropout:
@@ -366,12 +387,8 @@ class Mechanism(CheckpointGuard):
             )
         if mask is not None:
             mask = plain_mask(mask)
-        if not (is_tracing() or is_exporting_graph()):  # which would fix the sizes that are compared
-            # Self-attention without a mask is checked by one comparison; any other call piece by piece.
-            plain = mask is None and dropout_p == 0 and not (self._key_features or self._shares or self._chooses)
-            plain = plain and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dtype in TYPES
-            if not (plain and q.device == k.device == v.device and len(q.shape) == 4 and not q.is_nested):
-                self._check_shapes(q, k, v, mask, dropout_p, cached)
+        if not exporting:
+            self._check_shapes(q, k, v, mask, dropout_p, cached)
         if self._no_causal:
             self.refuse_future(mask, is_causal)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
@@ -560,6 +577,7 @@ Each is an attribute, named by its text in hexadecimal, because torch.compile gu
 would trace into a cache, and a module cannot be a constant in a graph.
 """
 MOST = 64
+_attribute = functools.lru_cache(MOST)(lambda text: f"_{text.encode().hex()}")
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -572,7 +590,7 @@ def _taken_apart(attention: AttentionSpec) -> Any:
 def _place(given: Any) -> str:
     """Return the name of the attribute of _STATELESS that `given` means; make it if it is missing."""
     given = given if isinstance(given, str) else AttentionConfig.parse(dict(given) if type(given) is tuple else given)
-    name, made = f"_{str(given).encode().hex()}", vars(_STATELESS)
+    name, made = _attribute(str(given)), _STATELESS.__dict__
     if name not in made:
         new = Mechanism(given).eval()
         with _ONE_AT_A_TIME:

@@ -26,7 +26,7 @@ from quest_core.ops import unit
 class Cosine10(Score):
     "10 cos(q, k)."
 
-    def default_scale(self, head_dim): return 10.0
+    factor = 10.0
     def query(self, q): return unit(q)
     def key(self, k): return unit(k)
 """

@@ -155,7 +155,7 @@ def test_large_norms_in_bfloat16() -> None:
 def test_scale_option_replaces_the_own_factor(score: str) -> None:
     q, k, v = tensors(2, 2, 2, 4, 4, 8)
     got = quest_core.attention(q, k, v, {"name": score, "scale": 0.7})
-    plain = exact(quest_core.Mechanism(score), q, k, v)[2] / quest_core.Mechanism(score).score.default_scale(8)
+    plain = exact(quest_core.Mechanism(score), q, k, v)[2] / quest_core.Mechanism(score).score.scale(8)
     want = (0.7 * plain).softmax(-1) @ v
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 

@@ -7,6 +7,7 @@ key/value head a query head uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..compat import is_tracing, size
+from ..compat import size
 from ..ops import apply_weights, drop, logits, merge_causal
 from ..registry import Component
 
@@ -38,14 +39,19 @@ class Dims:
 
 
 class Score(Component):
-    """How q and k meet. A subclass overrides `query`, `key` and `default_scale`, or `forward` to see values too."""
+    """How q and k meet. A subclass overrides `query`, `key` and `factor`, or `forward` to see values too."""
 
     axis = "score"
     dropout = compares = True
+    factor: float | None = 1  # and not 1.0, which a dynamic graph takes for an input, so that it is compiled twice
+    """The score's own factor on q kᵀ; None is the host's own, or 1/√D."""
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__()
-        self.given_scale = scale
+        if scale is not None:
+            self.factor = scale
+        elif self.factor is None and dims is not None:
+            self.factor = dims.standard_scale
 
     def forward(
         self,
@@ -68,17 +74,14 @@ class Score(Component):
             cache: the layer's state while decoding; k and v are only the new tokens then.
             unit_keys: k holds unit vectors already.
         """
-        head_dim = size(q, -1) if is_tracing() else q.shape[-1]
-        scale = self.default_scale(head_dim) if self.given_scale is None else self.given_scale
+        scale = self.factor
+        if scale is None:
+            scale = self.scale(size(q, -1))
         return self.query(q), k if unit_keys else self.key(k), scale
 
     def scale(self, head_dim: int) -> float:
-        """Return the factor on q kᵀ: the `scale` option, or the score's own."""
-        return self.default_scale(head_dim) if self.given_scale is None else self.given_scale
-
-    def default_scale(self, head_dim: int) -> float:
-        """Return the score's own factor on q kᵀ."""
-        return 1.0
+        """Return the factor on q kᵀ for queries of `head_dim` features."""
+        return 1 / math.sqrt(head_dim) if self.factor is None else self.factor
 
     def query(self, q: Tensor) -> Tensor:
         """Return q [B, H, N, D] ready for the dot product, in the same shape."""

@@ -79,11 +79,11 @@ class Softmax(Normalizer):
         if grouped and ((mask is not None and not q.is_cpu) or traces_onnx()):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-        batch, head, token, feature = q.stride()
-        if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap, and PyTorch's output would too
-            q = q.contiguous()
-        options = {"enable_gqa": True} if grouped else {}
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
+        if not q.is_contiguous():
+            batch, head, token, feature = q.stride()
+            if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap; so would PyTorch's output
+                q = q.contiguous()
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
         return out if blind is None else out.masked_fill(blind, 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
