@@ -16,18 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import Proxy
-from torch.nn.modules.module import (
-    _global_backward_hooks as _backward_hooks,
-)
-from torch.nn.modules.module import (
-    _global_backward_pre_hooks as _backward_pre_hooks,
-)
-from torch.nn.modules.module import (
-    _global_forward_hooks as _forward_hooks,
-)
-from torch.nn.modules.module import (
-    _global_forward_pre_hooks as _forward_pre_hooks,
-)
+from torch.nn.modules.module import _global_backward_hooks as _backward_hooks
+from torch.nn.modules.module import _global_backward_pre_hooks as _backward_pre_hooks
+from torch.nn.modules.module import _global_forward_hooks as _forward_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as _forward_pre_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import UnsupportedError

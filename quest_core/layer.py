@@ -13,9 +13,7 @@ from .compat import kept_whole
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, check_sizes
 from .mechanism import Mechanism, head_sizes
-from .ops import (
-    merge_masks,
-)
+from .ops import merge_masks
 from .projections import Projected, Separate, init_norms
 
 

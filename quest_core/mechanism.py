@@ -27,19 +27,8 @@ from .compat import (
 )
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
-from .mechanisms.base import (
-    Dims,
-    Family,
-    Grouping,
-    Normalizer,
-    Score,
-)
-from .ops import (
-    hide_lowest,
-    hides_the_future,
-    logits,
-    plain_mask,
-)
+from .mechanisms.base import Dims, Family, Grouping, Normalizer, Score
+from .ops import hide_lowest, hides_the_future, logits, plain_mask
 from .projections import HeadSizes
 
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -111,16 +111,7 @@ class AttentionFreeConv(Family):
     complexity = "O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile"
 
     def __init__(
-        self,
-        sizes: Dims,
-        /,
-        *,
-        window: int,
-        dims: int,
-        grid: str | None,
-        prefix: int,
-        gumbel: bool,
-        query: bool,
+        self, sizes: Dims, /, *, window: int, dims: int, grid: str | None, prefix: int, gumbel: bool, query: bool
     ) -> None:
         super().__init__(sizes)
         if window % 2 == 0:

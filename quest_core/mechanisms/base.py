@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..compat import size
-from ..ops import apply_weights, drop, logits, merge_causal
+from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal
 from ..registry import Component
 
 
@@ -107,6 +107,8 @@ class Normalizer(Component):
 
     axis = "normalizer"
     compares = True
+    rowwise: bool = False
+    """Whether the weights of a query depend on its own logits only, so that large calls take blocks of queries."""
 
     def __init__(self, dims: Dims | None) -> None:
         super().__init__()
@@ -143,14 +145,23 @@ class Normalizer(Component):
             perturb: `Grouping.perturb`, if the grouping changes the weights.
             need_weights: return (output, weights after dropout [B, H, N, M], logits [B, H, N, M]) instead.
         """
-        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
-        scores = logits(q, k, scale, grouped, residual)
-        weights = self.weights(scores, mask)
-        weights = drop(weights if perturb is None else perturb(weights, k.shape[1], mask), dropout_p)
-        out = apply_weights(weights, v, grouped)
-        if not need_weights:
-            return out
-        return out, weights, scores if mask is None or mask.dtype == torch.bool else scores + mask
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+            mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
+            scores = logits(q, k, scale, grouped, residual)
+            weights = self.weights(scores, mask)
+            weights = drop(weights if perturb is None else perturb(weights, k.shape[1], mask), dropout_p)
+            out = apply_weights(weights, v, grouped)
+            if not need_weights:
+                return out
+            return out, weights, scores if mask is None or mask.dtype == torch.bool else scores + mask
+
+        rows = None
+        if self.rowwise and residual is None and perturb is None and not need_weights:
+            rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        if rows is None:
+            return formula(q, k, v, mask)
+        return in_blocks(formula, rows, q, k, v, mask, is_causal=is_causal, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Return the weights [B, H, N, M] of logits [B, H, N, M]: 0 where hidden, also in a row that sees no key."""
@@ -191,11 +202,15 @@ class Grouping(Component):
         """Return the weights [B, H, N, M] that are applied to the values; by default those given."""
         return weights
 
-    chooses: bool = False
-    """Whether `forward` returns the key/value head of each query head; without it `forward` is not called."""
+    @property
+    def chooses(self) -> bool:
+        """Whether `forward` returns the key/value head of each query head; without it `forward` is not called."""
+        return type(self).forward is not Grouping.forward
 
-    needs_weights: bool = False
-    """Whether `perturb` does anything, so that no fused path applies."""
+    @property
+    def needs_weights(self) -> bool:
+        """Whether `perturb` does anything, so that no fused path applies."""
+        return type(self).perturb is not Grouping.perturb
 
     shares: bool = False
     """Whether H/G consecutive query heads share a key/value head."""

@@ -144,7 +144,6 @@ class KeyDriven(Grouped):
     """
 
     causal = cached = shares = False
-    chooses = True
     causal_reason = "its head sizes depend on all keys, those of the future too"
     reads: ClassVar[tuple[str, ...]] = ("tokens", "unseen", "heads", "samples")
 
@@ -304,7 +303,7 @@ class Perturbed(Grouped):
     causal_reason = "its noise depends on the weights of all queries, those of the future too"
     reads = ("tokens", "queries", "unseen", "group", "random")
     complexity = "O(N·M·D) time, O(N·M) memory"
-    stops_gradient = needs_weights = True
+    stops_gradient = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None, noise_in_eval: bool) -> None:
         super().__init__(dims, kv_heads=kv_heads)

@@ -15,16 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat import is_exporting, size, traces_onnx, transform, wider
-from ..ops import (
-    apply_weights,
-    block_rows,
-    drop,
-    in_blocks,
-    logits,
-    merge_causal,
-    visible,
-    widen,
-)
+from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, visible, widen
 from ..registry import Option, register
 from . import naive
 from .base import Dims, Normalizer
@@ -118,34 +109,12 @@ class Sigmoid(Normalizer):
 
     causal = cross = cached = dropout = True
     reads = ("tokens",)
+    rowwise = True
     complexity = IN_BLOCKS
 
     def __init__(self, dims: Dims | None, *, bias: float | None) -> None:
         super().__init__(dims)
         self.bias = bias
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        grouped: bool,
-        **plain: Any,
-    ) -> Any:
-        how: dict[str, Any] = plain | {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
-        rows = None if plain else block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
-        if rows is None:
-            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
-
-        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            return Normalizer.forward(self, q, k, v, mask=mask, is_causal=is_causal, **how)
-
-        return in_blocks(block, rows, q, k, v, mask, is_causal=is_causal, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         seen, shifted = _seen(mask, logits), widen(logits)

@@ -20,9 +20,7 @@ from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.universal import UniversalAdapter, run_example
 from ..mechanism import Mechanism, count_kv_heads
-from ..mechanisms.base import (
-    Dims,
-)
+from ..mechanisms.base import Dims
 from .monitor import Monitor
 
 Run: TypeAlias = Callable[[nn.Module, Any], Any]

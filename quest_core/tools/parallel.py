@@ -16,12 +16,8 @@ from ..config import AttentionConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..layer import Attention
 from ..mechanism import Mechanism
-from ..mechanisms.base import (
-    Dims,
-)
-from ..ops import (
-    local,
-)
+from ..mechanisms.base import Dims
+from ..ops import local
 from ..registry import READS
 
 try:

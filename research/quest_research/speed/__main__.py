@@ -1,4 +1,4 @@
-"""Microbenchmarks: `python -m quest_research.speed speed`, `scaling` and `decode`. `quest bench` does not run them."""
+"""Microbenchmarks, which `quest bench` does not run: `python -m quest_research.speed speed`, and its other commands."""
 
 from __future__ import annotations
 
@@ -152,6 +152,29 @@ def decode(
         command=typed(context),
     )
     print(text)
+
+
+@app.command()
+def versions(
+    context: typer.Context,
+    before: Annotated[str, typer.Option(metavar="PYTHON", help="The interpreter that imports the old quest_core.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=expanded, metavar="DIR", help="Write versions.md and versions.json into this folder."),
+    ] = None,
+    threads: Annotated[str, typer.Option(metavar="N,...", help="CPU threads.")] = "1,2",
+    rounds: Annotated[int, typer.Option(min=2, help="How often each version takes its turn in a cell.")] = 15,
+) -> None:
+    """Time this quest_core against another one, in turns: calls of every mechanism, decoding, training steps.
+
+    Example:
+
+    [cyan]python -m quest_research.speed versions --before ../old/.venv/bin/python[/]
+    """
+    from . import versions as bench
+
+    numbers = [int(number) for number in threads.split(",")]
+    print(bench.run(before, out, threads=numbers, rounds=rounds, command=typed(context)))
 
 
 def app_main(argv: list[str]) -> int:
