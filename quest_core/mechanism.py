@@ -169,9 +169,10 @@ class Mechanism(CheckpointGuard):
         q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
-        plain = {"perturb": self.grouping.perturb} if self._perturbs else {}
+        if self._perturbs:
+            normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
         out: Tensor = normalizer(
-            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares, **plain
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares
         )
         if out.requires_grad:
             name_second_derivative(out, self._name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import quest_core
 from quest_core.errors import InputError, QuestError
-from quest_research.speed import decode, scaling, speed
+from quest_research.speed import decode, scaling, speed, versions
 from quest_research.speed.__main__ import app_main
 
 SHAPE = (2, 4, 5, 8)
@@ -275,3 +276,15 @@ def test_a_gpu_beyond_the_last_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert app_main(["decode", "--device", "cuda:2"]) == 2
     assert "--device is 'cuda:2', and the GPUs are cuda:0 to cuda:1" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_two_versions_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This version against itself, in two cells of all."""
+    chosen = [cell for cell in versions.cells() if cell["kind"] in ("function", "decode")][:2]
+    monkeypatch.setattr(versions, "cells", lambda: chosen)
+    text = versions.run(sys.executable, tmp_path, threads=[1], rounds=2, command="a test")
+    rows = json.loads((tmp_path / "versions.json").read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["function", "decode"]
+    assert all(0.01 < row["low"] <= row["ratio"] <= row["high"] < 100 for row in rows)
+    assert "of 2 cells" in text
