@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quest_bench import cli, demo, store, worker
+from quest_bench import cli, store, worker
 from quest_bench.run import Outcome, Runner
 from quest_core.benchmarks import Cell
 
@@ -138,8 +138,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what the commands print in one line each, whatever COLUMNS was when the console was made."""
     monkeypatch.setenv("COLUMNS", "240")
-    for module in (cli, demo):
-        monkeypatch.setattr(module.console, "width", 240)
+    monkeypatch.setattr(cli.console, "width", 240)
 
 
 @pytest.fixture
