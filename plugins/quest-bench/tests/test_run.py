@@ -302,7 +302,7 @@ def _until(condition: object, seconds: float = 60) -> None:
 def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) -> None:
     """Orchestrators, workers and cells are killed at random and started again; no file is torn, no cell is lost."""
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite", "--attention", "standard,quest"]
-    command += ["--seeds", "0-19", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
+    command += ["--seeds", "0-5", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
     environment = {**os.environ, "COUNT_RUNS": str(fake / "count.txt")}
 
     def start() -> subprocess.Popen[bytes]:
@@ -310,13 +310,13 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) 
 
     running = [start(), start()]
     try:
-        for _ in range(20):
-            time.sleep(random.uniform(0.1, 0.8))
+        for _ in range(12):
+            time.sleep(random.uniform(0.5, 2))
             pids = _tree(random.choice(running).pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(random.choice(pids), signal.SIGKILL)
             running = [one if one.poll() is None else start() for one in running]
-        assert len(results(Path("out"))) < 80, "the last kills met no work"
+        assert len(results(Path("out"))) < 24, "the last kills met no work"
         for one in running:
             one.wait(timeout=400)
         assert subprocess.run(command, stdout=subprocess.DEVNULL, env=environment).returncode == 0
@@ -324,7 +324,7 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) 
         for one in running:
             one.kill()
     cells = load_all(Path("out"))
-    assert len(cells) == 80
+    assert len(cells) == 24
     assert {cell.state for cell in cells} == {"done"}
     assert list(Path("out").glob("**/*.torn")) == []
     finished = Path("count.txt").read_text().split()
@@ -410,12 +410,12 @@ def test_names_of_any_script_and_length_are_cells(inside: Path) -> None:
     assert name in Path("out/report.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_hung_cell_times_out(fake: Path) -> None:
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
+    """The time counts from the start of its process, so that an import may hang too."""
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=hang"]
     assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
-    states = {c.cell["options"]["mode"]: (c.state, c.error) for c in load_all(Path("out"))}
-    assert states == {"hang": ("failed", "timed out after 1 s (--timeout)\n"), "ok": ("done", None)}
+    states = [(cell.state, cell.error) for cell in load_all(Path("out"))]
+    assert states == 2 * [("failed", "timed out after 1 s (--timeout)\n")]
 
 
 def test_a_cell_that_continues_has_no_seconds(inside: Path) -> None:

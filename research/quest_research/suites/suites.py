@@ -363,19 +363,4 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
         "needs": None,
     },
-    "time-series-library": {
-        "summary": "thuml's Time-Series-Library: its own run.py with any command of its scripts whose model has its "
-        "FullAttention",
-        "tasks": [],
-        "metric": "accuracy",  # or that of the command's task
-        "selection": "paper",  # classification; forecasting and imputation choose on a validation split
-        "data": "a checkout of Time-Series-Library (--repo PATH) and commands in it (--cfg SCRIPT or SCRIPT#MODEL_ID)",
-        "data_required": True,
-        "tasks_from_data": "quest_research.suites.time_series_library:tasks",
-        "options": [
-            {"name": "set", "kind": "str", "default": "", "doc": "further words for run.py, such as '--dropout 0.2'"}
-        ],
-        "restarts": "Time-Series-Library saves weights only, without its optimizer and its epoch",
-        "needs": None,
-    },
 }
