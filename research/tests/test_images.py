@@ -14,7 +14,7 @@ from devtools.cells import check_resume
 from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_research.suites import images
-from quest_research.suites.suites import IMAGE_OPTIONS, RECIPE_OPTIONS
+from quest_research.suites.suites import DIGITS_OPTIONS, IMAGE_OPTIONS, RECIPE_OPTIONS
 
 DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
 
@@ -31,6 +31,17 @@ def test_a_cell_measures(data: Path, attention: str) -> None:
     assert result.metrics["diverged"] == 0
     assert len(result.series["accuracy"]) == 1
     assert math.isfinite(result.metrics["max_logit"])
+
+
+def test_digits_come_with_scikit_learn_and_show_the_largest_logit(tmp_path: Path) -> None:
+    options = {option["name"]: option["default"] for option in DIGITS_OPTIONS}
+    cell = Cell("images/digits", "lr=0.03", "quest", 0, True, None, options, tmp_path)
+    result = images.run(cell, lambda fraction, text: None)
+    assert result.series["max_logit"][-1] == pytest.approx(result.metrics["max_logit"])
+    (training, _), (test, labels) = images.digits()
+    assert training(torch.arange(1200)).shape == (1200, 1, 8, 8)
+    assert len(labels) == 597
+    assert 0 <= test(torch.arange(597)).min() <= test(torch.arange(597)).max() <= 1
 
 
 def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
