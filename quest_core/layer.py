@@ -88,7 +88,7 @@ class Attention(Projected):
         is_causal: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Attend from `x` to `context` (to `x` itself by default).
+        """Attend from `x` to `context` (by default `x`); `is_causal` is aligned at the last query: j ≤ i + M − N.
 
         Args:
             x: [B, N, E].

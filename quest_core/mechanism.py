@@ -195,9 +195,9 @@ class Mechanism(CheckpointGuard):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the weights [B, H, N, M] (after dropout), by the plain formula.
+        """Return the output and the weights, by the plain formula; `is_causal` is aligned at the last query.
 
-        Arguments as in `forward`.
+        The weights [B, H, N, M] are those after dropout. Arguments as in `forward`.
         """
         return self.forward_with_logits(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)[:2]
 
@@ -212,10 +212,10 @@ class Mechanism(CheckpointGuard):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [B, H, N, Dv], the weights (after dropout) and the logits, both [B, H, N, M].
+        """Return the output, the weights and the logits; `is_causal` is aligned at the last query.
 
-        The logits hold additive masks and the residual; a boolean mask acts only on the weights.
-        Arguments as in `forward`, and:
+        The output is [B, H, N, Dv], the weights (after dropout) and logits [B, H, N, M]. The logits hold
+        additive masks and the residual; a boolean mask acts only on the weights. Arguments as in `forward`, and:
 
         Args:
             residual: logits of the previous layer [B, H, N, M], added to these before the weights are formed, as
@@ -524,7 +524,7 @@ def attention(
     is_causal: bool = False,
     dropout_p: float = 0,
 ) -> Tensor:
-    """Return the output of any attention that has no parameters of its own.
+    """Return the output of an attention without parameters; `is_causal` is aligned at the last query: j ≤ i + M − N.
 
     >>> out = attention(q, k, v, "quest", is_causal=True)
 

@@ -82,7 +82,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with the shapes, masks (True = may NOT attend) and outputs of torch.nn.MultiheadAttention.
+        """Attend as torch.nn.MultiheadAttention does (masks: True = hidden); `is_causal` is aligned at the last query.
 
         Returns:
             The output in the layout of `query`, and the weights ([B, N, M] averaged over heads, [B, H, N, M] with

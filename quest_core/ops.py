@@ -247,7 +247,7 @@ def in_blocks(
     is_causal: bool = False,
     random: bool = False,
 ) -> Tensor:
-    """Return formula(q, k, v, mask) of every block of queries, joined along axis 2.
+    """Return formula(q, k, v, mask) of blocks of queries, joined; `is_causal` is aligned at the last query.
 
     Args:
         formula: returns the output of a block; if it draws random numbers, pass `random`.

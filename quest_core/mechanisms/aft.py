@@ -90,16 +90,10 @@ def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     return torch.cat([cache["state_k"], keys], 2), torch.cat([cache["state_v"], values], 2)
 
 
-@register("aft-simple", source="[A] eq. 5", options=(QUERY,))
-class AttentionFreeSimple(Family):
-    """σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t').
-
-    No bias: a key and feature have one weight, the same for all queries.
-    """
+class AttentionFree(Family):
+    """A gated average of the values. A subclass says which average: of all tokens, and of new ones after a cache's."""
 
     causal = cross = cached = True
-    reads = ("tokens",)
-    complexity = "O(T·d) time and memory, O(d) state while decoding"
 
     def __init__(self, dims: Dims | None, *, query: bool) -> None:
         super().__init__(dims)
@@ -108,27 +102,48 @@ class AttentionFreeSimple(Family):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
     ) -> Tensor:
-        if cache is not None:
-            return self._decode(q, k, v, cache, key_mask)
+        n = q.shape[2]
+        self.check_lengths(n, k.shape[2] if cache is None else cache.tokens + n, is_causal)
         if (empty := nothing(q, k, v)) is not None:
             return empty
         keys, values = masked(k, v, key_mask)
-        if not is_causal:
-            return gate(q, merged(keys, values)[1], self.query)
-        y, missing = self._running(keys, values), q.shape[2] - k.shape[2]
-        # The last query sees every key, and the first N − M queries of too few keys see none.
-        return gate(q, F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:], self.query)
-
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """Return the output of new tokens; the cache keeps one token that counts as much as all earlier ones."""
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
-        keys, values = extended(cache, *masked(k, v, key_mask))
-        last = merged(keys, values)
-        n = q.shape[2]
-        y = last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
-        cache["state_k"], cache["state_v"] = last
+        y = self.average(n, keys, values, is_causal) if cache is None else self.continued(n, keys, values, cache)
         return gate(q, y, self.query)
+
+    def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
+        """Raise InputError or UnsupportedError if `n` queries cannot attend to `m` keys."""
+
+    def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+        """Return the averages [B, H, n or 1, D] of keys and values [B, H, M, D] that `n` queries see."""
+        raise NotImplementedError
+
+    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        """Return the averages [B, H, n, D] of new tokens and those in the cache, which is extended."""
+        raise NotImplementedError
+
+
+@register("aft-simple", source="[A] eq. 5", options=(QUERY,))
+class AttentionFreeSimple(AttentionFree):
+    """σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t').
+
+    No bias: a key and feature have one weight, the same for all queries. A cache keeps one token that counts as much as
+    all earlier ones.
+    """
+
+    reads = ("tokens",)
+    complexity = "O(T·d) time and memory, O(d) state while decoding"
+
+    def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+        if not is_causal:
+            return merged(keys, values)[1]
+        y, missing = self._running(keys, values), n - keys.shape[2]
+        # The last query sees every key, and the first N − M queries of too few keys see none.
+        return F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:]
+
+    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        keys, values = extended(cache, keys, values)
+        cache["state_k"], cache["state_v"] = last = merged(keys, values)
+        return last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
         return naive.gated_average(q, k, v, 0.0, seen=seen, bias=bias, query=self.query)
@@ -140,13 +155,15 @@ class AttentionFreeSimple(Family):
 
 
 @register("aft-full", source="[A] eq. 2, 7", options=(_LENGTH, _RANK, QUERY))
-class AttentionFreeFull(Family):
+class AttentionFreeFull(AttentionFree):
     """σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt').
 
-    w_tt' is a learned bias for each pair of positions, w = u vᵀ.
+    w_tt' is a learned bias for each pair of positions, w = u vᵀ. Where q and k come from two sequences each counts its
+    positions from 0, unless causal, where the last query stands at the last key. A cache keeps all keys and values,
+    because biases differ by query.
     """
 
-    causal = cross = cached = learnable = True
+    learnable = True
     reads = ("tokens", "order")
     complexity = "O(T²·(d + r)) time, O(T·(d + r)) memory"
     query_positions: Any  # u [T_max, r], or None
@@ -155,8 +172,8 @@ class AttentionFreeFull(Family):
     window: int  # w counts at distances smaller than this; 0 for all
 
     def __init__(self, dims: Dims | None, *, max_length: int, rank: int | None, query: bool) -> None:
-        super().__init__(dims)
-        self.query, self.max_length, self.window = query, max_length, 0
+        super().__init__(dims, query=query)
+        self.max_length, self.window = max_length, 0
 
         def positions(width: int) -> nn.Parameter:
             # [A] section 5.1 writes N(0, 10⁻²); 10⁻² is read as the deviation.
@@ -174,34 +191,15 @@ class AttentionFreeFull(Family):
             return local(self.table)[start : start + n, first : first + m], None
         return local(self.query_positions)[start : start + n], local(self.key_positions)[first : first + m]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> Tensor:
-        """See `Family.forward`. Where q and k come from two sequences each counts its positions from 0, unless
-        causal, where the last query stands at the last key.
-
-        Raises:
-            InputError: more tokens than `max_length`.
-        """
-        if cache is not None:
-            return self._decode(q, k, v, cache, key_mask)
-        n, m = q.shape[2], k.shape[2]
-        self._check_length(max(n, m))
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
+    def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+        m = keys.shape[2]
         blind = max(n - m, 0) if is_causal else 0  # first queries, before every key
         w = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
-        y = averages(self.name, *masked(k, v, key_mask), *w, is_causal, self.window)
-        return gate(q, F.pad(y, (0, 0, blind, 0)), self.query)
+        return F.pad(averages(self.name, keys, values, *w, is_causal, self.window), (0, 0, blind, 0))
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """Return the output of new tokens; the cache keeps all keys and values, because biases differ by query."""
-        self._check_length(cache.tokens + q.shape[2])
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
-        keys, values = masked(k, v, key_mask)  # wide, or each step would widen all of them again
-        keys, values = cache.append("k", keys), cache.append("v", values)  # [B, H, M, D]
-        return self._continue(q, keys, values, cache.tokens)
+    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        # Wide, or each step would widen all of them again.
+        return self._last(n, cache.append("k", keys), cache.append("v", values), cache.tokens)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
         n, m = q.shape[2], k.shape[2]
@@ -212,32 +210,32 @@ class AttentionFreeFull(Family):
             w = w * ((place[:, None] - torch.arange(m)).abs() < self.window)
         return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
 
-    def _check_length(self, tokens: int) -> None:
-        if tokens > self.max_length:
+    def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
+        if (tokens := max(n, m)) > self.max_length:
             raise InputError(
                 f"attention '{self.name}': {tokens} tokens are more than max_length={self.max_length}; build it with "
                 f"max_length={tokens} or more, or use 'aft-simple', which has no biases for positions"
             )
 
-    def _continue(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """Return the output [B, H, N, D] of queries from position `start` on, with the last M keys and values."""
-        n, m = q.shape[2], keys.shape[2]
+    def _last(self, n: int, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """Return the averages [B, H, n, D] of `n` queries from position `start` on, with the last M keys and values."""
+        m = keys.shape[2]
         if n > 1:
-            w = self.bias(start, n, start + n - m, m)
-            return gate(q, averages(self.name, keys, values, *w, True, self.window), self.query)
+            return averages(self.name, keys, values, *self.bias(start, n, start + n - m, m), True, self.window)
         near = min(m, self.window or m)
         left, right = self.bias(start, 1, start + 1 - near, near)
         with no_autocast(keys.device.type):
             bias = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, near]
         bias = F.pad(bias.to(keys.dtype), (m - near, 0))  # [1, M]
-        return gate(q, merged(keys + bias.T, values)[1], self.query)
+        return merged(keys + bias.T, values)[1]
 
 
 @register("aft-local", source="[A] eq. 4, 7", options=(_LENGTH, _RANK, QUERY, _WINDOW))
 class AttentionFreeLocal(AttentionFreeFull):
     """aft-full with w_tt' = 0 where |t − t'| ≥ window.
 
-    The sum is over all positions.
+    The sum is over all positions. A cache keeps the last `window` − 1 tokens, and one for all before them,
+    which have no bias: it stands `window` tokens before the next query.
     """
 
     cross = False
@@ -247,32 +245,17 @@ class AttentionFreeLocal(AttentionFreeFull):
         super().__init__(dims, **positions)
         self.window = window
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> Tensor:
-        """See `AttentionFreeFull.forward`.
-
-        Raises:
-            UnsupportedError: q and k of different lengths, not causal: distances between two sequences are undefined.
-        """
-        if not is_causal and q.shape[2] != k.shape[2]:
+    def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
+        if not is_causal and n != m:
             raise UnsupportedError(
-                f"attention '{self.name}' needs the distance of a query from a key, which the {q.shape[2]} queries and "
-                f"{k.shape[2]} keys of two sequences do not have; use 'aft-simple' or 'aft-full' to attend across"
+                f"attention '{self.name}' needs the distance of a query from a key, which the {n} queries and {m} keys "
+                "of two sequences do not have; use 'aft-simple' or 'aft-full' to attend across"
             )
-        return super().forward(q, k, v, key_mask=key_mask, is_causal=is_causal, cache=cache)
+        super().check_lengths(n, m, is_causal)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, key_mask: Tensor | None) -> Tensor:
-        """Return the output of new tokens.
-
-        The cache keeps the last `window` − 1 tokens, and one for all before them, which have no bias: it stands
-        `window` tokens before the next query.
-        """
-        self._check_length(cache.tokens + q.shape[2])
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
-        keys, values = extended(cache, *masked(k, v, key_mask))
-        out = self._continue(q, keys, values, cache.tokens)
+    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        keys, values = extended(cache, keys, values)
+        out = self._last(n, keys, values, cache.tokens)
         far = keys.shape[2] - self.window + 1
         if far > 1:
             one = merged(keys[:, :, :far], values[:, :, :far])

@@ -128,7 +128,7 @@ class Normalizer(Component):
         perturb: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
         need_weights: bool = False,
     ) -> Any:
-        """Return the attention output [B, H, N, Dv], by the plain formula.
+        """Return the output [B, H, N, Dv] by the plain formula; `is_causal` is aligned at the last query.
 
         A subclass that overrides this method takes the last three arguments as ``**plain``, and returns
         ``super().forward(...)`` if there are any.
@@ -244,11 +244,12 @@ class Family(Component):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
     ) -> Tensor:
-        """Return the output [B, H, N, D] of q [B, H, N, D], k [B, H, M, Dk] and v [B, H, M, D].
+        """Return the output [B, H, N, D]; `is_causal` is aligned at the last query.
 
         A family that is not declared `cached` need not take `cache`.
 
         Args:
+            q: [B, H, N, D], k: [B, H, M, Dk] and v: [B, H, M, D].
             key_mask: None, boolean (True = visible) or additive (−inf hides), [B or 1, M].
             is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             cache: the layer's state while decoding. q, k, v and `key_mask` are only the N new tokens then, which follow

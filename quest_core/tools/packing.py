@@ -276,9 +276,11 @@ def attention_packed(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Return the attention within each of many sequences, one behind the other; equal to a loop over them.
+    """Return the attention within each of many sequences; `is_causal` is aligned at the last query of each.
 
     >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
+
+    The sequences lie one behind the other, and the result equals that of a loop over them.
 
     On a GPU from Ampere on, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length
     flash attention, where it has one. Everything else runs in padded batches of sequences of similar length, whose
