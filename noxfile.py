@@ -197,15 +197,11 @@ def test(session: nox.Session) -> None:
     options = [argument for argument in rest if not environments.is_path(argument)]
     named = any("::" in path for paths in chosen.values() for path in paths)  # a test that is named runs
     tier = "not gpu" if given.full or named else "not gpu and not slow"
-    options = [
-        "-m",
-        tier,
-        *([] if chosen else ["-n", WORKERS, "--dist", "worksteal"]),
-        *options,
-    ]
+    options = ["-m", tier, *options]
     names = [given.only] if given.only else list(chosen)
     names = names or [CORE, *environments.hosts(), *(environments.further() if given.all else ())]
     stages: list[running.Stage] = []
+    suites: list[tuple[str, Path, list[Path]]] = []
     for name in names:
         try:
             executable = python(name)
@@ -215,10 +211,18 @@ def test(session: nox.Session) -> None:
             continue
         if name == CORE and not chosen:
             stages += lint_stages(executable)
-        for paths in [chosen[name]] if chosen else environments.suites(name):
+        if chosen:
+            stages.append(running.pytest_stage(f"{name} tests", executable, chosen[name], options, live=True))
+            continue
+        for paths in environments.suites(name):
             homes = {environments.BENCH: environments.home(environments.BENCH), "research": environments.RESEARCH}
-            label = next((label for label, home in homes.items() if not chosen and paths[0].is_relative_to(home)), name)
-            stages.append(running.pytest_stage(f"{label} tests", executable, paths, options, live=bool(rest)))
+            label = next((label for label, home in homes.items() if paths[0].is_relative_to(home)), name)
+            suites.append((f"{label} tests", executable, paths))
+    # The core's suite fills every core. The others run side by side, because each worker would import the host.
+    live, workers = bool(rest), ["-n", WORKERS, "--dist", "worksteal"]
+    stages += [running.pytest_stage(*suite, [*workers, *options], live=live) for suite in suites[:1]]
+    with ThreadPoolExecutor(1 if live else int(WORKERS)) as pool:
+        stages += pool.map(lambda suite: running.pytest_stage(*suite, options, live=live), suites[1:])
     again = f"QUEST_TEST_SEED={seed} {shlex.join(['./dev', 'test', *session.posargs])}"
     close(session, stages, f"to draw the same random numbers again: {again}")
 

@@ -86,11 +86,13 @@ def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run: Run, tmp
     ]
 
 
+@pytest.mark.slow
 def test_a_module_runs_too(run: Run, tmp_path: Path) -> None:
     script(tmp_path, "import sys, toyhost; print(sys.argv[1:], toyhost.accepts)", "work/pkg/__main__.py")
     assert run("-m", "pkg", "one").stdout == "['one'] ['attention']\n"
 
 
+@pytest.mark.slow
 def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -114,6 +116,7 @@ def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path
     assert done.stdout == "['attention']\n" * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_the_exit_status_is_the_commands(run: Run, tmp_path: Path) -> None:
     script(tmp_path, "import toyhost; print(toyhost.accepts); raise SystemExit(7)")
     done = run("train.py", by_command=True)
@@ -131,6 +134,7 @@ def test_a_sitecustomize_of_the_users_runs_too(run: Run, tmp_path: Path) -> None
     assert run("train.py").stdout.endswith("hello\nFalse\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [False, True])
 def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it(
     run: Run, tmp_path: Path, required: bool

@@ -339,7 +339,7 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: st
         eye = torch.eye(6, dtype=torch.float64).expand(2, 2, 6, 6)
         ratio = run(q, k, eye) / quest_core.attention(q, k, eye, spec)
         assert set(ratio.round(decimals=9).unique().tolist()) == {0.0, 2.0}
-        assert torch.autograd.gradcheck(run, tuple(x.requires_grad_() for x in (q, k, v)))
+        assert torch.autograd.gradcheck(run, tuple(x[:1].requires_grad_() for x in (q, k, v)))
 
 
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])

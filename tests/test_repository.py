@@ -298,6 +298,7 @@ def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
     assert f"--wheels is '{tmp_path}', where no wheels are" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
 def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "suite_of_quest_bench")
@@ -398,6 +399,7 @@ def test_expected(): assert False
 MODULE = 'import pytest; pytest.skip("no such host", allow_module_level=True)'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("no_skip", "outcomes"),
     [
@@ -432,6 +434,7 @@ def test_failing(): raise AssertionError
 """
 
 
+@pytest.mark.slow
 def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(DRAWING)
     runs = [run_pytest(tmp_path, "-s", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
@@ -455,6 +458,7 @@ def test_quick(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_never_ends_fails_with_stacks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SLOW)
     start = time.monotonic()
@@ -476,6 +480,7 @@ def test_sleeping(): time.sleep(0.6)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "options", "status"), [("", (), 0), ("1", ("-n", "2"), 1)])
 def test_a_test_that_works_for_long_without_a_mark_is_named(
     tmp_path: Path, factor: str, options: tuple[str, ...], status: int

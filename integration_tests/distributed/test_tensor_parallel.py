@@ -17,7 +17,7 @@ from quest_core.tools.parallel import HeadParallel
 from .models import E, H, N, build, check_same, data, half, tensors, train
 from .ranks import Ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DIVIDED = [
     "standard",

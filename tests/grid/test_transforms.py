@@ -14,10 +14,11 @@ from .cases import BY_NAME, SUBJECTS, Cell, Subject
 from .outcomes import COMPILERS, committed, recorded, run_all
 from .transforms import SLOW, TRANSFORMS
 
-EXPENSIVE = (*COMPILERS, "make_fx", "make_fx, any length")
-"""Transforms that take seconds per subject."""
-DRAWN = 3
-"""Further subjects per expensive transform in the short tier; the seed of the run draws them."""
+COVERED = ("compile, any length", "export")
+"""Of the transforms that take seconds per subject, those that the short tier runs with every mechanism."""
+SAMPLED = (*(name for name in COMPILERS if name not in COVERED), "make_fx", "make_fx, any length")
+"""The others, which the short tier runs with `quest` and with subjects that the seed of the run draws."""
+DRAWN = {name: 1 for name in COVERED} | {name: 5 for name in SAMPLED}
 
 
 def covering() -> list[Subject]:
@@ -33,13 +34,14 @@ def covering() -> list[Subject]:
 
 def cells() -> Iterator[Any]:
     """Yield every subject and transform; what the short tier leaves out is marked slow."""
-    always = covering()
-    others = [subject for subject in SUBJECTS if subject not in always]
     for transform in TRANSFORMS:
-        drawn = random.Random(f"{os.environ.get('QUEST_TEST_SEED')} {transform}").sample(others, DRAWN)
+        chosen = covering() if transform in COVERED else [BY_NAME["quest"]]
+        others = [subject for subject in SUBJECTS if subject not in chosen]
+        if transform in DRAWN:
+            draw = random.Random(f"{os.environ.get('QUEST_TEST_SEED')} {transform}")
+            chosen += draw.sample(others, DRAWN[transform])
         for subject in SUBJECTS:
-            left_out = transform in EXPENSIVE and subject not in (*always, *drawn)
-            marks = [pytest.mark.slow] if left_out else []
+            marks = [pytest.mark.slow] if transform in DRAWN and subject not in chosen else []
             yield pytest.param(subject, transform, marks=marks, id=f"{subject.name}-{transform}")
 
 
