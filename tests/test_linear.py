@@ -292,25 +292,6 @@ def test_a_cache_follows_its_beams(name: str) -> None:
     torch.testing.assert_close(got, made(q[rows], k[rows], v[rows], is_causal=True)[:, :, 5:])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_without_a_graph_break_and_exports(name: str, additive: bool, is_causal: bool) -> None:
-    torch._dynamo.reset()
-    made = build(name, 2, 8).float()
-    inputs = [*(x.float().requires_grad_() for x in tensors(2, 2, 70, 70, 8)), *made.parameters()]
-    mask = as_mask(torch.rand(2, 70) > 0.3, additive)
-    want = made(*inputs[:3], attn_mask=mask, is_causal=is_causal)
-    got = torch.compile(made, fullgraph=True, backend="aot_eager")(*inputs[:3], attn_mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(got, want)
-    for mine, true in zip(
-        torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(mine, true)
-    exported = torch.export.export(made, tuple(inputs[:3]), {"attn_mask": mask, "is_causal": is_causal}).module()
-    torch.testing.assert_close(exported(*inputs[:3], attn_mask=mask, is_causal=is_causal), want)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
     q, k, v = (x.float() for x in tensors(2, 2, 100, 100, 16))
