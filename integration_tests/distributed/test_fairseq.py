@@ -55,6 +55,7 @@ def data(tmp_path_factory) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     given: list[object] = [data, "--user-dir", USER_DIR, "--attention", "qknorm-hs+gqa(kv_heads=2)", *RUN.split()]
     train = [TOOLS / "fairseq-train", *given]

@@ -257,6 +257,7 @@ def test_learned_positions_are_as_many_as_the_model_has() -> None:
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "symptom"),
     [

@@ -212,6 +212,7 @@ print([name for name in sys.modules if name.startswith('quest_suites.tsai')])
 """
 
 
+@pytest.mark.slow
 def test_a_users_import_loads_no_benchmark_code():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", USE]
