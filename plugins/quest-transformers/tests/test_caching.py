@@ -50,8 +50,8 @@ def normalized(monkeypatch):
         counted.append(x.shape[2])
         return stock(x)
 
-    stock = scores.unit
-    monkeypatch.setattr(scores, "unit", unit)
+    stock = caching.unit
+    monkeypatch.setattr(scores.Quest, "key", staticmethod(unit))
     monkeypatch.setattr(caching, "unit", unit)
     return counted
 
