@@ -60,7 +60,7 @@ def demo(
 
 
 def finding(groups: Sequence[Group]) -> str:
-    """What the cells show, in one sentence."""
+    """Return the result of the cells in one sentence."""
     found = [f"at {group.task.replace('lr=', 'learning rate ')} {group.conclusion.rstrip('.')}" for group in groups]
     last = groups[-1]
     logits = [f"{number(largest_logit(last, name))} with {name}" for name in ATTENTIONS]
@@ -71,14 +71,14 @@ def finding(groups: Sequence[Group]) -> str:
 
 
 def largest_logit(group: Group, attention: str) -> float:
-    """The median over seeds of the largest logit after the last epoch; NaN if no cell has one."""
+    """Return the median over seeds of the largest logit after the last epoch; NaN if no cell has one."""
     own = [cell.result for cell in group.cells if cell.cell["attention"] == attention]
     found = [result["series"]["max_logit"][-1] for result in own if result and result["series"].get("max_logit")]
     return statistics.median(found) if found else float("nan")
 
 
 def chart(groups: Sequence[Group]) -> Table:
-    """Accuracy as bars, with the largest logit."""
+    """Return a table of accuracies with bars, and largest logits."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "attention", "", "test accuracy (95 % interval)", "largest logit"):
         table.add_column(heading, justify="right" if heading == "largest logit" else "left")
