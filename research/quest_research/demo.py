@@ -30,7 +30,8 @@ from quest_bench.worker import cores
 SUITE = "images/digits"
 ATTENTIONS = ["standard", "quest"]
 SEEDS = range(8)
-BAR = 30
+SETTINGS: list[str] = []
+BAR = 20
 """Characters of a bar of 100 %."""
 
 console = Console(highlight=False)
@@ -45,7 +46,7 @@ def demo(
     """Run the demonstration and write its report. The same command again resumes."""
     available = catalogue()
     suite, tasks = select(available, SUITE)
-    plan = Plan(suite, tasks, ATTENTIONS, list(SEEDS), parse_settings(suite, []))
+    plan = Plan(suite, tasks, ATTENTIONS, list(SEEDS), parse_settings(suite, SETTINGS))
     runner = Runner(suite, available.python(suite), console, jobs=jobs or cores(), threads=1)
     outcome = execute(plan, out, runner, ["python", "-m", "quest_research.demo", "--out", str(out)])
     if outcome.stopped:
@@ -78,10 +79,10 @@ def largest_logit(group: Group, attention: str) -> float:
 
 
 def chart(groups: Sequence[Group]) -> Table:
-    """Return a table of accuracies with bars, and largest logits."""
+    """Return a table of test accuracies with bars and 95 % intervals, and of largest logits."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "attention", "", "test accuracy (95 % interval)", "largest logit"):
-        table.add_column(heading, justify="right" if heading == "largest logit" else "left")
+    for heading in ("", "attention", "", "accuracy, %", "largest logit"):
+        table.add_column(heading, justify="right" if heading == "largest logit" else "left", no_wrap=True)
     for group in groups:
         for row in group.rows:
             score = row.score.mean if row.score.mean == row.score.mean else 0.0

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from quest_research import demo
-from quest_research.suites.suites import SUITES
 
 
 @pytest.mark.slow
@@ -16,9 +15,8 @@ def test_the_demo_says_what_was_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "SEEDS", range(2))
-    declared = SUITES["images/digits"]
-    short = [{**one, "default": {"epochs": 1}.get(one["name"], one["default"])} for one in declared["options"]]
-    monkeypatch.setitem(SUITES, "images/digits", {**declared, "tasks": ["lr=0.003"], "options": short})
+    monkeypatch.setattr(demo, "SUITE", "images/digits/lr=0.003")
+    monkeypatch.setattr(demo, "SETTINGS", ["epochs=1"])
     assert demo.main(["--out", "out"]) == 0
     shown = capfd.readouterr().out
     assert "A small Vision Transformer on handwritten digits, 2 seeds: at learning rate 0.003 " in shown
