@@ -28,7 +28,7 @@ from .compat import (
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims, Family, Grouping, Normalizer, Score
-from .ops import hide_lowest, hides_the_future, logits, plain_mask
+from .ops import expand_mask, hide_lowest, hides_the_future, logits, plain_mask
 from .projections import HeadSizes
 
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -163,6 +163,8 @@ class Mechanism(CheckpointGuard):
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
+        if mask is not None and is_exporting_graph():
+            mask = expand_mask(mask, q, k)
         parts = self._modules
         score, normalizer = bare(parts["score"], parts["normalizer"])
         head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups

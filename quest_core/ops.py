@@ -152,6 +152,14 @@ def plain_mask(mask: Tensor | None) -> Tensor | None:
     return torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(shift)
 
 
+def expand_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask as [B, H, N, M], without copying it.
+
+    If an operation broadcasts, torch.onnx.export(dynamo=True) fixes every size that is 1 in the example.
+    """
+    return mask.expand(*q.shape[:3], k.shape[2])
+
+
 def hide_lowest(mask: Tensor) -> Tensor:
     """Return an additive mask in which every value at or below half of its type's minimum is −inf, and so hides."""
     # Twice the value against the minimum: exporters round constants to float32, and half of float64's would be −inf.

@@ -59,9 +59,9 @@ def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
-@pytest.mark.parametrize("sizes", [(1, 5), (2, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 5), (2, 1), (1, 1)], ids=str)
 def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    """An example of one sample fixed that size in the exported graph."""
+    """An example of one sample, or of one token, fixed that size in the exported graph."""
     import onnxruntime
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -119,6 +119,32 @@ def test_a_routed_call_takes_the_shapes_of_stock(attention: str, shapes: tuple[A
     torch.testing.assert_close(found, expected)
 
 
+def test_nested_tensors_are_refused_when_the_attention_is_injected() -> None:
+    """They were refused at the first call after it."""
+    q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(quest_core.UnsupportedError, match="nested"):
+        quest_core.inject(nn.Sequential(Shapes()), "quest", example=lambda m: m[0](q, q, q))
+
+
+def test_attention_with_projections_of_the_host_is_not_left_silently() -> None:
+    """PyTorch Geometric's TransformerConv has a class Linear of its own, and stayed standard without a word."""
+
+    class Linear(nn.Module):
+        pass
+
+    class TransformerConv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.lin_key, self.lin_query = 2, Linear(), Linear()
+
+    with pytest.raises(quest_core.InjectionError, match="TransformerConv"):
+        quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2), TransformerConv()), "quest")
+    _, report = quest_core.inject(
+        nn.Sequential(nn.MultiheadAttention(16, 2), TransformerConv()), "quest", allow_partial=True
+    )
+    assert "not replaced: 1" in str(report)
+
+
 # --- devices, dtypes and tools ----------------------------------------------------------------------------------------
 
 
@@ -147,16 +173,19 @@ def test_a_site_without_parameters_follows_the_model(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
 def test_torch_fx_traces_a_model(kind: str, attention: str) -> None:
     """Feature extraction of torchvision traces models symbolically; a mechanism is a leaf of the graph."""
-    made = model(kind, attention)
 
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-            return module is not made.inner and super().is_leaf_module(module, name)
+    class Outer(nn.Module):  # a site is a leaf; its model is not
+        def __init__(self) -> None:
+            super().__init__()
+            self.site = model(kind, attention)
 
-    whole = nn.Sequential(made)  # a site is a leaf, its model is not
-    graph = torch.fx.symbolic_trace(whole if kind == "call" else made)
-    given = inputs(2, 5)
-    if kind != "call":
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return self.site(x, padding) + x
+
+    made = Outer()
+    graph = torch.fx.symbolic_trace(made)
+    for sizes in ((2, 5), (1, 3)):
+        given = inputs(*sizes)
         torch.testing.assert_close(graph(*given), made(*given))
 
 
@@ -211,3 +240,165 @@ def test_the_name_of_the_attention_survives_a_cast_of_the_state_dict(dtype: torc
     with pytest.raises(quest_core.CheckpointError, match="quest"):
         other.load_state_dict(cast)
     assert all(torch.equal(x, other.state_dict()[key]) for key, x in before.items())
+
+
+# --- further public reports, listed in docs/reports.md ----------------------------------------------------------------
+
+MIXED = ["standard", "quest", "qknorm-hs", "quest+sigmoid", "qnorm+gqa(kv_heads=1)"]
+
+
+def injected(attention: str, **options: Any) -> nn.Module:
+    made, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2, **options)), attention)
+    return made.eval()
+
+
+@pytest.mark.parametrize("attention", MIXED)
+def test_a_hook_on_the_output_projection_runs(attention: str) -> None:
+    """pytorch#78109: the stock module reads out_proj's weight and never calls it."""
+    (made,), seen = injected(attention), []
+    made.out_proj.register_forward_hook(lambda module, given, out: seen.append(out))
+    x = torch.randn(5, 2, 16)
+    out = made(x, x, x, need_weights=False)[0]
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], out)
+
+
+@pytest.mark.parametrize("attention", MIXED)
+def test_a_replaced_output_projection_is_used_and_trained(attention: str) -> None:
+    """helical#405: an adapter on out_proj was not on the path of the gradient."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.added = base.requires_grad_(False), nn.Linear(16, 16)
+            self.weight, self.bias = base.weight, base.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.added(x)
+
+    (made,), x = injected(attention), torch.randn(5, 2, 16)
+    before = made(x, x, x, need_weights=False)[0]
+    made.out_proj = Adapter(made.out_proj)
+    out = made(x, x, x, need_weights=False)[0]
+    assert not torch.allclose(out, before)
+    out.sum().backward()
+    assert made.out_proj.added.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("attention", [name for name in MIXED if "gqa" not in name])
+@pytest.mark.parametrize(
+    "shape", [(1, 5), (4, 5), (4, 1), (1, 1), (1, 1, 5), (2, 4, 5), (2, 1, 1, 5), (1, 2, 4, 5), (1, 1, 4, 1)], ids=str
+)
+def test_a_mask_has_any_shape_that_broadcasts(attention: str, shape: tuple[int, ...]) -> None:
+    """pytorch#120810: the function takes masks of fewer axes than it documents."""
+    q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True
+    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v, mask))
+    dense = made[0].mechanism(q, k, v, attn_mask=mask.expand(2, 2, 4, 5))
+    torch.testing.assert_close(made[0](q, k, v, mask), dense)
+
+
+@pytest.mark.parametrize("attention", MIXED)
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_row_that_sees_no_key_is_zero(attention: str, boolean: bool) -> None:
+    """pytorch#103963: such rows were NaN, and so were the gradients."""
+    mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
+    groups = 1 if "gqa" in attention else 2
+    q, k, v = (torch.randn(2, n, 4, 8, requires_grad=True) for n in (2, groups, groups))
+    seen = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    mask = seen if boolean else torch.zeros(4, 4).masked_fill(~seen, -torch.inf)
+    out = mechanism(q, k, v, attn_mask=mask)
+    assert (out[:, :, 0] == 0).all()
+    out.square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+def test_a_row_that_sees_no_key_is_zero_in_onnx(attention: str, tmp_path: Path) -> None:
+    """onnxscript#2479: the exported graph gave NaN where PyTorch gives zeros."""
+    import onnxruntime
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.mechanism(x, x, x, attn_mask=mask)
+
+    made, x = Masked().eval(), torch.randn(2, 2, 4, 8)
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    mask[0, 0, 0] = False
+    torch.onnx.export(made, (x, mask), dynamo=True, verbose=False).save(tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), (x, mask), strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), made(x, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", MIXED)
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_encoder_keeps_columns_that_are_padding_everywhere(attention: str, nested: bool) -> None:
+    """pytorch#97111: the encoder cut the last tokens off where all samples were padded."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    made = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    quest_core.inject(made, attention)
+    x, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    padding[:, 4:], padding[1, 2:] = True, True
+    with torch.no_grad():
+        out = made(x, src_key_padding_mask=padding)
+    assert out.shape == x.shape
+    short = made(x[1:2, :2])
+    torch.testing.assert_close(out[1:2, :2], short, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", MIXED)
+def test_the_last_query_alone_gives_the_last_row(attention: str) -> None:
+    """pytorch#108108, #144858: causal masks of stock are aligned at the first key, so a decoded token saw one key."""
+    mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
+    groups = 1 if "gqa" in attention else 2
+    q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, groups, 5, 8), torch.randn(2, groups, 5, 8)
+    whole = mechanism(q, k, v, is_causal=True)
+    for rows in (1, 2):
+        torch.testing.assert_close(mechanism(q[:, :, -rows:], k, v, is_causal=True), whole[:, :, -rows:])
+
+
+@pytest.mark.parametrize("attention", [name for name in MIXED if "gqa" not in name])
+def test_a_routed_call_keeps_the_alignment_of_stock(attention: str) -> None:
+    """pytorch#103082: a model that was written for the first key must not change its meaning."""
+
+    class Causal(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    made, _ = quest_core.inject(nn.Sequential(Causal()), attention, example=lambda m: m[0](q, k, v))
+    seen = torch.ones(3, 5, dtype=torch.bool).tril()
+    torch.testing.assert_close(made[0](q, k, v), made[0].mechanism(q, k, v, attn_mask=seen))
+
+
+@pytest.mark.parametrize("attention", MIXED)
+def test_weights_are_assigned_to_a_model_on_the_meta_device(attention: str) -> None:
+    """pytorch#105963 and accelerate's big models: nothing may stay on the meta device."""
+    trained = injected(attention)
+    with torch.device("meta"):
+        made = injected(attention)
+    made.load_state_dict(trained.state_dict(), assign=True)
+    assert not any(x.is_meta for x in (*made.parameters(), *made.buffers()))
+    x = torch.randn(5, 2, 16)
+    torch.testing.assert_close(made[0](x, x, x)[0], trained[0](x, x, x)[0])
+
+
+@pytest.mark.parametrize("attention", MIXED)
+def test_the_output_projection_is_observed_in_quantization_aware_training(attention: str) -> None:
+    """pytorch#118165: prepare_qat did not take an nn.MultiheadAttention; a fake quantizer on out_proj must act."""
+    from torch.ao.quantization import default_weight_fake_quant
+
+    (made,), x = injected(attention), torch.randn(5, 2, 16)
+    before = made(x, x, x, need_weights=False)[0]
+    torch.nn.utils.parametrize.register_parametrization(made.out_proj, "weight", default_weight_fake_quant())
+    out = made(x, x, x, need_weights=False)[0]
+    assert 0 < (out - before).abs().max() < 0.1
+    out.sum().backward()
+    assert made.out_proj.parametrizations.weight.original.grad is not None

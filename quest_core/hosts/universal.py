@@ -338,7 +338,7 @@ def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
     if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
         return True
-    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    linear = sum(isinstance(child, nn.Linear) or type(child).__name__ == "Linear" for child in module.children())
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 
@@ -407,7 +407,11 @@ def _are_weights(logits: Tensor) -> bool:
 
 
 def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
-    """Return what a call asks of a mechanism."""
+    """Return what a call asks of a mechanism; UnsupportedError if its tensors are nested."""
+    if call.query.is_nested:
+        raise UnsupportedError(
+            f"'{path}' calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
+        )
     n, m = call.query.shape[-2], call.key.shape[-2]
     mask, is_causal, masked = call.attn_mask, call.is_causal, False
     if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:

@@ -75,7 +75,7 @@ class Softmax(Normalizer):
             if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap; so would PyTorch's output
                 q = q.contiguous()
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
-        return out if blind is None else out.masked_fill(blind, 0)
+        return out if blind is None else out.masked_fill(blind.expand_as(out), 0)  # as `expand_mask`
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:

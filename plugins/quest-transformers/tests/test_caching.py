@@ -285,3 +285,18 @@ def test_a_mechanism_that_needs_other_keys_refuses_unit_keys(attention):
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(UnsupportedError, match=r"needs the keys before any normalization"):
         mechanism(q, q, q, unit_keys=True)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_was_reset_serves_a_stock_model(kind):
+    """It holds no unit keys any more."""
+    ours, stock = build("llama", attention="quest").eval(), build("llama").eval()
+    caches = [
+        hf.StaticCache(stock.config, max_cache_len=16) if kind == "static" else hf.DynamicCache() for _ in range(2)
+    ]
+    ids = torch.arange(10)[None] + 3
+    with torch.no_grad():
+        ours(ids, past_key_values=caches[0])
+        caches[0].reset()
+        found, want = (stock(ids, past_key_values=cache).logits for cache in caches)
+    torch.testing.assert_close(found, want)

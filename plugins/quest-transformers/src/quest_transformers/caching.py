@@ -106,6 +106,9 @@ def keep_unit_keys(stock: Any) -> Any:
         if not hasattr(self, MARK):
             return stock(self, key_states, value_states, *arguments, **options)
         step: Step | None = getattr(self, MARK)
+        if step is None and self.get_seq_length() == 0:  # emptied by `reset`
+            delattr(self, MARK)
+            return stock(self, key_states, value_states, *arguments, **options)
         if step is None:
             raise UnsupportedError(
                 "this cache holds the unit keys of a quest model, and a module with another attention extends it; "

@@ -1,0 +1,196 @@
+"""peft, accelerate and torchao around attention that `inject` replaced: as around the stock model."""
+
+import copy
+import itertools
+
+import accelerate
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from models import build, inputs
+from torch import nn
+from torchao import quantization
+
+import quest_core
+
+
+class Call(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x):  # [B, N, 32]
+        q, k, v = (part(x).unflatten(-1, (2, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Written(Call):
+    def attend(self, q, k, v):
+        return (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.m(x, x, x, need_weights=False)[0]
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.self_attn, self.out = kind(), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.out(x + self.self_attn(x))
+
+
+KINDS = {"call": Call, "written": Written, "packed": Packed}
+ATTENTIONS = ["standard", "quest", "qknorm", "qknorm-hs", "quest+sigmoid"]
+PACKED = ["quest+dgqa(kv_heads=1)", "qnorm+gqa(kv_heads=1)", "aft-simple"]
+X = torch.randn(2, 5, 32)
+
+
+def net(kind, attention):
+    """Return the same model in every call, whose learned scales are not their initial values."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        made = Net(KINDS[kind])
+        quest_core.inject(made, attention, **({} if kind == "packed" else {"example": X}))
+        for mechanism in (m for m in made.modules() if isinstance(m, quest_core.Mechanism)):
+            for parameter in mechanism.parameters():
+                nn.init.uniform_(parameter, 0.5, 2)
+    return made.eval()
+
+
+PARTS = {"call": ["q", "k", "v", "o"], "written": ["q", "k", "v", "o"], "packed": ["m"]}
+TUNERS = {
+    "lora": lambda parts: peft.LoraConfig(target_modules=parts, r=2, init_lora_weights=False),
+    "modules_to_save": lambda parts: peft.LoraConfig(target_modules=["out"], r=2, modules_to_save=["self_attn"]),
+    "dora": lambda parts: peft.LoraConfig(target_modules=parts, r=2, use_dora=True, init_lora_weights=False),
+    "ia3": lambda parts: peft.IA3Config(target_modules=parts, feedforward_modules=[], init_ia3_weights=False),
+    "vera": lambda parts: peft.VeraConfig(target_modules=parts, r=2, init_weights=False),
+    "loha": lambda parts: peft.LoHaConfig(target_modules=parts, r=2, init_weights=False),
+    "lokr": lambda parts: peft.LoKrConfig(target_modules=parts, r=2, init_weights=False),
+    "oft": lambda parts: peft.OFTConfig(target_modules=parts, oft_block_size=4, init_weights=False),
+    "adalora": lambda parts: peft.AdaLoraConfig(
+        target_modules=parts, init_r=2, target_r=1, total_step=5, tinit=1, tfinal=1, init_lora_weights=False
+    ),
+}
+MULTIPLY = {"loha", "lokr", "oft", "adalora"}  # weights in the forward, which a written-out site takes for its own
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs"])
+@pytest.mark.parametrize(("kind", "tuner"), list(itertools.product(KINDS, TUNERS)))
+def test_adapters_train_load_and_merge(kind, tuner, attention, tmp_path):
+    config = TUNERS[tuner](PARTS[kind])
+    if kind == "packed" and tuner not in ("lora", "modules_to_save"):
+        with pytest.raises((ValueError, TypeError)):  # by peft, as for the stock module
+            peft.get_peft_model(net(kind, attention), config)
+        return
+    tuned = peft.get_peft_model(net(kind, attention), config).eval()
+    if kind == "written" and tuner in MULTIPLY:
+        with pytest.raises(quest_core.UnsupportedError, match="forms the product"):
+            tuned(X)
+        return
+    tuned(X).square().sum().backward()
+    learned = [p for p in tuned.parameters() if p.requires_grad]
+    assert learned
+    assert all(p.grad is not None for p in learned)
+    with torch.no_grad():
+        for parameter in learned:
+            parameter.add_(0.1)
+    want = tuned(X)
+    assert not torch.allclose(want, net(kind, attention)(X))
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(net(kind, attention), tmp_path).eval()
+    torch.testing.assert_close(again(X), want, rtol=1e-5, atol=1e-5)
+    close = {"rtol": 1e-2, "atol": 1e-2} if tuner == "adalora" else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(tuned.merge_and_unload()(X), want, **close)
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm"])
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig])
+def test_virtual_tokens_train_and_load(config, attention, tmp_path):
+    def tuner(base):
+        return config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+    base, arguments = build("llama", attention=attention).eval(), inputs("llama")
+    state = copy.deepcopy(base.state_dict())
+    tuned = peft.get_peft_model(base, tuner(base)).eval()
+    tuned(**arguments).logits.square().sum().backward()
+    assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
+    want = tuned(**arguments).logits
+    tuned.save_pretrained(tmp_path)
+    again = build("llama", attention=attention)
+    again.load_state_dict(state)
+    again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
+    torch.testing.assert_close(again(**arguments).logits, want)
+
+
+def offload(model, folder, buffers=True):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    return model
+
+
+def offload_weights(model, folder):
+    return offload(model, folder, buffers=False)
+
+
+def disk(model, folder):
+    accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"), offload_buffers=True)
+    return model
+
+
+def dispatch(model, folder):
+    places = {"self_attn": "disk", "out": "cpu"}
+    options = {"main_device": "cpu", "offload_dir": folder, "offload_buffers": True, "force_hooks": True}
+    return accelerate.dispatch_model(model, places, **options)
+
+
+def empty(model, folder):
+    accelerate.Accelerator(cpu=True).save_model(model, folder)
+    made = copy.deepcopy(model).to("meta")
+    return accelerate.load_checkpoint_and_dispatch(made, folder, device_map={"": "cpu"})
+
+
+def prepare(model, folder):
+    return accelerate.Accelerator(cpu=True).prepare(model)
+
+
+def in_bfloat16(model, folder):
+    AcceleratorState._reset_state()
+    return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+
+@pytest.mark.parametrize("wrap", [offload, offload_weights, disk, dispatch, empty, prepare, in_bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloading_gives_the_same_output(kind, wrap, tmp_path):
+    for attention in [*ATTENTIONS, *(PACKED if kind == "packed" else [])]:
+        model = net(kind, attention)
+        want = model(X).detach()
+        try:
+            found = wrap(copy.deepcopy(model), tmp_path / attention)(X)
+        finally:
+            AcceleratorState._reset_state()
+        limit = 0.05 if wrap is in_bfloat16 else 1e-5
+        torch.testing.assert_close(found, want, rtol=limit, atol=limit, msg=lambda text, a=attention: f"{a}: {text}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_torchao_quantized(name, kind):
+    for attention in ATTENTIONS:
+        model = net(kind, attention)
+        want = model(X)
+        quantization.quantize_(model, getattr(quantization, name)())
+        found = model(X)
+        assert 0 < (found - want).abs().max() < 0.2, attention
+        assert copy.deepcopy(model)(X).equal(found), attention
