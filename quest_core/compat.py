@@ -87,6 +87,12 @@ def traces_onnx(counts: str | None = None) -> bool:
 is_exporting_graph: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_exporting_to_onnx)
 
 
+def is_one_in_example(length: Any) -> bool:
+    """Return whether torch.onnx.export(dynamo=True) records a dynamic size that is 1 in its example."""
+    node = getattr(length, "node", None)
+    return is_exporting_to_onnx() and node is not None and getattr(node, "hint", None) == 1
+
+
 def is_exporting() -> bool:
     """Return whether the code is being written down for another runtime: torch.export, ONNX or torch.jit.trace."""
     return bool(is_tracing()) or is_exporting_graph()

@@ -19,6 +19,7 @@ from .compat import (
     bare,
     constant_result,
     is_exporting_graph,
+    is_one_in_example,
     is_tracing,
     name_second_derivative,
     same_random_state,
@@ -369,6 +370,12 @@ class Mechanism(CheckpointGuard):
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
                 "dropout to 0"
+            )
+        # PyTorch fixes the 1 where formulas without a kernel, or learned scales, broadcast.
+        if (self._learns or not self.fused) and any(is_one_in_example(x.shape[2]) for x in (q, k)):
+            raise UnsupportedError(
+                f"attention '{self.config}' cannot be exported by torch.onnx.export from an example of one token, "
+                "which fixes that number in the graph; give an example of two or more tokens"
             )
         if self._mixing and tokens_are_divided():
             raise UnsupportedError(

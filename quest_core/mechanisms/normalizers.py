@@ -122,7 +122,8 @@ class Sigmoid(Normalizer):
             shifted = shifted + mask
         if self.bias is None:
             traces_onnx("sigmoid")
-            shifted = shifted - seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype).log()
+            count = seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype)  # [B, H, N, 1] at most
+            shifted = shifted - count.log().expand_as(shifted)  # as `expand_mask`
         else:
             shifted = shifted + self.bias
         weights = shifted.sigmoid()
