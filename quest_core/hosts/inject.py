@@ -230,7 +230,7 @@ def inject(
             )
     _keep_ties([site.module for _, site in chosen], made)
     drafts: dict[nn.Module, Any] = {origin_of(one): one for one in made}
-    for owner in {id(owner): owner for owner, _ in chosen}.values():
+    for owner in adapters:  # also those that own no site: their hosts' configs may say the attention
         owner.connect(model, drafts)
     scaled = _scaled(config, chosen, made) if fresh else []
     rows = [_row(owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]

@@ -214,8 +214,8 @@ def test_a_model_is_not_looked_at_where_none_is_asked_for(tmp_path):
     model = hf.AutoModel.from_config(config)
     model.save_pretrained(tmp_path)
     assert type(hf.AutoModel.from_pretrained(tmp_path)) is type(model)
-    with pytest.raises(UnsupportedError, match="how many heads it has"):
-        model.set_attn_implementation("quest")
+    model.set_attn_implementation("quest")  # the run of an example finds its heads
+    assert {row.adapter for row in model.attention_report.replacements} == {"universal"}
 
 
 def test_a_learned_factor_is_no_scaling():
@@ -230,25 +230,35 @@ def test_a_learned_factor_is_no_scaling():
     assert not equal(quest, eager)
 
 
-def test_classes_of_its_own_are_refused_by_name(tmp_path):
-    config = hf.FalconConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(InjectionError, match="FalconModel"):
-        hf.AutoModel.from_config(config, attn_implementation="quest")
-    hf.AutoModel.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(InjectionError, match="FalconModel"):
-        hf.AutoModel.from_pretrained(tmp_path, attn_implementation="quest")
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+WRITTEN = {
+    "bloom": lambda: hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: hf.FalconConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "siglip": lambda: hf.SiglipVisionConfig(**VISION, image_size=16, patch_size=4),
+}
 
 
-def test_allow_partial_in_every_door():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = hf.SiglipVisionConfig(image_size=16, patch_size=4, **sizes)
-    with pytest.raises(InjectionError, match=r"'head.attention'.*allow_partial=True"):
-        hf.AutoModel.from_config(config, attn_implementation="quest")
-    one = hf.AutoModel.from_config(config, attn_implementation="quest", allow_partial=True)
-    other = hf.AutoModel.from_config(config)
-    with pytest.raises(InjectionError, match=r"'head.attention'.*allow_partial=True"):
-        other.set_attn_implementation("quest")
-    other.set_attn_implementation("quest", allow_partial=True)
-    for model in (one, other):
-        assert len(model.attention_report.replacements) == 2
-        assert model.attention_report.left_alone == ("head.attention",)
+@pytest.mark.parametrize("attention", ["quest", "quest+sigmoid"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_attention_without_the_interface_is_found_by_a_run_and_loads(name, attention, tmp_path):
+    config = WRITTEN[name]()
+    arguments = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "siglip" else {"input_ids": IDS}
+    state = torch.random.get_rng_state()
+    stock = hf.AutoModel.from_config(config)
+    drawn, _ = torch.rand(1), torch.random.set_rng_state(state)
+    model = hf.AutoModel.from_config(config, attn_implementation=attention)
+    assert torch.equal(torch.rand(1), drawn)
+    assert model.training == stock.training
+    for key, value in stock.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+    assert len(model.attention_report.replacements) == (3 if name == "siglip" else 2)
+    late = hf.AutoModel.from_config(config)
+    late.set_attn_implementation(attention)
+    late.load_state_dict(model.state_dict())
+    for number, each in enumerate((model, late)):
+        each.save_pretrained(tmp_path / str(number))
+        again = hf.AutoModel.from_pretrained(tmp_path / str(number))
+        assert again.config.attention == attention
+        want, got = (one.eval()(**arguments).last_hidden_state for one in (model, again))
+        torch.testing.assert_close(got, want)
+        assert not torch.allclose(got, stock.eval()(**arguments).last_hidden_state, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -44,11 +45,15 @@ class TransformersAdapter(Adapter):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        found = ((path, module) for path, module in model.named_modules() if is_attention(module))
-        for path, module in found:
-            anatomy = examine(module)
-            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, module))
+        """Yield the attention modules in the order of registration, which is that of the forward pass.
+
+        Those that do not say how many heads they have are left to the run of an example.
+        """
+        for path, module in model.named_modules():
+            if is_attention(module):
+                with contextlib.suppress(UnsupportedError):
+                    anatomy = examine(module)
+                    yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, module))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""

@@ -9,12 +9,17 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.config import AttentionConfig
+from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site
 from quest_core.hosts.inject import REPORT, inject
+from quest_core.hosts.plugins import running_adapters
+from quest_core.hosts.torch import TorchAdapter
+from quest_core.hosts.universal import looks_like_attention
 from quest_core.projections import Projected
 
 from .choice import Choice
 from .configs import attention_of, choice_of
+from .examples import Example
 from .layers import is_attention, role
 
 
@@ -75,6 +80,7 @@ def fulfil(
     loads: bool = False,
     choice: Choice | None = None,
     parts: Mapping[str, Choice] | None = None,
+    runs: bool = True,
     **options: Any,
 ) -> bool:
     """Put into a model what its configs ask for; return whether a module was replaced.
@@ -86,6 +92,8 @@ def fulfil(
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
+        runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
+            what adapters know is replaced.
         options: `attention_from` and `allow_partial` of quest_core.inject.
 
     Raises:
@@ -106,23 +114,49 @@ def fulfil(
             continue
         chosen[site.path] = held.config if own is None else own.of(role(module))
         changed = changed or held is None or held.config != chosen[site.path]
-    if (
-        asked is not None
-        and not chosen
-        and (kept or any("attention" in _kind(part).lower() for part in model.modules()))
-    ):
-        inject(model, asked.encoder, adapter=Chosen(adapter, {}))  # raises: nothing to replace
-    if chosen:
+    others: list[Adapter] = []
+    if asked is not None:
+        others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
+    known = [*chosen, *kept, *(site.path for one in others for site in one.sites(model))]
+    unknown = [] if asked is None else unknown_attention(model, known)
+    if asked is not None and (unknown or not known) and runs:
+        try:
+            options["example"] = Example(model, unknown)
+        except InjectionError:
+            if not options.get("allow_partial"):
+                raise
+    elif unknown:
+        options["allow_partial"] = True
+    if not known and "example" not in options:
+        return False
+    if chosen or asked is not None:
         # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
         apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
-        configs = sorted({*chosen.values()}, key=str)
+        configs = sorted({*chosen.values()} or {asked.decoder}, key=str)
+        if len(configs) > 1 and len(known) > len(chosen) + len(kept):
+            raise UnsupportedError(
+                f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
+                f"{', '.join(map(str, configs))}"
+            )
         # inject links layers if its own argument is chained, and refuses one with a start for trained weights.
         main = max(configs, key=lambda config: (not fresh and bool(config.initial_norms), _chained(config)))
         some = Chosen(adapter, chosen, apart, scales=fresh and not loads)
-        _, report = inject(model, main, adapter=some, fresh=fresh, **options)
+        before = {id(part) for part in model.modules()}
+        _, report = inject(model, main, adapter=[some, *others], fresh=fresh, **options)
         scaled = fresh and any(config.initial_norms for config in configs)
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs)), started=scaled))
+        changed = changed or before != {id(part) for part in model.modules()}
     return changed
+
+
+def unknown_attention(model: nn.Module, known: Iterable[str]) -> list[str]:
+    """Return the paths of modules that look like attention and are neither in a known one nor around one."""
+    ours = {id(inner) for path in known for inner in model.get_submodule(path).modules()}
+    return [
+        path
+        for path, module in model.named_modules()
+        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
+    ]
 
 
 def _chained(config: AttentionConfig) -> bool:

@@ -11,7 +11,7 @@ from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from quest_core.checkpoints import ENTRY, compare, decode, unexpected_entry
 from quest_core.config import AttentionConfig
@@ -36,8 +36,10 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     """
     choices = [(part, choice_of(part.config)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
+    if not choices and (choice := choice_of(model.config)) is not None:
+        wanted = {choice.decoder}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
-    for key, entry in stored.items():
+    for key, entry in entries(stored).items():
         trained = decode(entry)
         if not any(config.means(trained) for config in special):
             if not wanted:
@@ -45,25 +47,57 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
             config = special[0] if special else next(iter(wanted))
             compare(entry, config, attention_from, key.removesuffix(f".{ENTRY}"), load)
             return False
-    if special and not stored:
+    if special and not entries(stored):
         compare(None, special[0], attention_from, type(model).__name__, load)
         return False
     return True
 
 
+def take_unexpected(model: nn.Module, info: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove from the unexpected keys, and return, those of mechanisms that modules of the model do not have yet."""
+    found = {}
+    for key in [*info.unexpected_keys]:
+        path, mechanism, _ = key.rpartition(".mechanism.")
+        owner = next((part for name, part in model.named_modules() if name == path), None)
+        if mechanism and key in stored and owner is not None and not hasattr(owner, "mechanism"):
+            found[key] = stored[key]
+            info.unexpected_keys.remove(key)
+    return found
+
+
+def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Load the tensors that `take_unexpected` returned into the mechanisms that modules have now.
+
+    Raises:
+        CheckpointError: a module has another attention, or none.
+    """
+    for path in {key.rpartition(".mechanism.")[0] for key in stored}:
+        prefix = f"{path}.mechanism."
+        part = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+        mechanism = getattr(model.get_submodule(path), "mechanism", None)
+        if mechanism is None:
+            raise unexpected_entry(prefix + ENTRY, part.get(ENTRY, next(iter(part.values()))), "the host")
+        mechanism.load_state_dict(part)
+
+
 def entries_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
-    """Return the entries of a checkpoint that name its attention."""
+    """Return the tensors of mechanisms in a checkpoint: the entries that name their attention, and parameters."""
     found: dict[str, Tensor] = {}
     if state_dict is not None:
-        return {key: value for key, value in state_dict.items() if key.endswith(ENTRY)}
+        return {key: value for key, value in state_dict.items() if ".mechanism." in key}
     for file in files or ():
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                found |= {key: opened.get_tensor(key) for key in opened.keys() if key.endswith(ENTRY)}  # noqa: SIM118
+                found |= {key: opened.get_tensor(key) for key in opened.keys() if ".mechanism." in key}  # noqa: SIM118
         else:
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-            found |= {key: value for key, value in stored.items() if key.endswith(ENTRY)}
+            found |= {key: value for key, value in stored.items() if ".mechanism." in key}
     return found
+
+
+def entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those that name an attention."""
+    return {key: value for key, value in stored.items() if key.endswith(ENTRY)}
 
 
 def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanism]:
@@ -80,6 +114,7 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
     """
+    stored = entries(stored)
     paths = {path for path, _ in model.named_modules()}
     unexpected = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
     for key in unexpected:

@@ -109,7 +109,8 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
     wanted: dict[int, tuple[Any, str | None, str]] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            found: list[Any] = [drafts.get(part, part) for part in module.modules() if is_attention(part)]
+            parts = [drafts.get(part, part) for part in module.modules()]
+            found: list[Any] = [part for part in parts if is_attention(part) or hasattr(part, "mechanism")]
             if not found or not all(hasattr(part, "mechanism") for part in found):
                 continue  # parts of it have configs of their own
             choice = choice_of(module.config)
@@ -148,7 +149,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 def interface_of(model: Any, choice: Choice) -> str:
     """Return the name of the function that a model's config names: the host's own, or ours if it takes its place."""
-    if all(prepares(choice.of(role)) for role in ROLES):
+    if all(prepares(choice.of(role)) for role in ROLES) or not model._can_set_attn_implementation():
         now = model.config._attn_implementation_internal
         return ("sdpa" if model._supports_sdpa else "eager") if now in (None, *NAMES) else now
     return INTERFACE if model._supports_sdpa else WHOLE_MASKS

@@ -101,7 +101,7 @@ def is_attention(module: nn.Module) -> bool:
 
 def has_mechanism(model: nn.Module) -> bool:
     """Return whether a module of `model` has an attention of quest."""
-    return any(hasattr(part, "mechanism") for part in model.modules() if is_attention(part))
+    return any(isinstance(part, Mechanism) for part in model.modules())
 
 
 def prepares(config: AttentionConfig) -> bool:
@@ -156,6 +156,8 @@ def examine(module: Any) -> Anatomy:
             f"{type(module).__name__} says neither in {', '.join(_HEADS)} how many heads it has nor in "
             f"{', '.join(_HEAD_DIM)} how wide they are, so no attention can take its place"
         )
+    if query is not None and query.out_features != heads * head_dim:  # Qwen3-Next packs a gate
+        projections = None
     held = getattr(module, "mechanism", None)
     if held is not None:
         kv_heads = module.head_sizes.full.kv_heads

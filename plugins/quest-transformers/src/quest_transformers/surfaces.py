@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
@@ -26,7 +28,7 @@ from . import configs
 from .caching import LAYERS, keep_unit_keys
 from .choice import Choice
 from .chosen import fulfil
-from .comparing import entries_in, fits, verify
+from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
 from .configs import KEY, as_text, attention_of, choice_of, interface_of, parse, parts_of
 from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, is_attention, mask, refuse, whole_mask
 
@@ -38,12 +40,14 @@ class Loading:
     Attributes:
         attention_from, allow_partial: see quest_core.inject.
         pending: the checkpoint has another attention, so modules are replaced once their weights are loaded.
+        stored: tensors of mechanisms in the checkpoint, of modules that only a run of the loaded model finds.
         new: mechanisms of layers that the checkpoint lacks.
     """
 
     attention_from: AttentionConfig | None
     allow_partial: bool
     pending: bool = False
+    stored: dict[str, Tensor] = field(default_factory=dict)
     new: list[Mechanism] = field(default_factory=list)
 
     @property
@@ -120,10 +124,26 @@ def _inject_new(adapter: Adapter, stock: Any) -> Any:
     def post_init(self: Any) -> None:
         stock(self)
         # from_pretrained replaces modules once it knows what the checkpoint was trained with.
-        if _loading.get() is None and fulfil(adapter, self, fresh=True, allow_partial=_partly.get()):
+        if _loading.get() is not None or _is_built_around(self):
+            return
+        if fulfil(adapter, self, fresh=True, allow_partial=_partly.get()):
             getattr(self, REPORT).announce()
 
     return post_init
+
+
+def _is_built_around(model: Any) -> bool:
+    """Return whether the constructor of another PreTrainedModel is running, which `model` will be a part of."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__init__":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel) and owner is not model:
+                return True
+    return False
 
 
 def _refuse_nothing(model: Any) -> None:
@@ -131,23 +151,10 @@ def _refuse_nothing(model: Any) -> None:
     if attention_of(model.config) is not None and not has_mechanism(model):
         raise InjectionError(
             f"attention '{attention_of(model.config)}' was given to {type(model).__name__}, and no module of it was "
-            "replaced: none calls transformers' AttentionInterface, or the weights were loaded by a door that this "
-            "plugin does not know"
+            "replaced: its constructor does not end with post_init, or its weights were loaded in a way that this "
+            "plugin does not know; build it without attn_implementation, and say quest_core.inject(model, 'quest', "
+            "example=batch)"
         )
-
-
-@contextmanager
-def _explained(cls: type) -> Iterator[None]:
-    """Name what is wrong where a model (Falcon, GPT-J, SAM) looks for its own class under the name of our function."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args not in [(name,) for name in NAMES]:
-            raise
-        raise InjectionError(
-            f"{cls.__name__} chooses among attention classes of its own and does not call transformers' "
-            "AttentionInterface; build it without attn_implementation, and try quest_core.inject(model, …, example=…)"
-        ) from error
 
 
 def _copy_config(stock: Any) -> Any:
@@ -157,11 +164,10 @@ def _copy_config(stock: Any) -> Any:
     def _from_config(cls: Any, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
         token = _partly.set(allow_partial or _partly.get())
         try:
-            with _explained(cls):
-                made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+            made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
         finally:
             _partly.reset(token)
-        if _loading.get() is None:  # else a part of a model that from_pretrained builds
+        if _loading.get() is None and not _is_built_around(made):  # else a part of a model
             _refuse_nothing(made)
         return made
 
@@ -256,8 +262,7 @@ def _remember_loading(stock: Any) -> Any:
         trained = None if attention_from is None else AttentionConfig.parse(attention_from)
         token = _loading.set(Loading(trained, allow_partial))
         try:
-            with _explained(cls):
-                made = stock(cls, *arguments, **options)
+            made = stock(cls, *arguments, **options)
         finally:
             _loading.reset(token)
         _refuse_nothing(made[0] if isinstance(made, tuple) else made)
@@ -284,13 +289,15 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
         stored = entries_in(state_dict, checkpoint_files)
         loading.pending = not fits(model, stored, loading.attention_from, loading)
         if not loading.pending:
-            fulfil(adapter, model, fresh=True, loads=True, **loading.options)
+            fulfil(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
         info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
         if loading.pending:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            loading.new = verify(model, info, stored)
+            if choice_of(model.config) is not None:
+                loading.stored = take_unexpected(model, info, stored)
+            loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
         return info, *others
 
     return _load_pretrained_model
@@ -317,8 +324,9 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
     def _finalize_model_loading(model: Any, *arguments: Any, **options: Any) -> Any:
         made = stock(model, *arguments, **options)
         loading = _loading.get()
-        if loading is not None and loading.pending:
+        if loading is not None and (loading.pending or choice_of(model.config) is not None):
             fulfil(adapter, model, fresh=False, **loading.options)
+            load_mechanisms(model, loading.stored)
         if loading is not None:
             for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
                 mechanism.reset_parameters()
