@@ -132,7 +132,7 @@ def fulfil(
     if chosen or asked is not None:
         # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
         apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
-        configs = sorted({*chosen.values()} or {asked.decoder}, key=str)
+        configs = sorted({*chosen.values()} or {asked.decoder for asked in [asked] if asked}, key=str)
         if len(configs) > 1 and len(known) > len(chosen) + len(kept):
             raise UnsupportedError(
                 f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "

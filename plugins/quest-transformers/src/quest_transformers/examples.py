@@ -94,8 +94,7 @@ def inputs(model: Any, random: torch.Generator) -> dict[str, Tensor]:
     elif main == "input_features":
         bins = _first(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim") or 80
         long = getattr(config, "max_source_positions", None)
-        whisper = hasattr(config, "num_mel_bins") and long is not None
-        made = {main: normal(bins, 2 * long) if whisper else normal(64, bins)}
+        made = {main: normal(bins, 2 * long) if long and hasattr(config, "num_mel_bins") else normal(64, bins)}
     elif main == "input_values":
         bins = getattr(config, "num_mel_bins", None)
         made = {main: normal(config.max_length, bins) if bins and hasattr(config, "max_length") else normal(4000)}

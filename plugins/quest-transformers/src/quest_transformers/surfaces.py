@@ -324,7 +324,8 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
     def _finalize_model_loading(model: Any, *arguments: Any, **options: Any) -> Any:
         made = stock(model, *arguments, **options)
         loading = _loading.get()
-        if loading is not None and (loading.pending or choice_of(model.config) is not None):
+        late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
+        if loading is not None and (loading.pending or loading.stored or late):
             fulfil(adapter, model, fresh=False, **loading.options)
             load_mechanisms(model, loading.stored)
         if loading is not None:
