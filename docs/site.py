@@ -2,7 +2,6 @@
 
 See mkdocs.yml.
 
-
 A report is made from its results.parquet and kept in .cache/reports/ under a hash of what it is made from and with. A
 page may link to any file of the repository by its path, to a page of the site by its address, or to a file on
 GitHub. This hook turns the first two into links within the site where the site has the file.
