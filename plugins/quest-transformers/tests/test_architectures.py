@@ -14,7 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, eager_attention_forward
 
 import quest_core
-from quest_core.errors import InjectionError, UnsupportedError
+from quest_core.errors import CheckpointError, InjectionError, UnsupportedError
+from quest_transformers.layers import has_mechanism
 
 DRAWN = 8
 LARGEST = 2_000_000  # parameters
@@ -262,3 +263,85 @@ def test_attention_without_the_interface_is_found_by_a_run_and_loads(name, atten
         want, got = (one.eval()(**arguments).last_hidden_state for one in (model, again))
         torch.testing.assert_close(got, want)
         assert not torch.allclose(got, stock.eval()(**arguments).last_hidden_state, atol=1e-6)
+
+
+class Around(hf.PreTrainedModel):
+    """A user's model around another; it asks for no attention itself."""
+
+    config_class = hf.PretrainedConfig
+
+    def __init__(self, config, inner, ends):
+        super().__init__(config)
+        self.inner = hf.AutoModel.from_config(inner, attn_implementation="quest")
+        if ends:
+            self.post_init()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_part_that_asks_for_an_attention_has_it_whatever_is_around_it(name, ends):
+    assert has_mechanism(Around(hf.PretrainedConfig(), WRITTEN[name](), ends))
+
+
+def test_a_checkpoint_that_lacks_the_attention_of_a_module_is_refused(tmp_path):
+    model = hf.AutoModel.from_config(WRITTEN["bloom"](), attn_implementation="quest")
+    kept = {key: value for key, value in model.state_dict().items() if "h.1.self_attention.mechanism" not in key}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(CheckpointError, match="checkpoint lacks h.1.self_attention.mechanism"):
+        hf.AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_layer_that_the_checkpoint_lacks_starts_fresh(tmp_path):
+    hf.AutoModel.from_config(WRITTEN["bloom"](), attn_implementation="quest").save_pretrained(tmp_path)
+    longer = hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=3, n_head=4)
+    model = hf.AutoModel.from_pretrained(tmp_path, config=longer, attn_implementation="quest")
+    assert len(model.attention_report.replacements) == 3
+
+
+class Transformers4Attention(torch.nn.Module):
+    """Attention as models for transformers 4 write it: AttentionInterface is not asked for eager attention."""
+
+    is_causal, attention_dropout, scaling, num_heads, head_dim, num_key_value_groups = False, 0.0, 8**-0.5, 4, 8, 1
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(32, 32) for _ in range(4))
+
+    def operands(self, x):
+        return (made(x).unflatten(-1, (4, 8)).transpose(1, 2) for made in (self.q_proj, self.k_proj, self.v_proj))
+
+    def forward(self, x):
+        function = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        q, k, v = self.operands(x)
+        return self.o_proj(function(self, q, k, v, None, dropout=0.0, scaling=self.scaling)[0].flatten(2))
+
+
+class Transformers4Model(hf.PreTrainedModel):
+    config_class, _supports_sdpa = hf.PretrainedConfig, True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = Transformers4Attention(config)
+        self.post_init()
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+@torch.no_grad()
+def test_a_function_that_the_interface_does_not_return_is_refused():
+    x = torch.randn(2, 5, 32)
+    model = Transformers4Model._from_config(hf.PretrainedConfig(), attn_implementation="quest").eval()
+    q, k, v = model.attention.operands(x)
+    weights = (q @ torch.nn.functional.normalize(k, dim=-1).mT).softmax(-1)
+    torch.testing.assert_close(model(x), model.attention.o_proj((weights @ v).transpose(1, 2).flatten(2)))
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match=r"every function but eager attention.*sdpa"):
+        model(x)
+    model.set_attn_implementation("standard")
+    torch.testing.assert_close(
+        model(x), model.attention.o_proj((q @ k.mT * 8**-0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
+from quest_core.hosts.universal import looks_like_attention
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
@@ -50,10 +50,15 @@ class TransformersAdapter(Adapter):
         Those that do not say how many heads they have are left to the run of an example.
         """
         for path, module in model.named_modules():
-            if is_attention(module):
-                with contextlib.suppress(UnsupportedError):
-                    anatomy = examine(module)
-                    yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, module))
+            if not is_attention(module):
+                continue
+            try:
+                anatomy = examine(module)
+            except UnsupportedError:
+                if looks_like_attention(module):
+                    continue  # inject misses it, and the run of an example finds it
+                raise
+            yield Site(path, module, anatomy.num_heads, anatomy.head_dim, _capabilities(anatomy, module))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the host's module with a mechanism; a module that has this mechanism already is returned itself."""

@@ -130,9 +130,13 @@ def fulfil(
     if not known and "example" not in options:
         return False
     if chosen or asked is not None:
-        # Modules whose own config asks for nothing keep the host's attention, unless the whole model asks for another.
-        apart = {_kind(part) for path in kept for part in _along(model, path)} if asked is None else set()
-        configs = sorted({*chosen.values()} or {asked.decoder for asked in [asked] if asked}, key=str)
+        # Unless the whole model asks for another, modules whose own config asks for nothing keep the host's attention,
+        # and those that a part of it has replaced, through another adapter, keep theirs.
+        apart = set()
+        if asked is None:
+            apart = {_kind(part) for path in kept for part in _along(model, path)}
+            apart |= {_kind(part) for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part)}
+        configs = sorted({*chosen.values()} or ({asked.decoder} if asked is not None else set()), key=str)
         if len(configs) > 1 and len(known) > len(chosen) + len(kept):
             raise UnsupportedError(
                 f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
 
@@ -65,11 +66,17 @@ def take_unexpected(model: nn.Module, info: Any, stored: Mapping[str, Tensor]) -
     return found
 
 
-def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set[str], known: Set[str]) -> None:
     """Load the tensors that `take_unexpected` returned into the mechanisms that modules have now.
 
+    Args:
+        model: with its weights, and with mechanisms in all modules that shall have one.
+        stored: what `take_unexpected` returned.
+        missing: keys that the checkpoint lacks, of the model as it was compared.
+        known: paths of the mechanisms that it had then.
+
     Raises:
-        CheckpointError: a module has another attention, or none.
+        CheckpointError: a module has another attention, or none, or the checkpoint lacks that of a module.
     """
     for path in {key.rpartition(".mechanism.")[0] for key in stored}:
         prefix = f"{path}.mechanism."
@@ -78,6 +85,10 @@ def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
         if mechanism is None:
             raise unexpected_entry(prefix + ENTRY, part.get(ENTRY, next(iter(part.values()))), "the host")
         mechanism.load_state_dict(part)
+    new = [path for path, part in model.named_modules() if isinstance(part, Mechanism) and path not in known]
+    if stored:
+        keys = {f"{path}.{key}" for path in new for key in model.get_submodule(path).state_dict()}
+        verify(model, SimpleNamespace(missing_keys={*missing, *(keys - {*stored})}, unexpected_keys=()), {})
 
 
 def entries_in(state_dict: Any, files: Any) -> dict[str, Tensor]:

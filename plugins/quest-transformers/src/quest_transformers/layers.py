@@ -220,6 +220,8 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
     made.register_load_state_dict_pre_hook(before_load)
+    if "get_interface" not in _named(made):
+        made.register_forward_pre_hook(refuse_eager)
     if _takes_cache(made):
         made.register_forward_pre_hook(announce, with_kwargs=True)
     if hasattr(host, "num_key_value_groups"):
@@ -375,6 +377,16 @@ def refuse(module: Any, *arguments: Any, **options: Any) -> Any:
         f"'{getattr(module.config, 'attention', None)}': the config was changed after the model was built; give each "
         "model a config of its own, and change a built model with quest_core.inject"
     )
+
+
+def refuse_eager(module: Any, arguments: Any) -> None:
+    """Raise UnsupportedError if a module calls eager attention by a name of its own, as those for transformers 4 do."""
+    if module.config._attn_implementation == "eager" and not module.rules.untouched:
+        raise UnsupportedError(
+            f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
+            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), for which the "
+            "model's class says _supports_sdpa = True, or let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"
+        )
 
 
 def attend_instead(

@@ -41,6 +41,7 @@ class Loading:
         attention_from, allow_partial: see quest_core.inject.
         pending: the checkpoint has another attention, so modules are replaced once their weights are loaded.
         stored: tensors of mechanisms in the checkpoint, of modules that only a run of the loaded model finds.
+        missing: keys of the model that the checkpoint lacks.
         new: mechanisms of layers that the checkpoint lacks.
     """
 
@@ -48,6 +49,7 @@ class Loading:
     allow_partial: bool
     pending: bool = False
     stored: dict[str, Tensor] = field(default_factory=dict)
+    missing: frozenset[str] = frozenset()
     new: list[Mechanism] = field(default_factory=list)
 
     @property
@@ -133,7 +135,7 @@ def _inject_new(adapter: Adapter, stock: Any) -> Any:
 
 
 def _is_built_around(model: Any) -> bool:
-    """Return whether the constructor of another PreTrainedModel is running, which `model` will be a part of."""
+    """Return whether a model that asks for an attention builds `model` in its constructor, which judges both."""
     from transformers.modeling_utils import PreTrainedModel
 
     frame = sys._getframe(1)
@@ -142,19 +144,30 @@ def _is_built_around(model: Any) -> bool:
         if frame.f_code.co_name == "__init__":
             owner = frame.f_locals.get("self")
             if isinstance(owner, PreTrainedModel) and owner is not model:
-                return True
+                config = getattr(owner, "config", None)
+                if config is not None and attention_of(config) is not None:
+                    return True
     return False
 
 
 def _refuse_nothing(model: Any) -> None:
-    """Raise InjectionError if a model asks for an attention and has none of quest."""
-    if attention_of(model.config) is not None and not has_mechanism(model):
-        raise InjectionError(
-            f"attention '{attention_of(model.config)}' was given to {type(model).__name__}, and no module of it was "
-            "replaced: its constructor does not end with post_init, or its weights were loaded in a way that this "
-            "plugin does not know; build it without attn_implementation, and say quest_core.inject(model, 'quest', "
-            "example=batch)"
-        )
+    """Raise InjectionError if a model, or a part of one that asks for nothing, asks for an attention and has none."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    asking: list[str] = []
+    for path, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel) or attention_of(part.config) is None:
+            continue
+        if any(not around or path.startswith(f"{around}.") for around in asking):
+            continue  # a part of it may have no attention
+        asking.append(path)
+        if not has_mechanism(part):
+            raise InjectionError(
+                f"attention '{attention_of(part.config)}' was given to {type(part).__name__}, and no module of it was "
+                "replaced: its constructor does not end with post_init, or its weights were loaded in a way that this "
+                "plugin does not know; build it without attn_implementation, and say quest_core.inject(model, 'quest', "
+                "example=batch)"
+            )
 
 
 def _copy_config(stock: Any) -> Any:
@@ -296,7 +309,7 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
             if choice_of(model.config) is not None:
-                loading.stored = take_unexpected(model, info, stored)
+                loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
             loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
         return info, *others
 
@@ -325,9 +338,10 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
         made = stock(model, *arguments, **options)
         loading = _loading.get()
         late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
+        known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
         if loading is not None and (loading.pending or loading.stored or late):
             fulfil(adapter, model, fresh=False, **loading.options)
-            load_mechanisms(model, loading.stored)
+            load_mechanisms(model, loading.stored, loading.missing, known)
         if loading is not None:
             for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
                 mechanism.reset_parameters()
