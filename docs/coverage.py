@@ -1,16 +1,18 @@
-"""Try `attn_implementation="quest"` on every model type of the installed transformers, and write docs/coverage.md.
+"""Try `attn_implementation="quest"` on every model type of the installed transformers, with tiny random configs.
 
-python docs/coverage.py                  # all types, a few minutes each hundred
-python docs/coverage.py llama gemma3     # these types, on the screen only
+python docs/coverage.py llama gemma3             # these types
+python docs/coverage.py --out coverage.jsonl     # all types, a line of JSON for each
+
+It says what was replaced. It does not compare numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import io
 import json
-import sys
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -34,8 +36,7 @@ TINY = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner"), 64),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head"), 4),
     **dict.fromkeys(("num_heads", "n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads",), 2),
-    **dict.fromkeys(("head_dim",), 16),
+    **{"num_key_value_heads": 2, "head_dim": 16},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
 }
@@ -155,8 +156,8 @@ def main(chosen: list[str], path: Path | None) -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity(transformers.logging.CRITICAL + 10)
-    out = None
-    if "--out" in sys.argv:
-        out = Path(sys.argv.pop(sys.argv.index("--out") + 1))
-        sys.argv.remove("--out")
-    main(sys.argv[1:] or types(), out)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--out", type=Path, help="file to which a line of JSON for each type is appended")
+    given = parser.parse_args()
+    main(given.types or types(), given.out)

@@ -22,15 +22,13 @@ from rich.text import Text
 
 from quest_bench.cli import execute, exit_code, expanded
 from quest_bench.groups import Group, join, mean, number, read_groups
-from quest_bench.plan import Plan, catalogue, parse_settings, select
+from quest_bench.plan import Plan, catalogue, parse_seeds, parse_settings, select
 from quest_bench.report import write_report
 from quest_bench.run import Runner
 from quest_bench.worker import cores
 
 SUITE = "images/digits"
 ATTENTIONS = ["standard", "quest"]
-SEEDS = range(8)
-SETTINGS: list[str] = []
 BAR = 20
 """Characters of a bar of 100 %."""
 
@@ -42,31 +40,37 @@ def demo(
         "runs/demo"
     ),
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; without it, as many as cores.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds: 0-4 or 0,3,7.")] = "0-7",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the suite; repeatable.")
+    ] = None,
 ) -> None:
     """Run the demonstration and write its report. The same command again resumes."""
     available = catalogue()
     suite, tasks = select(available, SUITE)
-    plan = Plan(suite, tasks, ATTENTIONS, list(SEEDS), parse_settings(suite, SETTINGS))
+    plan = Plan(suite, tasks, ATTENTIONS, parse_seeds(seeds), parse_settings(suite, settings or []))
     runner = Runner(suite, available.python(suite), console, jobs=jobs or cores(), threads=1)
-    outcome = execute(plan, out, runner, ["python", "-m", "quest_research.demo", "--out", str(out)])
+    command = ["python", "-m", "quest_research.demo", "--out", str(out), "--seeds", seeds]
+    command += [word for setting in settings or [] for word in ("--set", setting)]
+    outcome = execute(plan, out, runner, command)
     if outcome.stopped:
         raise typer.Exit(128 + outcome.stopped)
     groups = read_groups(out, "standard")
     path = write_report(out, "standard")
-    console.print(Text(f"\n{finding(groups)}\n", style="bold"), soft_wrap=True)
+    console.print(Text(f"\n{finding(groups, len(plan.seeds))}\n", style="bold"), soft_wrap=True)
     console.print(chart(groups))
     console.print(f"\nreport with pictures: {path}", markup=False, soft_wrap=True)
     if outcome.failed:
         raise typer.Exit(1)
 
 
-def finding(groups: Sequence[Group]) -> str:
+def finding(groups: Sequence[Group], seeds: int) -> str:
     """Return the result of the cells in one sentence."""
     found = [f"at {group.task.replace('lr=', 'learning rate ')} {group.conclusion.rstrip('.')}" for group in groups]
     last = groups[-1]
     logits = [f"{number(largest_logit(last, name))} with {name}" for name in ATTENTIONS]
     return (
-        f"A small Vision Transformer on handwritten digits, {len(SEEDS)} seeds: {'; '.join(found)}; "
+        f"A small Vision Transformer on handwritten digits, {seeds} seeds: {'; '.join(found)}; "
         f"the largest logit ends at {join(logits)} attention at {last.task.replace('lr=', '')}."
     )
 

@@ -31,14 +31,14 @@ def test_it_is_refused_without_cuda(capfd: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.slow
 def test_a_report_compares_attentions_at_each_length(tmp_path: Path) -> None:
-    attentions = "standard,quest+gqa(kv_heads=2)"
-    command = ["run", "gpu/attention/N=197,N=25", "--attention", attentions, "--seeds", "0", "--smoke"]
+    attentions = "standard,quest+gqa(kv_heads=2),aft-full"
+    command = ["run", "gpu/attention/N=197,N=25", "--attention", attentions, "--seeds", "0-1", "--smoke"]
     assert app_main([*command, "--jobs", "1", "--out", str(tmp_path)]) == 0
     groups = read_groups(tmp_path, "standard")
     assert [group.task for group in groups] == ["N=197", "N=197", "N=25", "N=25"]
     assert [item.name for item in groups[0].items] == ["flash", "math"]
     for group in groups:
-        assert [row.finished for row in group.rows] == [1, 1]
+        assert [row.finished for row in group.rows] == [2, 2, 2]
         assert all(value > 0 for row in group.rows for value in row.values.values())
     (cell, *_) = [cell for cell in groups[0].cells if "gqa" in cell.cell["attention"]]
     assert cell.result is not None

@@ -242,11 +242,12 @@ def test_failed_cells_are_shown_and_tried_again(inside: Path, capfd: pytest.Capt
 
 
 def test_a_worker_that_dies_or_returns_no_number_is_a_failed_cell(fake: Path) -> None:
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die,nothing"]
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die,nothing,text"]
     assert app_main([*command, "--out", "out"]) == 1
     errors = {c.cell["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "SIGKILL" in str(errors["die"])
     assert "returned no 'score'" in str(errors["nothing"])
+    assert errors["text"] == "TypeError: suite 'fake/suite': metric 'score' is '10.0', which is not a real number\n"
     assert any("Traceback" in path.read_text() for path in Path("out").glob("cells/*/log.txt"))
     assert results(Path("out")) == {}
 
@@ -416,6 +417,14 @@ def test_a_hung_cell_times_out(fake: Path) -> None:
     assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
     states = [(cell.state, cell.error) for cell in load_all(Path("out"))]
     assert states == 2 * [("failed", "timed out after 1 s (--timeout)\n")]
+
+
+@pytest.mark.slow
+def test_a_good_cell_finishes_beside_a_hung_one(fake: Path) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
+    assert app_main([*command, "--jobs", "2", "--timeout", "30", "--out", "out"]) == 1
+    states = {cell.cell["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
+    assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
 def test_a_cell_that_continues_has_no_seconds(inside: Path) -> None:
