@@ -218,11 +218,12 @@ def test(session: nox.Session) -> None:
             homes = {environments.BENCH: environments.home(environments.BENCH), "research": environments.RESEARCH}
             label = next((label for label, home in homes.items() if paths[0].is_relative_to(home)), name)
             suites.append((f"{label} tests", executable, paths))
-    # The core's suite fills every core. The others run side by side, because each worker would import the host.
+    # The core's suite fills every core. The others run side by side, because each worker would import the host;
+    # from the last, so that the shortest suites end the run.
     live, workers = bool(rest), ["-n", WORKERS, "--dist", "worksteal"]
     stages += [running.pytest_stage(*suite, [*workers, *options], live=live) for suite in suites[:1]]
     with ThreadPoolExecutor(1 if live else int(WORKERS)) as pool:
-        stages += pool.map(lambda suite: running.pytest_stage(*suite, options, live=live), suites[1:])
+        stages += pool.map(lambda suite: running.pytest_stage(*suite, options, live=live), suites[:0:-1])
     again = f"QUEST_TEST_SEED={seed} {shlex.join(['./dev', 'test', *session.posargs])}"
     close(session, stages, f"to draw the same random numbers again: {again}")
 

@@ -54,7 +54,8 @@ def test_kdgqa_follows_the_paper() -> None:
     made = quest_core.Mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
     # n̂ = (0, 1/2, 1): sizes ⌊(0, 2, 4)⌋
     assert made.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
-    for equal in (torch.ones(1, 3, 1, 4), torch.zeros(1, 3, 1, 4)):
+    nearly = torch.ones(1, 3, 1, 4) * torch.tensor([1, 1 + 3e-7, 1])[:, None, None]
+    for equal in (torch.ones(1, 3, 1, 4), torch.zeros(1, 3, 1, 4), 1000 * nearly, nearly / 1000):
         assert made.grouping(equal, 6, None).tolist() == [0, 0, 1, 1, 2, 2]
     least = quest_core.Mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
     assert least.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
