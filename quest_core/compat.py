@@ -89,8 +89,7 @@ is_exporting_graph: Callable[[], bool] = getattr(torch.compiler, "is_exporting",
 
 def is_one_in_example(length: Any) -> bool:
     """Return whether torch.onnx.export(dynamo=True) records a dynamic size that is 1 in its example."""
-    node = getattr(length, "node", None)
-    return is_exporting_to_onnx() and node is not None and getattr(node, "hint", None) == 1
+    return is_exporting_to_onnx() and getattr(getattr(length, "node", None), "hint", None) == 1
 
 
 def is_exporting() -> bool:

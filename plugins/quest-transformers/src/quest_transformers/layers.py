@@ -384,8 +384,8 @@ def refuse_eager(module: Any, arguments: Any) -> None:
     if module.config._attn_implementation == "eager" and not module.rules.untouched:
         raise UnsupportedError(
             f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
-            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), for which the "
-            "model's class says _supports_sdpa = True, or let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"
+            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or let its "
+            "forward call ALL_ATTENTION_FUNCTIONS.get_interface"
         )
 
 
