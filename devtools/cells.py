@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from quest_core.benchmarks import Cell, Result, Run, declared_suites
+from quest_suites.contract import Cell, Result, Run, declared_suites
 
 SMOKE_S = 60.0
 """The most seconds of the processor that a cell may take with --smoke."""

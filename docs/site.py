@@ -34,7 +34,7 @@ VEGA, DRAW = "assets/vega.js", "assets/charts.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
 # Public is what these packages define or import as itself, and what the pages and templates of these patterns import or
 # name in full.
-PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing", "quest_core.benchmarks")
+PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing")
 AUTHORS = ("docs/*.md", "plugins/quest-*/README.md", "quest_core/**/*.tmpl")
 NAMED = re.compile(r"\b(quest_(?:core|bench)(?:\.\w+)+)\.(\w+)")
 IMPORT = re.compile(r"^\s*from (quest_core[\w.]*) import (?:\(([^)]+)\)|([\w, ]+))", re.MULTILINE)

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 import quest_core
-import quest_core.benchmarks
 import quest_core.mechanisms
 import quest_core.testing
 from quest_core import AttentionConfig, cli
@@ -253,7 +252,7 @@ def public_names() -> set[str]:
     """What users import: names of packages, read at run time, and what pages and templates import."""
     found = {
         f"{module.__name__}.{name}"
-        for module in (quest_core, quest_core.mechanisms, quest_core.testing, quest_core.benchmarks)
+        for module in (quest_core, quest_core.mechanisms, quest_core.testing)
         for name, value in vars(module).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("quest_core")
     }

@@ -1,4 +1,4 @@
-"""What quest_core.benchmarks gives to suites: states that survive a kill, a framework's own trainer, paired times."""
+"""What quest_suites.contract gives to suites: states that survive a kill, a framework's own trainer, paired times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from devtools.cells import check_resume, committed_commands
-from quest_core.benchmarks import (
+from quest_core.errors import PluginError
+from quest_suites.contract import (
     STATE,
     Cell,
     Result,
@@ -24,8 +25,7 @@ from quest_core.benchmarks import (
     save_state,
     width_of_range,
 )
-from quest_core.errors import PluginError
-from quest_core.testing.timing import beside_stock
+from quest_suites.timing import beside_stock
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_steps_take_turns() -> None:
 def test_memory_is_the_rise_of_the_peak() -> None:
     """In a process of its own: one that has freed memory, as other tests do, may take it again without a rise."""
     code = (
-        "import torch; from quest_core.testing.timing import peak_mib; kept = []; "
+        "import torch; from quest_suites.timing import peak_mib; kept = []; "
         "print(peak_mib(lambda: kept.append(torch.ones(2**25))), len(kept))"
     )
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError, InputError
 from quest_research.suites import aft
 from quest_research.suites.suites import AFT_OPTIONS
+from quest_suites.contract import Cell, Progress, Result
 
 DEFAULTS = {option["name"]: option["default"] for option in AFT_OPTIONS}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_research.suites import explain
 from quest_research.suites.images import VisionTransformer
 from quest_research.suites.suites import EXPLAIN_OPTIONS
+from quest_suites.contract import Cell, Result
 
 DEFAULTS = {option["name"]: option["default"] for option in EXPLAIN_OPTIONS}
 SHAPE = {"size": 28, "patch": 14, "width": 16, "heads": 2}

@@ -10,9 +10,9 @@ import torch
 import quest_core
 from quest_bench.cli import app_main
 from quest_bench.groups import read_groups
-from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
 from quest_research.speed import gpu
+from quest_suites.contract import Cell
 
 pytestmark = pytest.mark.needs_torch("2.5", "enable_gqa")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")

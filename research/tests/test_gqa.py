@@ -11,10 +11,10 @@ import torch
 
 from devtools.cells import check_resume
 from quest_core import AttentionConfig
-from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_research.suites import gqa
 from quest_research.suites.suites import GQA_OPTIONS
+from quest_suites.contract import Cell, Result
 
 DEFAULTS = {option["name"]: option["default"] for option in GQA_OPTIONS}
 SMALL = DEFAULTS | {"layers": 2, "width": 32, "heads": 4}

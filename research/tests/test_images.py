@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_research.suites import images
 from quest_research.suites.suites import DIGITS_OPTIONS, IMAGE_OPTIONS, RECIPE_OPTIONS
+from quest_suites.contract import Cell, Result
 
 DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
 

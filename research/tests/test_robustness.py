@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError, PluginError
 from quest_research.suites import robustness
 from quest_research.suites.suites import ROBUSTNESS_OPTIONS, SUITES
+from quest_suites.contract import Cell, Result
 
 DEFAULTS = {option["name"]: option["default"] for option in ROBUSTNESS_OPTIONS}
 SUITE = SUITES["robustness/images"]

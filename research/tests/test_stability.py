@@ -12,9 +12,9 @@ from torch import nn
 
 import quest_core
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Result, observe
 from quest_research.suites import stability
 from quest_research.suites.suites import STABILITY_OPTIONS
+from quest_suites.contract import Cell, Result, observe
 
 SMALL = {option["name"]: option["default"] for option in STABILITY_OPTIONS} | {
     "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, Result
 from quest_core.errors import ConfigError
 from quest_research.suites import suites, toy
+from quest_suites.contract import Cell, Result
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from quest_core.benchmarks import Cell
 from quest_research.suites.training import DivergedError, Fit, Float16Products, fit
+from quest_suites.contract import Cell
 
 
 def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[torch.Tensor]]:

@@ -11,7 +11,7 @@ import pytest
 
 from quest_bench import cli, store, worker
 from quest_bench.run import Outcome, Runner
-from quest_core.benchmarks import Cell
+from quest_suites.contract import Cell
 
 SUITES = """
 SUITES = {
@@ -57,7 +57,7 @@ import os
 import signal
 import time
 
-from quest_core.benchmarks import Result
+from quest_suites.contract import Result
 
 
 def run(cell, progress):

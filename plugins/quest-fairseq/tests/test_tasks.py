@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
+from quest_suites.contract import Cell
 from quest_suites.fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
 from quest_suites.fairseq.suites import SUITES
 from quest_suites.fairseq.tasks import RATES, run_pydocs, run_wikitext103

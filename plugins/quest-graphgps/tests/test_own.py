@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
+from quest_suites.contract import Cell
 from quest_suites.graphgps.own import run_own, tasks
 
 MAIN = """

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import STATE, Cell
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
+from quest_suites.contract import STATE, Cell
 from quest_suites.graphgps import gated, superpixels, tasks
 from quest_suites.graphgps.data import (
     add_eigenvectors,

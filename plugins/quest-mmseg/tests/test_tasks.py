@@ -19,9 +19,9 @@ from mmengine.runner.checkpoint import get_state_dict
 from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, MODELS, TRANSFORMS
 
-from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
+from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
 from quest_suites.mmseg.suites import SUITES

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from quest_core.benchmarks import Cell
 from quest_core.errors import PluginError
+from quest_suites.contract import Cell
 from quest_suites.pointcept import own, tasks
 from quest_suites.pointcept.own import config_lines, read_log, run_own
 from quest_suites.pointcept.suites import SUITES

@@ -35,12 +35,12 @@ from pointcept.utils.config import Config
 import quest_core
 import quest_pointcept  # noqa: F401
 from quest_core import Mechanism
-from quest_core.benchmarks import Cell
 from quest_core.checkpoints import ENTRY
 from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance, matrix
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import install_configs
+from quest_suites.contract import Cell
 from quest_suites.pointcept.suites import SUITES
 from quest_suites.pointcept.tasks import run_nuscenes
 

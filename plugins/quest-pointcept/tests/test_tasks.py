@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError, PluginError
 from quest_core.registry import Option
+from quest_suites.contract import Cell, declared_suites
 from quest_suites.pointcept import scenes, tasks
 from quest_suites.pointcept.suites import SUITES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell
+from quest_suites.contract import Cell
 from quest_suites.timm import tasks
 from quest_suites.timm.suites import SUITES
 from quest_suites.timm.tasks import make_batch, run_strokes

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell
+from quest_suites.contract import Cell
 from quest_suites.transformers import tasks
 from quest_suites.transformers.suites import SUITES
 from quest_suites.transformers.tasks import run_bytes_lm

@@ -16,9 +16,9 @@ import torch
 from tsai.basics import TSClassification, get_ts_dls
 
 from devtools.cells import check_resume
-from quest_core.benchmarks import Cell, declared_suites
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
+from quest_suites.contract import Cell, declared_suites
 from quest_suites.tsai.data import tasks
 from quest_suites.tsai.suites import SUITES
 from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import PluginError
 from quest_core.mechanism import count_kv_heads
-from quest_core.testing.timing import peak_mib
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import peak_mib
 
 from .common import shortened
 

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import quest_core
 from quest_bench.worker import whole
 from quest_core.errors import ConfigError
-from quest_core.testing.timing import peak_mib
+from quest_suites.timing import peak_mib
 
 from .common import check_calls, measurement
 from .speed import (

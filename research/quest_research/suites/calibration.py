@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.tools.calibration import refuse_uncalibratable
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 64, 96, 16
 PRETRAIN_RATE = 3e-3

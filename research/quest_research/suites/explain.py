@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
+from quest_suites.contract import Cell, Progress, Result
 
 from .images import VisionTransformer, accuracy, read
 from .training import DivergedError, fit

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.checkpoints import set_attention_from
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.registry import find
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 from .images import VisionTransformer, accuracy, read
 from .training import Curves, DivergedError, fit

@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, observe, part
 from quest_core.errors import ConfigError
 from quest_core.projections import init_norms
+from quest_suites.contract import Cell, Progress, Result, observe, part
 
 from .training import DivergedError, Fit, Float16Products, fit
 

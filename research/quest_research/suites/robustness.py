@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result, part
 from quest_core.errors import ConfigError, PluginError
+from quest_suites.contract import Cell, Progress, Result, part
 
 from .images import Images, Split, accuracy, build, classify, load
 from .training import DivergedError, Fit

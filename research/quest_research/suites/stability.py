@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, Trained, observe, over_rates
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates
 
 from . import calibration, images
 from .images import Block, Split, accuracy, classify, start

@@ -45,11 +45,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.config import AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected, Separate, init_norms
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 LEARNING_RATES = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01)
 WEIGHT_DECAYS = (0.0, 0.01, 0.02, 0.05, 0.1)

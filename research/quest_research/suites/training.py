@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quest_core.benchmarks import Cell, load_state, save_state
+from quest_suites.contract import Cell, load_state, save_state
 
 Curves = dict[str, list[float]]
 """A name -> its values, one an epoch."""

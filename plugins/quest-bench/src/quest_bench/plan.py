@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quest_core.benchmarks import Cell
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, PluginError, QuestError, one_of
+from quest_suites.contract import Cell
 
 from . import worker
 from .data import fingerprint

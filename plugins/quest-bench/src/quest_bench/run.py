@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from quest_core.benchmarks import Cell
+from quest_suites.contract import Cell
 
 from . import store, worker
 from .plan import Suite

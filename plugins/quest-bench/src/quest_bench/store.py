@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import quest_core
-from quest_core.benchmarks import Cell
 from quest_core.errors import ConfigError
+from quest_suites.contract import Cell
 
 from .plan import Plan, cell_id, describe_cell, write_value
 from .worker import decode, encode, git_commit, mechanisms, whole, write_json, write_text

@@ -117,7 +117,6 @@ def entry_point(suite: str) -> importlib.metadata.EntryPoint:
 
 def describe() -> list[dict[str, Any]]:
     """Return the plugins of this environment, each the fields of `quest_bench.plan.Record`."""
-    from quest_core.benchmarks import declared_suites
     from quest_core.hosts.plugins import plugins
 
     found: dict[str, dict[str, Any]] = {}
@@ -134,6 +133,8 @@ def describe() -> list[dict[str, Any]]:
             about |= {"status": "unsupported", "detail": f"quest-{point.name} is not installed", "fix": fix}
         record = found.setdefault(point.name, about)
         try:
+            from quest_suites.contract import declared_suites  # every package with suites needs it
+
             record["suites"] = declared_suites(point.value)
         except Exception as error:
             fix = f"pip install --force-reinstall {point.dist.name}"
@@ -150,7 +151,7 @@ def list_tasks(function: str, data: str) -> dict[str, Any]:
 
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json next to it."""
-    from quest_core.benchmarks import STATE, Cell
+    from quest_suites.contract import STATE, Cell
 
     given = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"

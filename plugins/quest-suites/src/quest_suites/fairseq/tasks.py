@@ -22,8 +22,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import quest_fairseq
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.errors import ConfigError
+from quest_suites.contract import Cell, Progress, Result
 
 from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
 

@@ -13,8 +13,8 @@ from fairseq.models import build_model
 from omegaconf import open_dict
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 from .tasks import configuration
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`.
+    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`.
 
     The words are few, because the loss over WikiText-103's 267,744 would hide what the attention takes.
     """

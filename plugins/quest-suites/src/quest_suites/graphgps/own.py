@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from quest_core.benchmarks import Cell, Progress, Result, own_trainer
 from quest_core.errors import PluginError
+from quest_suites.contract import Cell, Progress, Result, own_trainer
 
 SMOKE_EPOCHS = 2
 

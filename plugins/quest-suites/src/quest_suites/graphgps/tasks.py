@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state
 from quest_core.errors import ConfigError, PluginError
+from quest_suites.contract import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state
 
 SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
@@ -60,7 +60,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         cell: `data` is a folder with datasets in PyTorch Geometric's layout (ZINC/, LRGB/, GNNBenchmarkDataset/), or
             for graph/molecules a csv file of molsets. PATTERN and CLUSTER are generated without one, from `data_seed`.
         progress: called after each epoch.
-        watch: validation graphs on which `quest_core.benchmarks.observe` looks at the attention after each epoch.
+        watch: validation graphs on which `quest_suites.contract.observe` looks at the attention after each epoch.
 
     Returns:
         The suite's metric on the test split at the best validation epoch, its value on the validation split there,
@@ -202,7 +202,7 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
         cell, progress: as in `run_graph`.
 
     Returns:
-        What `quest_core.benchmarks.over_rates` returns, with the curves of `run_graph`.
+        What `quest_suites.contract.over_rates` returns, with the curves of `run_graph`.
 
     Raises:
         ConfigError, PluginError: as `run_graph`.

@@ -17,11 +17,11 @@ from torch_geometric.nn import GINEConv, GPSConv
 
 import quest_core
 from quest_core import AttentionConfig
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.drafts import assign
-from quest_core.testing.timing import beside_stock
 from quest_graphgps import attention
 from quest_graphgps.attention import GraphAttention
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 WIDTH, HEADS, LAYERS = 64, 4, 4
 
@@ -41,7 +41,7 @@ def sizes(task: str) -> list[int]:
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two layers in turns; see `quest_core.testing.timing.beside_stock`.
+    """Time a step of each of two layers in turns; see `quest_suites.timing.beside_stock`.
 
     Args:
         cell: `task` names the batch.

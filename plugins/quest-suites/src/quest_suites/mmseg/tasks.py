@@ -21,10 +21,10 @@ from mmengine.runner import Runner, TestLoop
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
 
 import quest_mmseg
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.checkpoints import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.inject import REPORT
+from quest_suites.contract import Cell, Progress, Result
 
 from . import scenes
 from .corruptions import CORRUPTIONS, corrupted, severities

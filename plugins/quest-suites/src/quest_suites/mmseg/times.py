@@ -13,8 +13,8 @@ from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 from .tasks import CONFIGS
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`."""
+    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`."""
     options = {**cell.options, **({"size": 64, "rounds": 2} if cell.smoke else {})}
     init_default_scope("mmseg")
     logging.getLogger("mmengine").setLevel(logging.ERROR)

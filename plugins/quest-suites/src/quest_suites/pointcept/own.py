@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quest_core.benchmarks import Cell, Progress, Result, own_trainer
 from quest_core.config import AttentionConfig
 from quest_core.errors import PluginError
+from quest_suites.contract import Cell, Progress, Result, own_trainer
 
 SMOKE_SCENES = 4
 METRICS = {"SemSegEvaluator": "mIoU", "ClsEvaluator": "allAcc", "InsSegEvaluator": "AP50"}

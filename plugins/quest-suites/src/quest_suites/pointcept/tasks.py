@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError, PluginError
 from quest_pointcept.on_cpu import train_on_cpu
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 from . import own, scenes
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.testing.timing import beside_stock
 from quest_pointcept.on_cpu import train_on_cpu
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 from . import scenes
 from .tasks import RAYS, RINGS, Batch, batches, build
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`."""
+    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`."""
     options = {**cell.options, "grid_size": 0.4, **({"rounds": 2, "batch_size": 1} if cell.smoke else {})}
     train_on_cpu()
     scans = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds("train", options["batch_size"])]

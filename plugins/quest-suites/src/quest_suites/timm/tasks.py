@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.hosts.inject import REPORT
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 SIZE, DIRECTIONS, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 64, 1024, 5
 SAVE_STEPS = 50  # a killed cell loses at most this many

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import quest_core
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
-from quest_core.benchmarks import Cell, Progress, Result
 from quest_core.hosts.universal import UniversalAdapter
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {"depth": 4}),
@@ -75,7 +75,7 @@ def make_model(task: str) -> nn.Module:
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`.
+    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`.
 
     Args:
         cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter.

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.hosts.inject import REPORT
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 SMOKE_STEPS = 3

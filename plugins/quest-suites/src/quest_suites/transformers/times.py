@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 STEPS = 8  # tokens decoded in a round, one at a time
 VIT: dict[str, Any] = {
@@ -58,7 +58,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_core.testing.timing.beside_stock`."""
+    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`."""
     options = {**cell.options, **({"length": 16, "batch": 1, "past": 16, "rounds": 2} if cell.smoke else {})}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps = []

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.benchmarks import Cell, Progress, Result, load_state, save_state
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import inject
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 from .data import find, read
 

@@ -9,14 +9,14 @@ import numpy as np
 from tsai.basics import TSClassification, TSClassifier
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
-from quest_core.benchmarks import Cell, Progress, Result
-from quest_core.testing.timing import beside_stock
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import beside_stock
 
 HELD_OUT = 32
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time an epoch of each of two models in turns; see `quest_core.testing.timing.beside_stock`.
+    """Time an epoch of each of two models in turns; see `quest_suites.timing.beside_stock`.
 
     Args:
         cell: `task` says whether TSTPlus passes its attention scores on to the next layer, as it does by default.

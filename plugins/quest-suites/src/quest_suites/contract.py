@@ -7,7 +7,7 @@ evaluates one cell: one task, one attention, one seed.
 
 Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `over_rates` trains at
 several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a framework's own training
-script. :mod:`quest_core.testing.timing` times a step against the host's own.
+script. :mod:`quest_suites.timing` times a step against the host's own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .errors import PluginError
-from .tools.monitor import Monitor
+from quest_core.errors import PluginError
+from quest_core.tools.monitor import Monitor
 
 STATE = "state.pt"
 """The file in a cell's workdir that `save_state` writes. `quest bench` deletes it when the cell has a result."""

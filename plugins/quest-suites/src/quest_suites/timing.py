@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..benchmarks import Progress, Result
+from .contract import Progress, Result
 
 
 def beside_stock(
