@@ -6,9 +6,11 @@ No other file of quest_core reads a private name of PyTorch, except the dictiona
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,7 @@ from .errors import UnsupportedError
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention  # as a TorchFunctionMode sees it
 
 Made = TypeVar("Made")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -247,6 +250,26 @@ def _refuse_second_derivative(name: str, grad: Tensor) -> None:
             f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
             "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         )
+
+
+_FLEX = "torch.nn.attention.flex_attention"
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Let compiled functions run as they are written; flex_attention compiles itself."""
+    compiles = {"torch._dynamo", _FLEX} & sys.modules.keys()  # else nothing is compiled
+    return torch.compiler.set_stance("force_eager") if compiles and VERSION >= (2, 6) else nullcontext()
+
+
+@constant_result
+def flex_attention_compiles_itself() -> bool:
+    """Return whether Dynamo runs because flex_attention was called in eager code, whose graph calls it once more."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_FLEX, "flex_attention"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def require(what: str, version: tuple[int, int]) -> None:

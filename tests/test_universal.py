@@ -9,11 +9,13 @@ import io
 import math
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -300,6 +302,122 @@ def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
         other.load_state_dict({k: v for k, v in model.state_dict().items() if "mechanism" not in k})
         quest_core.inject(other, attention, example=x)
         torch.testing.assert_close(model(x), other(x))
+
+
+# --- other functions --------------------------------------------------------------------------------------------------
+
+
+class PackedAttention(nn.Module):
+    """Calls multi_head_attention_forward, as WavLM and fairseq do, with other weights for q, k and v if `separate`."""
+
+    def __init__(self, separate: bool = True, weights: bool = True, added: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.separate, self.weights, self.dropout = separate, weights, 0.1
+        self.extra = nn.Parameter(torch.randn(2, 1, 1, 32)) if added else (None, None)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+        apart = {f"{n}_proj_weight": getattr(self, n).weight for n in "qkv"} if self.separate else {}
+        packed = torch.empty(0) if self.separate else torch.cat([self.q.weight, self.k.weight, self.v.weight])
+        bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        x = x.transpose(0, 1)
+        out, weights = F.multi_head_attention_forward(
+            *(x, x, x, 32, 4, packed, bias, *self.extra, self.extra[0] is not None, self.dropout),
+            *(self.o.weight, self.o.bias, self.training, padding, self.weights, mask, self.separate),
+            **apart,
+        )
+        assert (weights is not None) == self.weights
+        return out.transpose(0, 1)
+
+    def formula(self, x: Tensor, mask: Tensor | None, padding: Tensor | None) -> Tensor:
+        q, k, v = (split(y, 4) for y in (self.q(x), self.k(x), self.v(x)))
+        if self.extra[0] is not None:
+            k, v = (torch.cat([y, split(e, 4).expand(2, 4, 1, 8)], 2) for y, e in zip((k, v), self.extra, strict=True))
+            k, v = (torch.cat([y, torch.zeros_like(y[:, :, :1])], 2) for y in (k, v))
+        seen = torch.ones(2, 4, q.shape[2], k.shape[2], dtype=torch.bool)
+        for each in (mask, None if padding is None else padding[:, None, None]):
+            if each is not None:
+                seen[..., : x.shape[1]] &= ~each
+        return self.o((reference.softmax(q @ reference.unit(k).mT, seen) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("how", [{}, {"weights": False}, {"separate": False}, {"added": True}], ids=str)
+def test_multi_head_attention_forward(how: dict[str, bool]) -> None:
+    model, x = nn.Sequential(PackedAttention(**how)).double(), torch.randn(2, 5, 32).double()
+    mask, padding = torch.rand(5, 5).triu(1) > 0.2, torch.arange(5) >= torch.tensor([5, 3])[:, None]
+    stock = copy.deepcopy(model)
+    with pytest.raises(UnsupportedError, match="'mqa' is not possible here|asks for 1"):
+        quest_core.inject(model, "mqa", example=x)
+    quest_core.inject(model, "standard", example=x)
+    assert torch.equal(model.eval()(x), stock.eval()(x))
+    _, report = quest_core.inject(model, "quest", example=x)
+    assert report.replacements[0].adapter == "universal"
+    for masks in ((None, None), (mask, None), (None, padding), (mask, padding)):
+        wanted = stock[0].formula(x, *masks)
+        torch.testing.assert_close(model[0](x, *masks), wanted)
+    gradients(model.train(), (x,))
+    with quest_core.Monitor(model) as monitor:
+        model(x)
+        assert list(monitor.collect()["0"]) != []
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+def test_multi_head_attention_forward_compiles_to_one_graph() -> None:
+    model, x = nn.Sequential(PackedAttention()).eval(), torch.randn(2, 5, 32)
+    quest_core.inject(model, "quest", example=x)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_multi_head_attention_of_a_class_of_ones_own() -> None:
+    class Own(nn.MultiheadAttention):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return super().forward(*args, **options)
+
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).eval()
+    own = Own(32, 4, batch_first=True)
+    own.load_state_dict(layer.self_attn.state_dict())
+    other = copy.deepcopy(layer)
+    other.self_attn = own.eval()
+    x = torch.randn(2, 5, 32)
+    quest_core.inject(layer, "quest")
+    quest_core.inject(other, "quest", example=x)
+    with torch.no_grad():
+        torch.testing.assert_close(other(x), layer(x))
+
+
+class FlexAttention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cpu")
+        return flex.flex_attention(q, k, v, lambda s, b, h, i, j: s + (i - j) / 8, mask, enable_gqa=True)
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+def test_flex_attention_keeps_its_score_mod_and_block_mask() -> None:
+    q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
+    model = nn.Sequential(FlexAttention())
+    run = lambda m: m[0](q, k, v)  # noqa: E731
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock = run(model)
+        quest_core.inject(model, "standard", example=run)
+        torch.testing.assert_close(run(model), stock)
+        for attention in ("linear", "quest+sigmoid"):
+            with pytest.raises(UnsupportedError, match="the host's"):
+                quest_core.inject(model, attention, example=run)
+        quest_core.inject(model, "quest", example=run)
+        place = torch.arange(128.0)
+        bias = (place[:, None] - place) / 8
+        wanted = F.scaled_dot_product_attention(
+            *(q, reference.unit(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)),
+            attn_mask=bias.masked_fill(bias < 0, -math.inf),
+            scale=1.0,
+        )
+        torch.testing.assert_close(run(model), wanted)
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), wanted)
 
 
 # --- what users do with a model ---------------------------------------------------------------------------------------

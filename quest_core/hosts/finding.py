@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_compiling, may_read, same_random_state
+from ..compat import is_compiling, may_read
 from ..config import AttentionConfig
 from ..errors import InjectionError, UnsupportedError
 from ..mechanism import Mechanism
@@ -33,7 +31,8 @@ from .following import (
     name_of,
     operands,
 )
-from .universal import run_example, within
+from .sites import Watching, in_autograd_function, within
+from .universal import beyond_operands
 from .written import HIDDEN, Product, Written, WrittenOut, prepare
 
 
@@ -74,44 +73,24 @@ class _Operand:
 _NONE = _Operand({}, None, None, None, None)
 
 
-class _Search(Following):
+class _Search(Watching, Following):
     """Runs the example, and notes all products and softmaxes with what is needed to judge them."""
 
     def __init__(self, model: nn.Module, skip: Callable[[str], bool]) -> None:
-        super().__init__(places=True)
-        self.model, self.skip = model, skip
-        self.paths = {module: path for path, module in model.named_modules()}
+        super().__init__(model, places=True)
+        self.skip = skip
         self.running: list[_Frame] = []
         self.frames: list[_Frame] = []
         self.products: list[Origin] = []
         self.softmaxes: list[_Softmax] = []
         self.by_hand: dict[str, str] = {}  # path -> function
 
-    def run(self, example: Any, *, changed: bool = False) -> _Search:
-        """Run the model without gradients, on other values if `changed`. Random state and buffers stay as they were."""
-        model = self.model
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        handles = [module.register_forward_pre_hook(self._enter) for module in model.modules()]
-        handles += [module.register_forward_hook(self._leave, always_call=True) for module in model.modules()]
-        if changed:
-            handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
-        try:
-            with same_random_state(model), torch.no_grad(), self:
-                run_example(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-        return self
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def enter(self, module: nn.Module, inputs: Any) -> None:
         frame = _Frame(self.paths[module], module, (len(self.products), len(self.softmaxes)))
         self.running.append(frame)
         self.frames.append(frame)
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.running.pop().end = len(self.products), len(self.softmaxes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +127,7 @@ class _Search(Following):
         if parts is None:
             self.new(out, origin, odd=f"{name} of more than two tensors")
             return
-        if _in_autograd_function():
+        if in_autograd_function():
             self.new(out, origin, odd="an autograd.Function with a derivative of its own")
             return
         head, a, b, rest = parts
@@ -232,32 +211,6 @@ class _Search(Following):
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
             made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
         self.new(out, origin)
-
-
-def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
-
-    def other(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
-            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
-        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
-            return x.flatten().flip(0).view_as(x)
-        if isinstance(x, dict):
-            return {key: other(value) for key, value in x.items()}
-        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
-
-    return other(args), other(kwargs)
-
-
-def _in_autograd_function() -> bool:
-    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _contracted(letters: tuple[str, str, str]) -> list[str]:
@@ -523,13 +476,9 @@ class WrittenAdapter(Adapter):
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the operands of the product and the place of the softmax, or None."""
         written = self._written[site.path]
-        if config.family is not None:
-            return f"'{config.family}' forms no weights, and the host's own code does"
+        if why := beyond_operands(config, softmax=False):
+            return why
         for part in config.components:
-            if part.axis == "grouping" and (part.reshapes or part.reads):
-                return f"'{part.name}' chooses key/value heads, and the host's own code does"
-            if part.axis == "score" and part.reads:
-                return f"'{part.name}' reads more than a query and a key"
             if part.learnable and any(product.head is None for product in written.sites):
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
             if part.learnable and len(written.sites) > 1:

@@ -24,8 +24,9 @@ from .adapter import Adapter, Site, require
 from .finding import WrittenAdapter
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
+from .sites import looks_like_attention, within
 from .torch import TorchAdapter
-from .universal import UniversalAdapter, looks_like_attention, within
+from .universal import UniversalAdapter
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
@@ -168,8 +169,8 @@ def inject(
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
         allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
             The report names them.
-        example: inputs for one run of the model, which finds every module that calls scaled_dot_product_attention or
-            writes its attention out and that no adapter replaces: ``model(*example)`` for a tuple or list,
+        example: inputs for one run of the model, which finds every module that no adapter replaces and that
+            calls an attention function of PyTorch or writes its attention out: ``model(*example)`` for a tuple or list,
             ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
 
     Returns:
@@ -459,14 +460,15 @@ def _nothing_found(
     lookalikes = sorted(named | {type(m).__name__ for m in universal.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
-        text += ", and the example reached no call of scaled_dot_product_attention and no softmax of q·k"
+        text += ", and the example reached no call of scaled_dot_product_attention, multi_head_attention_forward or "
+        text += "flex_attention, and no softmax of q·k"
         text += "".join(f"; '{path}': {why}" for path, why in list(written.left.items())[:8])
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))
     if not ran:
         text += (
-            "; if it calls scaled_dot_product_attention or writes its attention out, say inject(model, ..., "
+            "; if it calls an attention function of PyTorch or writes its attention out, say inject(model, ..., "
             "example=batch), which finds both"
         )
     return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"

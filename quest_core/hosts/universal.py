@@ -1,18 +1,16 @@
-"""The universal site: a module whose forward calls scaled_dot_product_attention, whatever its class.
+"""The universal site: a module whose forward calls an attention function of PyTorch, whatever its class.
 
-``inject(model, "quest", example=batch)`` runs the model once on `batch` and sees which modules call the function. Each
-becomes a site: its class gets a subclass, in whose forward that one call goes to a Mechanism. Projections, rotary
-embeddings, caches and masks stay the host's. A TorchFunctionMode redirects the call: it is active only inside the
-forward of a site and in its thread, so PyTorch is not patched and other models pay nothing.
+``inject(model, "quest", example=batch)`` runs the model once on `batch` and sees which modules call
+scaled_dot_product_attention, multi_head_attention_forward or flex_attention. Each becomes a site: its class gets a
+subclass, in whose forward that one call goes to a Mechanism. Projections, rotary embeddings, caches and masks stay the
+host's.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 import math
-import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,17 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import ATTENTION, is_compiling, is_exporting, is_tracing, kept_whole, require, same_random_state, size
+from ..compat import (
+    ATTENTION,
+    FLEX_ATTENTION,
+    flex_attention_compiles_itself,
+    is_compiling,
+    is_exporting,
+    is_tracing,
+    size,
+)
 from ..config import AttentionConfig
-from ..drafts import draft, host_class
+from ..drafts import host_class
 from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
+from ..multihead import MultiheadAttention, leave_native_path
 from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
+from .sites import FoundSite, Watching, refuse_checkpoint, site_draft, within
 
-HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
-"""Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -50,6 +56,8 @@ class Call:
     dropout: bool = False  # weights were dropped
     repeated: bool = False  # one forward called the function more than once
     axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
+    function: str = "scaled_dot_product_attention"  # that it called
+    weights: bool = False  # the function returned weights
     query: Tensor | None = None  # without values: has the device and the type of the queries
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
@@ -60,16 +68,16 @@ class Call:
         """Return what both calls of one module ask for.
 
         Raises:
-            UnsupportedError: they differ in heads, features or scale.
+            UnsupportedError: they differ in the function, heads, features or scale.
         """
-        for name in ("heads", "kv_heads", "head_dim", "scale", "axes"):
+        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
             one, two = getattr(self, name), getattr(other, name)
             if one != two:
                 raise UnsupportedError(
-                    f"'{self.path}' calls scaled_dot_product_attention with {name}={one} and with {name}={two}, and a "
-                    "site has one mechanism; write an adapter that makes two: https://quest-attention.github.io/quest/writing-an-adapter/"
+                    f"'{self.path}' attends with {name}={one} and with {name}={two}, and a site has one mechanism; "
+                    "write an adapter that makes two: https://quest-attention.github.io/quest/writing-an-adapter/"
                 )
-        flags = ("causal", "cross", "masked", "dropout", "repeated")
+        flags = ("causal", "cross", "masked", "dropout", "repeated", "weights")
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in flags})
 
 
@@ -86,50 +94,22 @@ class _Arguments(NamedTuple):
     enable_gqa: bool = False
 
 
-class Routed(nn.Module):
-    """Mixed into the class of a site: its calls of scaled_dot_product_attention go to `mechanism`.
+class Routed(FoundSite):
+    """The class of a site: its calls of an attention function go to `mechanism`.
 
-    It has no other names than these, because a host's method of the same name would be overridden.
-
-    The scale of the call is kept by the score `standard`; every other score has its own (1 for quest, on the queries as
-    the host made them).
+    With scaled_dot_product_attention, the scale of the call is kept by the score `standard`; every other score has its
+    own (1 for quest, on the queries as the host made them).
     """
 
-    mechanism: Mechanism
     routed_call: Call
 
-    def __init_subclass__(cls) -> None:
-        """Pass by the hook of the host, which may register its subclasses by name."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's forward.
-
-        Raises:
-            UnsupportedError: it did not call scaled_dot_product_attention, so its attention is another one.
-        """
-        if (whole := kept_whole(self, *args, **kwargs)) is not None:
-            return whole
-        if is_compiling():
-            require("torch.compile of a model with universal sites", (2, 6))
-        route = _Route(self)
-        with route:
-            out = super().forward(*args, **kwargs)
-        if not route.calls:
-            raise UnsupportedError(
-                f"'{self.routed_call.path}' did not call scaled_dot_product_attention this time, although it did when "
-                f"attention '{self.mechanism.config}' was injected; its forward chose another path, which the "
-                "mechanism cannot replace. Options that return attention weights or turn fused attention off do that"
-            )
-        return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the host's class, because this one is made while the program runs."""
-        made = super().__reduce_ex__(protocol)
-        return (_empty, (host_class(self),), *made[2:])
+    def attention_mode(self) -> _Route:
+        """Return the mode that redirects the calls."""
+        return _Route(self)
 
 
 class _Route(TorchFunctionMode):
-    """Sends a site's calls of scaled_dot_product_attention to it; everything else passes."""
+    """Sends a site's calls of its attention function to it; everything else passes."""
 
     def __init__(self, site: Routed) -> None:
         super().__init__()
@@ -139,30 +119,58 @@ class _Route(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
             return args[0].unflatten(*args[1:], **kwargs)
-        if func is not ATTENTION:
+        if func not in FUNCTIONS or FUNCTIONS[func].name != self.site.routed_call.function:
             return func(*args, **kwargs)
         self.calls += 1
         if not is_compiling():
-            _refuse_checkpoint(self.site.routed_call.path)
-        return _attend(self.site, _Arguments(*args, **kwargs))
+            refuse_checkpoint(self.site.routed_call.path, 2)
+        return FUNCTIONS[func].attend(self.site, *args, **kwargs)
 
-
-def _refuse_checkpoint(path: str) -> None:
-    """Raise if a checkpoint lies between a site's forward and its call: the second forward would not pass the site."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals is not globals():  # until Routed.forward
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+    def finish(self) -> None:
+        """Raise UnsupportedError unless the site called its function."""
+        known = self.site.routed_call
+        if not self.calls:
             raise UnsupportedError(
-                f"'{path}' calls scaled_dot_product_attention inside an activation checkpoint of its own, which would "
-                "repeat it with the host's attention; turn that off and checkpoint the whole module"
+                f"'{known.path}' did not call {known.function} this time, although it did when attention "
+                f"'{self.site.mechanism.config}' was injected; its forward chose another path, which the mechanism "
+                "cannot replace. Options that return attention weights or turn fused attention off do that"
             )
-        frame = frame.f_back
 
 
-def _attend(site: Routed, call: _Arguments) -> Tensor:
+# --- scaled_dot_product_attention -------------------------------------------------------------------------------------
+
+
+def _read(path: str, *args: Any, **kwargs: Any) -> Call:
+    """Return what a call asks of a mechanism; UnsupportedError if its tensors are nested."""
+    call = _Arguments(*args, **kwargs)
+    if call.query.is_nested:
+        raise UnsupportedError(
+            f"'{path}' calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
+        )
+    n, m = call.query.shape[-2], call.key.shape[-2]
+    mask, is_causal, masked = call.attn_mask, call.is_causal, False
+    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        is_causal = is_causal or hides_the_future(mask)
+        masked = True
+    return Call(
+        path,
+        heads=_heads(call.query),
+        kv_heads=_heads(call.key),
+        head_dim=call.query.shape[-1],
+        scale=call.scale,
+        causal=is_causal,
+        cross=n != m,
+        masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
+        dropout=call.dropout_p > 0,
+        axes=call.query.dim(),
+        query=call.query.new_empty(0),
+    )
+
+
+def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`."""
-    if not is_tracing():
-        _check(site, call)
+    call = _Arguments(*args, **kwargs)
+    _check(site, _heads(call.query), call.query.shape[-1], call.scale)
     axes = call.query.dim()
     mask, is_causal = plain_mask(call.attn_mask), call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
     q, k, v = call[:3]
@@ -184,15 +192,17 @@ def _attend(site: Routed, call: _Arguments) -> Tensor:
     return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
 
 
-def _check(site: Routed, call: _Arguments) -> None:
-    known, features = site.routed_call, call.query.shape[-1]
-    heads = _heads(call.query) * site.mechanism.head_share[1]
+def _check(site: Routed, heads: int, features: int, scale: float | None) -> None:
+    """Raise InputError if a call has other heads, features or another scale than that of the example."""
+    if is_tracing():
+        return
+    known, heads = site.routed_call, heads * site.mechanism.head_share[1]
     if (heads, features) != (known.heads, known.head_dim):
         raise InputError(
             f"'{known.path}' is called with {heads} heads of {features} features, and was injected for "
             f"{known.heads} of {known.head_dim}; inject again with an example of this shape"
         )
-    wanted, given = (1 / math.sqrt(features) if scale is None else scale for scale in (known.scale, call.scale))
+    wanted, given = (1 / math.sqrt(features) if factor is None else factor for factor in (known.scale, scale))
     if abs(wanted - given) > 1e-6 * abs(wanted):
         raise InputError(
             f"'{known.path}' is called with scale={given}, and was injected for {wanted}; scale the queries instead"
@@ -210,30 +220,117 @@ def _batched(x: Tensor, axes: int) -> Tensor:
     return x.unsqueeze(1) if axes == 3 else x.flatten(0, -4) if axes > 4 else x
 
 
-@functools.cache
-def _routed_class(host: Any) -> Any:
-    """Return the subclass of `host` for its sites; names stay, because hosts and wrappers look for names."""
+# --- multi_head_attention_forward -------------------------------------------------------------------------------------
 
-    @functools.wraps(host.forward)  # a host may read which arguments it takes
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return Routed.forward(self, *args, **kwargs)
-
-    body = {
-        "__module__": host.__module__,
-        "__qualname__": host.__qualname__,
-        "__doc__": host.__doc__,
-        "forward": forward,
-    }
-    return type(host.__name__, (Routed, host), body)
+MULTI_HEAD = F.multi_head_attention_forward
+_SIGNATURE = inspect.signature(MULTI_HEAD).parameters
+_DEFAULTS = {name: p.default for name, p in _SIGNATURE.items() if p.default is not inspect.Parameter.empty}
 
 
-def _empty(host: Any) -> Any:
-    """Return a site without attributes, for copies and pickles to fill."""
-    return object.__new__(_routed_class(host))
+class _MultiHead:
+    """The arguments of multi_head_attention_forward, by the names of the attributes of MultiheadAttention.
+
+    Tensors are [N, B, E], or [N, E].
+    """
+
+    batch_first = False
+    _project = MultiheadAttention._project
+    _visible = MultiheadAttention._visible
+    _extend = MultiheadAttention._extend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {**_DEFAULTS, **dict(zip(_SIGNATURE, args, strict=False)), **kwargs}
+        if given["static_k"] is not None or given["static_v"] is not None:
+            raise UnsupportedError("multi_head_attention_forward is called with static_k or static_v; leave them out")
+        self.given = given
+        self.training, self.dropout = given["training"], given["dropout_p"]
+        self.num_heads = self.kv_heads = given["num_heads"]
+        self.embed_dim = given["query"].shape[-1]
+        self.head_dim = self.embed_dim // self.num_heads
+        self.head_sizes = HeadSizes(self.num_heads, self.num_heads, *(self.head_dim,) * 3)
+        self.in_proj_weight = None if given["use_separate_proj_weight"] else given["in_proj_weight"]
+        self.in_proj_bias, self.bias_k, self.bias_v = given["in_proj_bias"], given["bias_k"], given["bias_v"]
+        self.q_proj_weight, self.k_proj_weight = given["q_proj_weight"], given["k_proj_weight"]
+        self.v_proj_weight, self.add_zero_attn = given["v_proj_weight"], given["add_zero_attn"]
+
+    def out_proj(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.given["out_proj_weight"], self.given["out_proj_bias"])
+
+    def attend(self, mechanism: Mechanism) -> tuple[Tensor, Tensor | None]:
+        self.mechanism = mechanism
+        names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")
+        forward: Any = MultiheadAttention.forward
+        return forward(self, *(self.given[name] for name in names), self.given["is_causal"])  # type: ignore[no-any-return]
+
+
+def _read_multi_head(path: str, *args: Any, **kwargs: Any) -> Call:
+    call = _MultiHead(*args, **kwargs)
+    given, mask = call.given, call.given["attn_mask"]
+    hidden = mask if mask is None or mask.dtype != torch.bool else ~mask
+    return Call(
+        path,
+        heads=call.num_heads,
+        kv_heads=call.num_heads,
+        head_dim=call.head_dim,
+        causal=given["is_causal"] or (hidden is not None and hides_the_future(hidden)),
+        cross=given["query"] is not given["key"],
+        masked=mask is not None,
+        dropout=call.dropout > 0,
+        weights=given["need_weights"],
+        function="multi_head_attention_forward",
+        query=given["query"].new_empty(0),
+    )
+
+
+def _attend_multi_head(site: Routed, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the weights of a site's mechanism by the code of the drop-in."""
+    call = _MultiHead(*args, **kwargs)
+    _check(site, call.num_heads, call.head_dim, None)
+    if site.mechanism.is_standard and site.mechanism.monitor is None:
+        return MULTI_HEAD(*args, **kwargs)
+    return call.attend(site.mechanism)
+
+
+# --- flex_attention ---------------------------------------------------------------------------------------------------
+
+
+def _read_flex(path: str, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Call:
+    """Return what a call asks: score_mod, block_mask, scale and kernel_options follow the values [B, G, M, D]."""
+    call = _read(path, query, key, value, scale=others[2])
+    return replace(call, function="flex_attention", causal=False)
+
+
+def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
+    """Return what flex_attention returns for prepared queries and keys; score_mod and block_mask stay the host's."""
+    if is_compiling() and flex_attention_compiles_itself():
+        return FLEX_ATTENTION(query, key, value, *others)
+    score_mod, block_mask, scale, *rest = others
+    _check(site, query.shape[1], query.shape[-1], scale)
+    if site.mechanism.monitor is not None:
+        raise UnsupportedError(f"a Monitor does not see '{site.routed_call.path}', which calls flex_attention")
+    query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
+    return FLEX_ATTENTION(query, key, value, score_mod, block_mask, scale, *rest)
+
+
+class _Function(NamedTuple):
+    name: str
+    read: Any
+    attend: Any
+
+
+FUNCTIONS = {
+    ATTENTION: _Function("scaled_dot_product_attention", _read, _attend),
+    MULTI_HEAD: _Function("multi_head_attention_forward", _read_multi_head, _attend_multi_head),
+    FLEX_ATTENTION: _Function("flex_attention", _read_flex, _attend_flex),
+}
+"""The functions whose calls are found and redirected, as a TorchFunctionMode sees them."""
+
+
+# --- finding and replacing --------------------------------------------------------------------------------------------
 
 
 class UniversalAdapter(Adapter):
-    """Adapter for every module that calls scaled_dot_product_attention.
+    """Adapter for every module that calls an attention function of PyTorch.
 
     Args:
         example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
@@ -245,15 +342,15 @@ class UniversalAdapter(Adapter):
 
     def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
         self.example, self.taken = example, list(taken)
-        self.missed: dict[str, nn.Module] = {}  # look like attention and never called the function; set by `sites`
+        self.missed: dict[str, nn.Module] = {}  # look like attention and never called one; set by `sites`
         self._calls: dict[str, Call] = {}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Return the modules that call the function, in the order of their first calls.
+        """Return the modules that call a function of `FUNCTIONS`, in the order of their first calls.
 
         Raises:
             InjectionError: one of them contains another attention, or cannot be routed.
-            UnsupportedError: the calls of one module differ in heads, features or scale.
+            UnsupportedError: the calls of one module differ in the function, heads, features or scale.
         """
         modules = dict(model.named_modules())
         calls = {path: module.routed_call for path, module in modules.items() if isinstance(module, Routed)}
@@ -263,9 +360,9 @@ class UniversalAdapter(Adapter):
         calls |= search.calls
         self._calls = calls = {path: call for path, call in calls.items() if not within(path, self.taken)}
         ours = [*calls, *self.taken]
-        for path in calls:
+        for path, call in calls.items():
             inside = [other for other in ours if other != path and within(other, [path])]
-            _refuse_unroutable(path, modules[path], inside)
+            _refuse_unroutable(call, modules[path], inside)
         if self.example is not None:
             kinds = {host_class(modules[path]) for path in calls}
             self.missed = {
@@ -276,7 +373,7 @@ class UniversalAdapter(Adapter):
                 and not any(within(other, [path]) for other in ours)
             }
         for path, call in calls.items():
-            asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout)
+            asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout, weights=call.weights)
             yield Site(path, modules[path], call.heads, call.head_dim, asked)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
@@ -291,15 +388,18 @@ class UniversalAdapter(Adapter):
 
 def route(module: nn.Module, call: Call, config: AttentionConfig) -> Any:
     """Return the draft of `module` as a site; `call` describes its calls."""
-    host: Any = host_class(module)
-    made = draft(module, _routed_class(host))
+    made = site_draft(Routed, module)
     made.routed_call = replace(call, query=None)
     made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale, like=call.query)
+    if isinstance(module, nn.MultiheadAttention):
+        leave_native_path(made.mechanism)
     return made
 
 
 def why_not(call: Call, config: AttentionConfig) -> str | None:
     """Return what `config` needs beyond the q, k and v of a call, or None."""
+    if call.function == "flex_attention" and (why := beyond_operands(config)):
+        return why
     try:
         groups = call.sizes(config).kv_heads
     except ConfigError:  # `route` says it
@@ -318,12 +418,21 @@ def why_not(call: Call, config: AttentionConfig) -> str | None:
     return None
 
 
-def within(path: str, others: Iterable[str]) -> bool:
-    """Return whether `path` is one of the others or inside one of them."""
-    return any(path == other or other == "" or path.startswith(other + ".") for other in others)
+def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | None:
+    """Return what `config` needs beyond the operands of the host's product, and its `softmax`; or None."""
+    if config.family is not None:
+        return f"'{config.family}' forms no weights, and the host's own code does"
+    for part in config.components:
+        if part.axis == "grouping" and (part.reshapes or part.reads):
+            return f"'{part.name}' chooses key/value heads, and the host's own code does"
+        if part.axis == "score" and part.reads:
+            return f"'{part.name}' reads more than a query and a key"
+        if part.axis == "normalizer" and softmax and not part.fused:
+            return f"'{part.name}' takes the place of a softmax inside the host's function"
+    return None
 
 
-def _refuse_unroutable(path: str, module: nn.Module, inside: list[str]) -> None:
+def _refuse_unroutable(call: Call, module: nn.Module, inside: list[str]) -> None:
     """Raise InjectionError if the calls of a module cannot be routed."""
     if inside:
         why = f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
@@ -331,52 +440,17 @@ def _refuse_unroutable(path: str, module: nn.Module, inside: list[str]) -> None:
         why = "it has an attribute 'mechanism', which a site needs; rename it"
     else:
         return
-    raise InjectionError(f"'{path}' ({type(module).__name__}) calls scaled_dot_product_attention, and {why}")
+    raise InjectionError(f"'{call.path}' ({type(module).__name__}) calls {call.function}, and {why}")
 
 
-def looks_like_attention(module: nn.Module) -> bool:
-    """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
-    if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
-        return True
-    linear = sum(isinstance(child, nn.Linear) or type(child).__name__ == "Linear" for child in module.children())
-    return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
-
-
-def run_example(model: nn.Module, example: Any) -> Any:
-    """Return the output of a model for a tensor, a tuple or list of arguments, a mapping of them, or a function."""
-    if isinstance(example, Mapping):
-        return model(**example)
-    if isinstance(example, tuple | list):
-        return model(*example)
-    return example(model) if callable(example) else model(example)
-
-
-class _Search(TorchFunctionMode):
-    """Notes which module calls the function, and which forms weights by a softmax, while a model runs."""
+class _Search(Watching, TorchFunctionMode):
+    """Notes which module calls a function, and which forms weights by a softmax, while a model runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.paths = {module: path for path, module in model.named_modules()}
+        super().__init__(model)
         self.running: list[tuple[nn.Module, list[int]]] = []  # each with the number of its calls
         self.calls: dict[str, Call] = {}
         self.softmaxes: set[str] = set()
-
-    def run(self, example: Any) -> None:
-        """Run the model in its mode, without gradients. Random state and buffers are left as they were."""
-        model = self.model
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        handles = [module.register_forward_pre_hook(self.enter) for module in model.modules()]
-        handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
-        try:
-            with same_random_state(model), torch.no_grad(), self:
-                run_example(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.running.append((module, [0]))
@@ -386,16 +460,14 @@ class _Search(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.running and not any(isinstance(module, Mechanism) for module, _ in self.running):
-            if func is ATTENTION:
+        if self.running and not is_compiling() and not any(isinstance(module, Mechanism) for module, _ in self.running):
+            if func in FUNCTIONS:
                 module, count = self.running[-1]
                 count[0] += 1
                 path = self.paths[module]
-                call = _read(path, _Arguments(*args, **kwargs), repeated=count[0] > 1)
+                call = replace(FUNCTIONS[func].read(path, *args, **kwargs), repeated=count[0] > 1)
                 self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
-            elif func is F.multi_head_attention_forward or (
-                func in SOFTMAXES and _are_weights(args[0] if args else kwargs["input"])
-            ):
+            elif func in SOFTMAXES and _are_weights(args[0] if args else kwargs["input"]):
                 outer = [m for m, _ in self.running if not isinstance(m, nn.Softmax)]
                 self.softmaxes.update(self.paths[m] for m in outer[-1:])
         return func(*args, **kwargs)
@@ -404,30 +476,3 @@ class _Search(TorchFunctionMode):
 def _are_weights(logits: Tensor) -> bool:
     """Return whether logits are shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
     return logits.dim() > 3 or (logits.dim() == 3 and logits.shape[1] == logits.shape[2])
-
-
-def _read(path: str, call: _Arguments, *, repeated: bool) -> Call:
-    """Return what a call asks of a mechanism; UnsupportedError if its tensors are nested."""
-    if call.query.is_nested:
-        raise UnsupportedError(
-            f"'{path}' calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
-        )
-    n, m = call.query.shape[-2], call.key.shape[-2]
-    mask, is_causal, masked = call.attn_mask, call.is_causal, False
-    if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-        is_causal = is_causal or hides_the_future(mask)
-        masked = True
-    return Call(
-        path,
-        heads=_heads(call.query),
-        kv_heads=_heads(call.key),
-        head_dim=call.query.shape[-1],
-        scale=call.scale,
-        causal=is_causal,
-        cross=n != m,
-        masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
-        dropout=call.dropout_p > 0,
-        repeated=repeated,
-        axes=call.query.dim(),
-        query=call.query.new_empty(0),
-    )

@@ -8,23 +8,20 @@ way to the score's own. Bias, mask, softmax and dropout stay the host's. With `s
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import is_compiling, is_eager, kept_whole, require
+from ..compat import is_eager
 from ..config import AttentionConfig
-from ..drafts import draft, host_class
 from ..errors import UnsupportedError
-from ..mechanism import Mechanism
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import mechanism_for
 from .following import PRODUCTS, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
+from .sites import FoundSite, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
@@ -111,41 +108,17 @@ class Written:
 # --- at run time ------------------------------------------------------------------------------------------------------
 
 
-class WrittenOut(nn.Module):
-    """Mixed into the class of a site; it has no other names, because a host's of the same name would be overridden."""
+class WrittenOut(FoundSite):
+    """The class of a site: its products get prepared operands."""
 
-    mechanism: Mechanism
     written: Written
     untouched: bool
 
-    def __init_subclass__(cls) -> None:
-        """Pass by the hook of the host, which may register its subclasses by name."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's forward on prepared operands.
-
-        Raises:
-            UnsupportedError: it writes its attention in another way than when the attention was injected, or a
-                Monitor watches it.
-        """
-        if (whole := kept_whole(self, *args, **kwargs)) is not None:
-            return whole
+    def attention_mode(self) -> _Preparing | None:
+        """Return the mode that prepares operands, or None where the host computes the same."""
         if self.mechanism.monitor is not None:
             raise UnsupportedError(f"a Monitor does not see '{self.written.path}', whose attention is written out")
-        if self.untouched:
-            return super().forward(*args, **kwargs)
-        if is_compiling():
-            require("torch.compile of a model with written-out sites", (2, 6))
-        preparing = _Preparing(self)
-        with preparing:
-            out = super().forward(*args, **kwargs)
-        preparing.finish()
-        return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the host's class, because this one is made while the program runs."""
-        made = super().__reduce_ex__(protocol)
-        return (_empty, (host_class(self),), *made[2:])
+        return None if self.untouched else _Preparing(self)
 
 
 class _Preparing(Following):
@@ -194,7 +167,7 @@ class _Preparing(Following):
         head, a, b, rest = parts
         letters = equation(name, head, a, b)
         if self.eager:
-            _refuse_checkpoint(self.known.path)
+            refuse_checkpoint(self.known.path, 3)
             if letters != product.equation:
                 self._refuse(f"forms the product {letters}, and the example {product.equation}")
         if product.query is None:
@@ -269,22 +242,9 @@ def _same(one: float, two: float) -> bool:
     return math.isclose(one, two, rel_tol=SAME)
 
 
-def _refuse_checkpoint(path: str) -> None:
-    """Raise if a checkpoint lies between a site's forward and its product: the second forward would not pass here."""
-    frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_globals is not globals():  # until WrittenOut.forward
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            raise UnsupportedError(
-                f"'{path}' forms its product inside an activation checkpoint of its own, which would repeat it with "
-                "the host's attention; turn that off and checkpoint the whole module"
-            )
-        frame = frame.f_back
-
-
 def prepare(module: nn.Module, written: Written, config: AttentionConfig) -> nn.Module:
     """Return the draft of `module` as a site; `written` describes its products."""
-    host: Any = host_class(module)
-    made = draft(module, _site_class(host))
+    made = site_draft(WrittenOut, module)
     sizes = HeadSizes(written.heads, written.kv_heads, written.head_dim, written.head_dim, written.head_dim)
     made.written = written
     made.mechanism = mechanism_for(module, config, sizes, written.scale)
@@ -296,20 +256,3 @@ def _is_host(score: Score, written: Written) -> bool:
     """Return whether a score neither prepares operands nor scales them in another way than the host."""
     plain = all(getattr(type(score), name) is getattr(Score, name) for name in ("query", "key", "forward"))
     return plain and score.scale(written.head_dim) == written.scale
-
-
-@functools.cache
-def _site_class(host: Any) -> Any:
-    """Return the subclass of `host` for its sites; names stay, because hosts and wrappers look for names."""
-
-    @functools.wraps(host.forward)  # a host may read which arguments it takes
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return WrittenOut.forward(self, *args, **kwargs)
-
-    body = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(host.__name__, (WrittenOut, host), {**body, "forward": forward})
-
-
-def _empty(host: Any) -> Any:
-    """Return a site without attributes, for copies and pickles to fill."""
-    return object.__new__(_site_class(host))

@@ -18,7 +18,8 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
-from ..hosts.universal import UniversalAdapter, run_example
+from ..hosts.sites import run_example
+from ..hosts.universal import UniversalAdapter
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.base import Dims
 from .monitor import Monitor

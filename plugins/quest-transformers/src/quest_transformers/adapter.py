@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.universal import looks_like_attention
+from quest_core.hosts.sites import looks_like_attention
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 

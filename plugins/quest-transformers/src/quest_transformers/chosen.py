@@ -13,8 +13,8 @@ from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site
 from quest_core.hosts.inject import REPORT, inject
 from quest_core.hosts.plugins import running_adapters
+from quest_core.hosts.sites import looks_like_attention
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.hosts.universal import looks_like_attention
 from quest_core.projections import Projected
 
 from .choice import Choice

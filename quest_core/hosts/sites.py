@@ -1,0 +1,198 @@
+"""What all sites share that a run of an example finds: their class, and the run.
+
+The forward of such a module stays the host's. It runs in a TorchFunctionMode, which changes the attention and nothing
+else; it is active only inside that forward and in its thread, so PyTorch is not patched and other models pay nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import is_compiling, kept_whole, require, same_random_state, uncompiled
+from ..drafts import draft, host_class
+from ..errors import UnsupportedError
+from ..mechanism import Mechanism
+
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+"""Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
+
+
+class Mode(Protocol):
+    """A TorchFunctionMode of one forward of a site."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *_: Any) -> Any: ...
+
+    def finish(self) -> None:
+        """Raise UnsupportedError if the attention was not reached."""
+
+
+class FoundSite(nn.Module):
+    """Mixed into the class of a site.
+
+    A subclass adds as few names as possible, because a host's method of the same name would be overridden.
+    """
+
+    mechanism: Mechanism
+
+    def attention_mode(self) -> Mode | None:
+        """Return the mode of one forward; None to leave the forward as the host's."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls) -> None:
+        """Pass by the hook of the host, which may register its subclasses by name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's forward with another attention.
+
+        Raises:
+            UnsupportedError: its attention is not written as it was when the mechanism was injected.
+        """
+        if (whole := kept_whole(self, *args, **kwargs)) is not None:
+            return whole
+        mode = self.attention_mode()
+        if mode is None:
+            return super().forward(*args, **kwargs)
+        if is_compiling():
+            require("torch.compile of attention that an example found", (2, 6))
+        with mode:
+            out = super().forward(*args, **kwargs)
+        mode.finish()
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the host's class, because this one is made while the program runs."""
+        made = super().__reduce_ex__(protocol)
+        return (_empty, (type(self).__mro__[1], host_class(self)), *made[2:])
+
+
+@functools.cache
+def _site_class(kind: Any, host: Any) -> Any:
+    """Return the subclass of `kind` and `host`; names stay the host's, because hosts and wrappers look for names."""
+
+    @functools.wraps(host.forward)  # a host may read which arguments it takes
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    body = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(host.__name__, (kind, host), {**body, "forward": forward})
+
+
+def _empty(kind: Any, host: Any) -> Any:
+    """Return a site without attributes, for copies and pickles to fill."""
+    return object.__new__(_site_class(kind, host))
+
+
+def site_draft(kind: type[FoundSite], module: nn.Module) -> Any:
+    """Return the draft of `module` as a site; its parameters are the same objects."""
+    made: Any = _site_class
+    return draft(module, made(kind, host_class(module)))
+
+
+def refuse_checkpoint(path: str, levels: int) -> None:
+    """Raise if a checkpoint lies inside a site's forward, because the second forward would not pass the site.
+
+    Args:
+        path: of the site.
+        levels: of the stack between this function and the call that is looked at.
+    """
+    frame = sys._getframe(levels)
+    while frame.f_back is not None and frame.f_globals is not globals():  # until FoundSite.forward
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise UnsupportedError(
+                f"'{path}' attends inside an activation checkpoint of its own, which would repeat it with the host's "
+                "attention; turn that off and checkpoint the whole module"
+            )
+        frame = frame.f_back
+
+
+def in_autograd_function() -> bool:
+    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def within(path: str, others: Iterable[str]) -> bool:
+    """Return whether `path` is one of the others or inside one of them."""
+    return any(path == other or other == "" or path.startswith(other + ".") for other in others)
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
+    if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
+        return True
+    linear = sum(isinstance(child, nn.Linear) or type(child).__name__ == "Linear" for child in module.children())
+    return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
+
+
+def run_example(model: nn.Module, example: Any) -> Any:
+    """Return the output of a model for a tensor, a tuple or list of arguments, a mapping of them, or a function."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    if isinstance(example, tuple | list):
+        return model(*example)
+    return example(model) if callable(example) else model(example)
+
+
+class Watching:
+    """Mixed into a TorchFunctionMode that watches the run of an example."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(**options)
+        self.model = model
+        self.paths = {module: path for path, module in model.named_modules()}
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """See a module begin; a forward pre-hook."""
+        raise NotImplementedError
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """See a module end, also by an error; a forward hook."""
+        raise NotImplementedError
+
+    def run(self, example: Any, *, changed: bool = False) -> Any:
+        """Run the model without gradients, on other values if `changed`. Random state and buffers stay as they were."""
+        model, mode = self.model, self
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        handles = [module.register_forward_pre_hook(self.enter) for module in model.modules()]
+        handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
+        if changed:
+            handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
+        try:
+            with same_random_state(model), torch.no_grad(), uncompiled(), mode:  # type: ignore[attr-defined]
+                run_example(model, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return self
+
+
+def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
+
+    def other(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
+        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
+            return x.flatten().flip(0).view_as(x)
+        if isinstance(x, dict):
+            return {key: other(value) for key, value in x.items()}
+        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
+
+    return other(args), other(kwargs)
