@@ -1,4 +1,4 @@
-"""What all sites share that a run of an example finds: their class, and the run.
+"""The class of the sites that an example finds, and the run of the example.
 
 The forward of such a module stays the host's. It runs in a TorchFunctionMode, which changes the attention and nothing
 else; it is active only inside that forward and in its thread, so PyTorch is not patched and other models pay nothing.
