@@ -2,6 +2,7 @@
 
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
   to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old.
+- A test that the installed PyTorch is too old for is skipped: see `versions`.
 - If pytest-timeout stops a test, the processes that the test started are aborted first. Python processes then print
   their stacks, which the test can still show.
 - A test that works for more than LIMIT_S without the mark `slow` is named at the end. The time is that of the
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from quest_core.testing import versions
+from devtools import versions
 
 NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
 ABORTED = pytest.StashKey[list[int]]()  # the processes of a test that ran out of time
@@ -63,7 +64,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     if call.when == "teardown" and START in item.stash:
         item.user_properties.append(("processor_s", _processor_seconds() - item.stash[START]))
-    report = _examine((yield))
+    report = yield
+    why = versions.lacks(call.excinfo.value) if call.excinfo is not None and report.outcome == "failed" else None
+    if why is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.reportinfo()[1] or 0, f"Skipped: {why}")
+    report = _examine(report)
     if ABORTED in item.stash and report.when == "call" and report.outcome == "passed":
         report.outcome = "failed"
         report.longrepr = f"ran out of time: it passed only after its processes {item.stash[ABORTED]} were aborted"
@@ -85,6 +90,8 @@ def _processor_seconds() -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[START] = _processor_seconds()
+    for mark in item.iter_markers("needs_torch"):
+        versions.needs_torch(*mark.args)
 
 
 class _Collector:

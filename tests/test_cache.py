@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core import Attention, Cache
 
-# One attention per kind of state; `MechanismConformance` decodes with every mechanism.
+# One attention per kind of state; `check_mechanism` decodes with every mechanism.
 KEPT = [
     "quest",
     "quest+gqa(kv_heads=2)",

@@ -67,11 +67,10 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=words, description=words, allow_abbrev=False)
 
     add("list", "every mechanism, with its formula, options and source")
-    test = add("check", "explain an attention, or run the suite of a mechanism or a plugin")
+    test = add("check", "explain an attention, or test a mechanism")
     what = test.add_mutually_exclusive_group(required=True)
     what.add_argument("attention", nargs="?", help="a name, name(key=value) or JSON, as in a framework's config")
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
-    what.add_argument("--plugin", metavar="NAME", help="run the conformance tests of a plugin, or of a folder of tests")
     examine = add("doctor", "which plugins work here, and how to fix the others")
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     add("run", "start a training command with the plugins installed (quest run --help)")
@@ -88,11 +87,7 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.attention is not None:
         return mechanisms.explain(arguments.attention)
-    if arguments.mechanism is not None:
-        return mechanisms.check(arguments.mechanism)
-    from ..testing.run import check_plugin  # needs pytest
-
-    return check_plugin(arguments.plugin)
+    return mechanisms.check(arguments.mechanism)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .mechanisms import MechanismConformance as MechanismConformance
+from .mechanisms import CHECKS as CHECKS
 from .mechanisms import MechanismError as MechanismError
 from .mechanisms import check_mechanism as check_mechanism
 

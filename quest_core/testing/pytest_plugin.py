@@ -1,6 +1,5 @@
 """The pytest plugin of the conformance suites: ``pytest -p quest_core.testing.pytest_plugin``.
 
-- A test that the installed PyTorch is too old for is skipped: see `versions`.
 - Every run draws other random numbers. The header, and the summary of a failed run, name the seed that repeats them:
   ``QUEST_TEST_SEED=1234 pytest ...``.
 - Every test starts with one PyTorch thread. The tensors of tests are tiny, and on a busy machine two threads wait for
@@ -13,25 +12,11 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Generator
 
 import pytest
 import torch
 
-from . import versions
-
 SEED = pytest.StashKey[int]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    why = versions.lacks(call.excinfo.value) if call.excinfo is not None and report.outcome == "failed" else None
-    if why is not None:
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.reportinfo()[1] or 0, f"Skipped: {why}")
-    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
@@ -44,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "hypothesis_seed", "") is None:  # hypothesis is installed, and no option names a seed
         config.option.hypothesis_seed = str(config.stash[SEED])
     config.addinivalue_line("markers", "slow: takes seconds, such as a compilation")
-    config.addinivalue_line("markers", "needs_torch(version, what): skipped if PyTorch is older than `version`")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -70,5 +54,3 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(1)  # the test before may have called a command that sets it
-    for mark in item.iter_markers("needs_torch"):
-        versions.needs_torch(*mark.args)

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import AttentionConfig
 from ..mechanism import Mechanism
 from ..mechanisms.base import Family, Grouping, Normalizer, Score
 from ..mechanisms.naive import hidden, visible
 
 
-def missing(mechanism: Mechanism) -> list[str]:
-    """Return the names of the components of `mechanism` that have no reference."""
+def missing(config: AttentionConfig) -> list[str]:
+    """Return the names of the components of an attention that have no reference."""
     bases = (Score.reference, Normalizer.reference, Grouping.reference, Family.reference)
-    return [part.name for part in mechanism.config.components if getattr(part, "reference", None) in bases]
+    return [part.name for part in config.components if getattr(part, "reference", None) in bases]
 
 
 def truth(

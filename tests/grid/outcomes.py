@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quest_core.testing import versions
+from devtools import versions
 
 from .cases import DTYPES, KEY_MASKS, LAYOUTS, SUBJECTS, Cell, Deviation, Raw, Subject, judge, masks_of
 from .transforms import TRANSFORMS, VERSION

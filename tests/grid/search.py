@@ -19,7 +19,7 @@ from collections import Counter
 import pytest
 import torch
 
-from quest_core.testing import versions
+from devtools import versions
 
 from .cases import BY_NAME, Deviation, Raw, judge
 from .draws import Example, Generator, MadeOf, example, run, simpler, text

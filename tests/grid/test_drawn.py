@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quest_core.testing import versions
+from devtools import versions
 
 from .draws import Example, example, run, text
 from .search import settle

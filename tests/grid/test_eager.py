@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import quest_core
+from devtools import versions
 from quest_core.mechanisms.naive import hidden
 from quest_core.registry import mechanisms
-from quest_core.testing import versions
 
 from .cases import CAUSAL, DTYPES, LAYOUTS, STRUCTURED, SUBJECTS, Cell, Subject, check, gradients, masks_of
 

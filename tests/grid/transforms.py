@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import quest_core
-from quest_core.testing import versions
+from devtools import versions
 
 from .cases import (
     Cell,

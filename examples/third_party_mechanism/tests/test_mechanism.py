@@ -3,12 +3,12 @@
 import torch
 
 import quest_core
-from quest_core.testing import MechanismConformance
+from quest_core.testing import check_mechanism
 from quest_power import Power
 
 
-class TestPower(MechanismConformance):
-    mechanism = Power
+def test_it_keeps_its_promises() -> None:
+    check_mechanism(Power)
 
 
 def test_it_is_installed_and_trains_in_a_model() -> None:

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from ..compat import VERSION
-from ..errors import UnsupportedError
+from quest_core.compat import VERSION
+from quest_core.errors import UnsupportedError
 
 PREFIX = f"PyTorch {torch.__version__} "
 """How a reason begins. Such a skip is not a failure with ``QUEST_NO_SKIP=1``, because no package would change it."""
