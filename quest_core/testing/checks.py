@@ -537,8 +537,8 @@ def packing(t: Trial) -> None:
         return
     for is_causal in (False, True) if t.can("causal") else (False,):
         got = attention_packed(q, k, v, made.last, cu_seqlens=cu, is_causal=is_causal)
-        alone = [[x[a:b].transpose(0, 1)[None] for x in (q, k, v)] for a, b in itertools.pairwise(cu[:-1])]
-        wanted = torch.cat([made(*tensors, is_causal=is_causal)[0].transpose(0, 1) for tensors in alone])
+        single = [[x[a:b].transpose(0, 1)[None] for x in (q, k, v)] for a, b in itertools.pairwise(cu[:-1])]
+        wanted = torch.cat([made(*tensors, is_causal=is_causal)[0].transpose(0, 1) for tensors in single])
         equal(got, wanted, "packed sequences differ from a loop over them")
 
 

@@ -1,4 +1,4 @@
-"""What the checks of a mechanism work with: the mechanism under test, its inputs, and how a failure is said."""
+"""The tools of the checks of a mechanism: the mechanism under test, its inputs, and the wording of a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINGLE = 1e-4
 
 
 class Wrong(AssertionError):
-    """What a check raises: what is wrong, and the fix."""
+    """Raised by a check. The message names the fault and the fix."""
 
 
 def cause(error: BaseException) -> str:
@@ -37,7 +37,7 @@ def cause(error: BaseException) -> str:
 
 
 class Trial:
-    """A mechanism under test: what it declares, and how checks build it, feed it and say what is wrong.
+    """A mechanism under test. Checks build it, feed it and word their failures with it.
 
     Attributes:
         config: its configuration; `parts` are the classes.
