@@ -8,15 +8,22 @@ from typing import Annotated
 
 import typer
 
-from quest_bench.cli import Device, exit_code, expanded, parse_attentions, portable
+from quest_bench.cli import exit_code, expanded, parse_attentions, portable
 from quest_bench.worker import cores
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 
+from . import scaling as over_lengths
+from . import speed as against_peers
+from . import versions as two_versions
 from .common import shortened
 
 NAME = "python -m quest_research.speed"
 app = typer.Typer(name=NAME, rich_markup_mode="rich", no_args_is_help=True, add_completion=False)
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", parser=expanded, metavar="DIR", help="Write the page and its JSON into this folder."),
+]
 
 
 def typed(context: typer.Context) -> str:
@@ -24,73 +31,47 @@ def typed(context: typer.Context) -> str:
     return portable([*NAME.split(), *context.obj])
 
 
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--threads is {text!r}; write numbers, for example 1,2,4") from None
+
+
 @app.command()
 def speed(
     context: typer.Context,
     attention: Annotated[str, typer.Option(help="Comma-separated attentions without groupings.")] = "quest,standard",
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=expanded, metavar="DIR", help="Write speed.md and speed.json into this folder."),
-    ] = None,
+    out: Out = None,
     threads: Annotated[
         str | None, typer.Option(metavar="N,...", help="CPU threads; without it, 1,2,4 up to the number of cores.")
     ] = None,
-    layouts: Annotated[str, typer.Option(help="contiguous, packed (q, k, v of one projection).")] = "contiguous,packed",
-    also: Annotated[str, typer.Option(help="Further contenders: FlexAttention, nn.MultiheadAttention.")] = "",
     rounds: Annotated[int, typer.Option(min=2, help="How often each contender takes its turn.")] = 31,
     smoke: Annotated[bool, typer.Option("--smoke", help="Small sizes, one thread; the numbers mean nothing.")] = False,
-    device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    cpu_time: Annotated[
-        bool,
-        typer.Option("--cpu-time", help="Count processor time, where others use the machine too; with --threads 1."),
-    ] = False,
 ) -> None:
     """Time attentions against their peers in PyTorch, in turns within one run, and compare with the ceilings.
 
-    The peer is scaled_dot_product_attention; further contenders are quest in three lines, and for an AFT the formula by
-    broadcasting. linear is compared with its naive formula.
+    The peer is scaled_dot_product_attention; quest in three lines takes turns too. linear has its naive formula as peer.
 
-    Examples:
+    Example:
 
     [cyan]python -m quest_research.speed speed --out research/results/speed-cpu[/]
-
-    [cyan]python -m quest_research.speed speed --attention quest,aft-simple --also FlexAttention --threads 1[/]
     """
-    from . import speed as bench
-
-    try:
-        numbers = None if threads is None else [int(number) for number in threads.split(",")]
-    except ValueError:
-        raise ConfigError(f"--threads is {threads!r}; write numbers, for example 1,2,4") from None
-    plan = bench.Plan(
-        attentions=tuple(parse_attentions(attention)),
-        also=tuple(filter(None, also.split(","))),
-        layouts=tuple(layouts.split(",")),
-        rounds=rounds,
-        device=device,
-        dtype=dtype,
-        cpu_time=cpu_time,
-    )
-    command = typed(context)
+    numbers = None if threads is None else _numbers(threads)
+    plan = against_peers.Plan(attentions=tuple(parse_attentions(attention)), rounds=rounds)
     if smoke:
         plan, numbers = plan.smoke(), numbers or [1]
-    print(bench.run(plan, out, threads=numbers, command=command))
+    print(against_peers.run(plan, out, threads=numbers, command=typed(context)))
 
 
 @app.command()
 def scaling(
     context: typer.Context,
-    attention: Annotated[str | None, typer.Option(help="Comma-separated attentions; without it, a choice.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=expanded, metavar="DIR", help="Write scaling.md, .json and .png into this folder."),
-    ] = None,
+    attention: Annotated[str, typer.Option(help="Comma-separated attentions.")] = over_lengths.DEFAULT,
+    out: Out = None,
     longest: Annotated[int, typer.Option(help="The longest sequence, up to 16384 tokens.")] = 16384,
-    causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Up to 512 tokens; the numbers mean nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
-    device: Device = "cpu",
 ) -> None:
     """Measure how time and memory grow with the length, from 256 to 16384 tokens, with fitted exponents and a plot.
 
@@ -98,70 +79,18 @@ def scaling(
 
     [cyan]python -m quest_research.speed scaling --out research/results/scaling-cpu[/]
     """
-    from . import scaling as bench
-
-    chosen = parse_attentions(attention or bench.DEFAULT)
+    chosen = parse_attentions(attention)
     if smoke:  # tables of positions take a gigabyte at 16384
         longest, threads = min(longest, 512), threads or 1
         chosen = [str(shortened(AttentionConfig.parse(one), 512)) for one in chosen]
-    text = bench.run(
-        chosen,
-        out,
-        threads=threads or cores(),
-        longest=longest,
-        device=device,
-        is_causal=causal,
-        command=typed(context),
-    )
-    print(text)
-
-
-@app.command()
-def decode(
-    context: typer.Context,
-    attention: Annotated[str, typer.Option(help="Comma-separated attentions that decode.")] = "quest,standard",
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=expanded, metavar="DIR", help="Write decode.md and decode.json into this folder."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=20, help="Tokens in the cache.")] = 8192,
-    rounds: Annotated[int, typer.Option(min=20, help="How many steps are timed.")] = 100,
-    smoke: Annotated[bool, typer.Option("--smoke", help="64 tokens; the numbers mean nothing.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; without it, one a core.")] = None,
-    device: Device = "cpu",
-) -> None:
-    """Time one decoding step with a Cache against scaled_dot_product_attention on preallocated keys and values.
-
-    Example:
-
-    [cyan]python -m quest_research.speed decode --attention quest,standard,linear --threads 1[/]
-    """
-    from . import decode as bench
-
-    if smoke:
-        tokens, rounds = 64, 20
-    if rounds >= tokens:
-        raise ConfigError(f"--rounds is {rounds}; it is smaller than --tokens, {tokens}")
-    text = bench.run(
-        parse_attentions(attention),
-        out,
-        threads=threads or cores(),
-        tokens=tokens,
-        rounds=rounds,
-        device=device,
-        command=typed(context),
-    )
-    print(text)
+    print(over_lengths.run(chosen, out, threads=threads or cores(), longest=longest, command=typed(context)))
 
 
 @app.command()
 def versions(
     context: typer.Context,
     before: Annotated[str, typer.Option(metavar="PYTHON", help="The interpreter that imports the old quest_core.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=expanded, metavar="DIR", help="Write versions.md and versions.json into this folder."),
-    ] = None,
+    out: Out = None,
     threads: Annotated[str, typer.Option(metavar="N,...", help="CPU threads.")] = "1,2",
     rounds: Annotated[int, typer.Option(min=2, help="How often each version takes its turn in a cell.")] = 15,
 ) -> None:
@@ -171,10 +100,7 @@ def versions(
 
     [cyan]python -m quest_research.speed versions --before ../old/.venv/bin/python[/]
     """
-    from . import versions as bench
-
-    numbers = [int(number) for number in threads.split(",")]
-    print(bench.run(before, out, threads=numbers, rounds=rounds, command=typed(context)))
+    print(two_versions.run(before, out, threads=_numbers(threads), rounds=rounds, command=typed(context)))
 
 
 def app_main(argv: list[str]) -> int:

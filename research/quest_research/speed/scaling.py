@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,27 +26,31 @@ from torch.profiler import ProfilerActivity, profile
 import quest_core
 from quest_bench.worker import whole
 from quest_core.errors import ConfigError
-from quest_suites.timing import peak_mib
 
-from .common import check_calls, measurement
-from .speed import (
-    BROADCAST,
-    BROADCAST_BYTES,
-    PEER,
-    averages,
-    broadcast_aft,
-    broadcast_fits,
-    keep_freed_memory,
-    make_current,
-    progress_bar,
-)
+from .common import check_calls, measurement, start
+from .speed import PEER
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEADS, HEAD_DIM = 4, 64
 FIT_FROM = 1024
 DEFAULT = "standard,quest,linear,cosine,aft-simple,aft-local(max_length=16384),aft-full(max_length=16384)"
 
+BROADCAST = "broadcast aft-full"
+BROADCAST_BYTES = 2**28
+"""The largest [T, T, H·D] tensor for which the broadcast formula runs; its backward pass holds several of them."""
+
 Call = Callable[[], None]
+
+
+def broadcast_aft(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """σ(q) ⊙ Σ exp(k + w) v / Σ exp(k + w) as it is written down: q, k, v [B, H, T, D], w [T, T] -> [B, H, T, D]."""
+    weights = (k.unsqueeze(2) + w[:, :, None]).softmax(3)  # [B, H, T, T', D]
+    return torch.sigmoid(q) * (weights * v.unsqueeze(2)).sum(3)
+
+
+def broadcast_fits(tokens: int) -> bool:
+    """Whether `broadcast_aft` may run at this length."""
+    return 4 * HEADS * HEAD_DIM * tokens**2 <= BROADCAST_BYTES
 
 
 @dataclass(frozen=True)
@@ -60,45 +65,34 @@ class Point:
     peak_bytes: int
 
 
-def prepare(name: str, tokens: int, device: str, is_causal: bool) -> Call:
+def prepare(name: str, tokens: int) -> Call:
     """A function that attends once, forward and backward, over one sequence."""
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, tokens, HEADS, HEAD_DIM, device=device).transpose(1, 2).requires_grad_() for _ in range(3)
-    )
-    grad = torch.randn(1, tokens, HEADS, HEAD_DIM, device=device).transpose(1, 2)
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).transpose(1, 2).requires_grad_() for _ in range(3))
+    grad = torch.randn(1, tokens, HEADS, HEAD_DIM).transpose(1, 2)
+    parameters: list[Tensor] = []
     if name == PEER:
-
-        def attend() -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-        parameters: list[Tensor] = []
+        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
     elif name == BROADCAST:
-        parameters = [torch.zeros(tokens, tokens, device=device, requires_grad=True)]
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
+        parameters = [torch.zeros(tokens, tokens, requires_grad=True)]
 
-        def attend() -> Tensor:
-            return broadcast_aft(q, k, v, parameters[0].masked_fill(hidden, -math.inf) if is_causal else parameters[0])
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return broadcast_aft(q, k, v, parameters[0])
 
     else:
-        made = quest_core.Mechanism(name, num_heads=HEADS, head_dim=HEAD_DIM).to(device)
-        parameters = list(made.parameters())
-
-        def attend() -> Tensor:
-            return made(q, k, v, is_causal=is_causal)  # type: ignore[no-any-return]
+        attend = quest_core.Mechanism(name, num_heads=HEADS, head_dim=HEAD_DIM)
+        parameters = list(attend.parameters())
 
     def call() -> None:
-        attend().backward(grad)
+        attend(q, k, v).backward(grad)
         for x in (q, k, v, *parameters):
             x.grad = None
 
     return call
 
 
-def peak_memory(call: Call, device: str) -> int:
+def peak_memory(call: Call) -> int:
     """The most bytes that `call` holds at a time, above what was there before, inside operators too."""
-    if device.startswith("cuda"):
-        return round(2**20 * peak_mib(call))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     held = peak = 0
@@ -109,36 +103,22 @@ def peak_memory(call: Call, device: str) -> int:
     return peak
 
 
-def measure(
-    names: list[str],
-    lengths: tuple[int, ...],
-    *,
-    device: str,
-    is_causal: bool,
-    budget: float,
-    tick: Callable[[], None] = lambda: None,
-) -> list[Point]:
+def measure(names: list[str], lengths: tuple[int, ...], *, budget: float) -> list[Point]:
     """Every contender at every length.
 
     Args:
         budget: seconds of turns that a contender gets at a length, at least three turns and at most 30.
     """
-    make_current(device)
 
     def seconds(call: Call) -> float:
-        start = time.perf_counter()
+        started = time.perf_counter()
         call()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - started
 
     points = []
     for tokens in lengths:
-        calls = {
-            name: prepare(name, tokens, device, is_causal)
-            for name in names
-            if name != BROADCAST or broadcast_fits(1, HEADS, tokens, HEAD_DIM)
-        }
+        print(f"{tokens} tokens", file=sys.stderr, flush=True)
+        calls = {name: prepare(name, tokens) for name in names if name != BROADCAST or broadcast_fits(tokens)}
         turns = {}
         for name, call in calls.items():
             seconds(call)
@@ -150,8 +130,7 @@ def measure(
                     times[name].append(seconds(call))
         for name, call in calls.items():
             low, middle, high = statistics.quantiles(times[name], n=4)
-            points.append(Point(name, tokens, middle, low, high, peak_memory(call, device)))
-            tick()
+            points.append(Point(name, tokens, middle, low, high, peak_memory(call)))
     return points
 
 
@@ -208,24 +187,17 @@ def plot(points: list[Point], path: Path) -> None:
     plt.close(figure)
 
 
-def run(
-    attentions: list[str], out: Path | None, *, threads: int, longest: int, device: str, is_causal: bool, command: str
-) -> str:
-    """Measure with a progress bar; write ``scaling.json``, ``.md`` and ``.png``; return the Markdown."""
+def run(attentions: list[str], out: Path | None, *, threads: int, longest: int, command: str) -> str:
+    """Measure; write ``scaling.json``, ``.md`` and ``.png`` into `out`; return the Markdown."""
     lengths = tuple(n for n in LENGTHS if n <= longest)
     if not lengths:
         raise ConfigError(f"--longest is {longest}; the shortest length is {LENGTHS[0]}")
-    check_calls(attentions, "scaling", equal_shapes=True)
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    naive = [BROADCAST] if any(map(averages, attentions)) else []
-    names = [PEER, *naive, *attentions]
+    check_calls(attentions, "scaling")
+    start(threads)
+    parts = [part for one in attentions for part in quest_core.AttentionConfig.parse(one).components]
+    naive = [] if all(part.compares for part in parts) else [BROADCAST]  # the naive form of an AFT
     started = time.monotonic()
-    with progress_bar("scaling") as progress:
-        task = progress.add_task("scaling", total=len(names) * len(lengths))
-        points = measure(
-            names, lengths, device=device, is_causal=is_causal, budget=1.0, tick=lambda: progress.advance(task)
-        )
+    points = measure([PEER, *naive, *attentions], lengths, budget=1.0)
     text = measurement(
         "Time and memory over length",
         [
@@ -237,11 +209,11 @@ def run(
             "![time and memory over length](scaling.png)",
         ],
         command=command,
-        seconds=time.monotonic() - started,
-        place=f"torch {torch.__version__}, {threads} threads, {device}, float32, batch 1, {HEADS} heads of {HEAD_DIM} "
-        f"features, {'causal' if is_causal else 'not causal'}, forward and backward",
+        started=started,
+        place=f"torch {torch.__version__}, {threads} threads, float32, batch 1, {HEADS} heads of {HEAD_DIM} "
+        "features, not causal, forward and backward",
         out=out,
-        names=("scaling.md", "scaling.json"),
+        name="scaling",
         content={"points": [asdict(point) for point in points]},
     )
     if out is not None:

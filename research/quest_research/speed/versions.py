@@ -126,15 +126,15 @@ def run(before: str, out: Path | None, *, threads: list[int], rounds: int, comma
         rounds: turns of each version in each cell.
         command: what was typed.
     """
-    start = time.perf_counter()
+    started = time.monotonic()
     rows = [row for number in threads for row in measure(before, sys.executable, number, rounds)]
     return measurement(
         "Two versions of quest_core",
         [table(rows)],
         command=command,
-        seconds=time.perf_counter() - start,
+        started=started,
         place=f"PyTorch {torch.__version__}, {', '.join(map(str, threads))} threads, {rounds} rounds, processor time",
         out=out,
-        names=("versions.md", "versions.json"),
+        name="versions",
         content={"rows": list(map(asdict, rows))},
     )

@@ -97,19 +97,6 @@ def expanded(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def _device(name: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f"--device is {name!r}; {one_of(name, ('cpu', 'cuda', 'cuda:N'))}")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {name!r}, but this torch ({torch.__version__}) sees no GPU")
-    if int(name.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
-        raise ConfigError(f"--device is {name!r}, and the GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    return name
-
-
-Device = Annotated[str, typer.Option(callback=_device, help="cpu, cuda or cuda:N.")]
-
-
 @app.command()
 def ls(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="A suite, or the first words of several.")] = "",
