@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quest_bench.compare import compare_runs
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
 from quest_bench.report import write_page, write_report
+from quest_bench.run import Outcome, Runner
 from quest_bench.stats import estimate
 from quest_bench.worker import decode, write_json
 
@@ -207,19 +209,22 @@ def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake: Path) -> None
     assert "not measured" in Path("out/report.md").read_text()
 
 
-def test_a_stopped_run_counts_the_cells_that_it_never_began(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A task, a value of an option, an attention and a seed of the recorded grid have no cell at all."""
+def test_a_stopped_run_counts_the_cells_that_it_never_began(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A seed, an attention and a value of an option, of which nothing was run, and a group that has no table yet."""
     write_results(Path("out"), ["scale=1"], {"standard": SCORES["standard"]})
-    (run,) = store.read_run(Path("out"))
-    grid = {"tasks": ["one", "two"], "attentions": ["standard", "quest"], "seeds": "0-3", "interrupted": True}
-    store.write_run(Path("out"), run | grid | {"settings": run["settings"] | {"scale": [1.0, 2.0]}})
-    store.write_run(Path("out"), run | grid | {"id": "the same command again"})
+    monkeypatch.setattr(Runner, "run", lambda *_: Outcome(stopped=signal.SIGTERM))
+    command = ["run", "fake/suite/one", "--attention", "standard,quest", "--seeds", "0-3", "--set", "scale=1,2"]
+    assert app_main([*command, "--out", "out"]) == 128 + signal.SIGTERM
     assert app_main(["status", "out"]) == 0
-    assert "3 done, 0 running, 0 failed, 29 unfinished" in capfd.readouterr().out
+    assert "3 done, 0 running, 0 failed, 13 unfinished" in capfd.readouterr().out
     write_report(Path("out"), "standard")
     text = Path("out/report.md").read_text()
-    assert "3 cells finished, 29 not finished." in text
+    assert "3 cells finished, 13 not finished." in text
     assert "> 5 cells of this group did not finish; the same command resumes." in text
+    assert "| `quest` | no seed in common with standard | – | – | – | 20.00 | 0/4 |" in text
+    assert "scale=2.0" not in text.partition("## How this was run")[0]
 
 
 def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -19,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from quest_bench import worker
-from quest_bench.cli import app_main, portable
-from quest_bench.plan import catalogue, check_devices, select
+from quest_bench.cli import app_main
+from quest_bench.plan import catalogue, check_devices, portable, select
 from quest_bench.run import Outcome, Runner
 from quest_bench.store import load_all
 from quest_bench.worker import _numbers, decode, encode, write_json
@@ -144,9 +145,7 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
-def test_a_changed_mechanism_of_a_checkout_is_another_commit(
-    fake: Path, tmp_path: Path, file: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_path: Path, file: str) -> None:
     """Also if the change is in a file that git does not know yet."""
     site = tmp_path / "site"
     begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
@@ -180,7 +179,6 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(
         assert one.result["commits"]["quest-power"] == now
         (site / file).write_text(SCORE)
         assert app_main([*command, "0-1"]) == 0
-        assert "finished cells have another commit of quest-power and are kept" in capfd.readouterr().out
     for name in [name for name in sys.modules if name.startswith("quest_power")]:
         del sys.modules[name]
     assert app_main(["report", "out"]) == 0
@@ -229,9 +227,7 @@ def test_failed_cells_are_shown_and_tried_again(inside: Path, capfd: pytest.Capt
     ]
     assert app_main(command) == 1
     shown = capfd.readouterr().out
-    assert "failed cells" in shown
-    assert "ValueError: the first try fails" in shown
-    assert "log.txt" in shown
+    assert "1 failed: ValueError: the first try fails  (first: out/cells/" in shown
     failed = [c for c in load_all(Path("out")) if c.state == "failed"]
     assert [c.cell["seed"] for c in failed] == [1]
     before = results(Path("out"))
@@ -273,7 +269,7 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake: Path, stop: signal.S
     _until(lambda: not any(map(_alive, _pids())))
     assert list(Path("out").glob("cells/*/result.json")) == []
     assert list(Path("out").glob("cells/*/*.tmp")) == []
-    assert {c.state for c in load_all(Path("out"))} == {"unfinished"}
+    assert [c.state for c in load_all(Path("out"))] == 4 * ["unfinished"]  # also those that never began
     assert decode(Path("out/run.json").read_text())["runs"][0]["interrupted"]
     # nothing is finished, so other settings are welcome
     assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
@@ -348,24 +344,18 @@ def _tree(root: int) -> list[int]:
 
 @pytest.mark.slow
 def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "restarts": "it keeps weights only",'))
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
-    command += ["--seeds", "0", "--set", "mode=hang", "--beat", "1", "--out", "out"]
+    command += ["--seeds", "0", "--set", "mode=hang", "--out", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         _until(lambda: any(_pids()))
-        time.sleep(2.5)
         process.terminate()
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; 0 cells finished" in shown
     assert "The same command resumes" in shown
-    assert "[0/1] running one · standard · seed 0  0 % after" in shown
     _until(lambda: not any(map(_alive, _pids())))
     assert app_main(["status", "out"]) == 0
-    shown = capfd.readouterr().out
-    assert "0 done, 0 running, 0 failed, 1 unfinished" in shown
-    assert "a stopped cell of fake/suite starts again: it keeps weights only" in shown
+    assert "0 done, 0 running, 0 failed, 1 unfinished" in capfd.readouterr().out
 
 
 def test_the_command_that_resumes_names_the_same_folder(
@@ -436,7 +426,7 @@ def test_a_cell_that_continues_has_no_seconds(inside: Path) -> None:
     assert seconds[0] > 0
     assert math.isnan(seconds[1])
     assert app_main(["report", "out"]) == 0
-    assert app_main(["compare", "out", "out", "--fail-on", "slower=10%"]) == 0
+    assert app_main(["compare", "out", "out"]) == 0
 
 
 @pytest.mark.slow
@@ -463,45 +453,26 @@ def test_gpus_that_are_not_there_are_refused(fake: Path, monkeypatch: pytest.Mon
         assert f"--gpus names {'2-3' if count == '2' else '0-3'}, which {python} lacks" in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("result.json", "[]", "it has no metrics, series, seconds, device"),
-        ("result.json", '{"metrics": {"score": "7"}, "series": {}, "seconds": 1, "device": "cpu"}', "metric 'score'"),
-        ("cell.json", '{"suite": "fake/suite"}', "it has no task, attention, seed, smoke, data, options"),
-    ],
-)
-def test_an_edited_file_is_named_and_made_again(
-    inside: Path, capfd: pytest.CaptureFixture[str], name: str, text: str, words: str
+def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(
+    inside: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
-    assert app_main(command) == 0
-    edited = next(Path("out").glob(f"cells/*/{name}"))
-    edited.write_text(text)
-    assert app_main(["report", "out"]) == (2 if name == "cell.json" else 0)
-    report = Path("out/report.md").read_text() if name == "result.json" else capfd.readouterr().err
-    assert f"{edited} is torn ({words}" in report
-    assert app_main(command) == 0
-    assert f"{edited} is torn; it is now {name}.torn and is made again" in capfd.readouterr().out
-    assert all(cell.state == "done" for cell in load_all(Path("out")))
-
-
-def test_a_torn_result_is_named_and_runs_again(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
     assert app_main(command) == 0
     torn = next(Path("out").glob("cells/*/result.json"))
     torn.write_text(torn.read_text()[:50])
     assert app_main(["status", "out"]) == 0
-    assert "1 done, 0 running, 1 failed" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "1 done, 0 running, 1 failed" in shown
+    assert "is torn" in shown
+    torn.unlink()
     assert app_main(command) == 0
-    assert f"{torn} is torn; it is now result.json.torn and is made again" in capfd.readouterr().out
     assert all(c.state == "done" for c in load_all(Path("out")))
     cell = torn.with_name("cell.json")
     cell.write_text(cell.read_text()[:50])
     assert app_main(["status", "out"]) == 2
     assert f"error: {cell} is torn" in capfd.readouterr().err
+    cell.unlink()
     assert app_main(command) == 0
-    assert f"{cell} is torn; it is now cell.json.torn and is made again" in capfd.readouterr().out
     assert len(load_all(Path("out"))) == 2
     assert app_main(["report", "out"]) == 0
     Path("out/run.json").write_text('{"runs": [')
@@ -515,6 +486,20 @@ def test_a_torn_result_is_named_and_runs_again(inside: Path, capfd: pytest.Captu
     table.write_bytes(table.read_bytes()[:-100])
     assert app_main(["report", "out"]) == 2
     assert capfd.readouterr().err.startswith("error: out/results.parquet cannot be read")
+
+
+def test_a_cell_that_another_command_runs_is_left_to_it(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
+    assert app_main(command) == 0
+    (path,) = Path("out").glob("cells/*seed0*/result.json")
+    path.unlink()
+    with path.with_name("claim").open() as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        assert app_main(command) == 0
+        assert "1 cells are left to another command" in capfd.readouterr().out
+        assert app_main(["status", "out"]) == 0
+        assert "1 done, 1 running, 0 failed, 0 unfinished" in capfd.readouterr().out
+    assert not path.exists()
 
 
 @pytest.mark.slow

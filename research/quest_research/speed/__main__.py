@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quest_bench.cli import exit_code, expanded, parse_attentions, portable
+from quest_bench.cli import exit_code, expanded
+from quest_bench.plan import parse_attentions, portable
 from quest_bench.worker import cores
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
@@ -51,7 +52,7 @@ def speed(
 ) -> None:
     """Time attentions against their peers in PyTorch, in turns within one run, and compare with the ceilings.
 
-    The peer is scaled_dot_product_attention; quest in three lines takes turns too. linear has its naive formula as peer.
+    The peer is scaled_dot_product_attention. quest in three lines takes turns too; linear has its naive formula.
 
     Example:
 

@@ -275,7 +275,7 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
     """Measure, write ``speed.md`` and ``speed.json`` into `out` and return the report.
 
     Raises:
-        ConfigError: an attention that needs other layers or other shapes, or a number of threads that this machine does not have.
+        ConfigError: an attention that `check_calls` excludes, or a number of threads that this machine does not have.
     """
     check_calls(plan.attentions, "speed")
     numbers, started = check_threads(threads), time.monotonic()

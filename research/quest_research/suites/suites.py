@@ -194,7 +194,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "paper": _PAPER["toy/spurious"],
         "options": OPTIONS,
         "plots": "quest_research.suites.toy_plots:plots",
-        "needs": None,
     },
     "images/fashion-mnist": {
         "summary": "a small Vision Transformer on Fashion-MNIST, one task for each learning rate",
@@ -206,7 +205,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": IMAGE_OPTIONS,
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
-        "needs": None,
     },
     "images/digits": {
         "summary": "a small Vision Transformer on scikit-learn's handwritten digits, one task for each learning rate",
@@ -216,7 +214,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "selection": "validation",
         "options": DIGITS_OPTIONS,
-        "needs": None,
     },
     "images/recipes": {
         "summary": "a small Vision Transformer with the recipes of ViT and DeiT",
@@ -228,7 +225,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": RECIPE_OPTIONS,
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
-        "needs": None,
     },
     "stability/rates": {
         "summary": "accuracy over learning rates up to divergence, of a Vision Transformer and of a language model",
@@ -246,7 +242,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
         "plots": "quest_research.suites.stability:plots",
-        "needs": None,
     },
     "robustness/images": {
         "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",
@@ -260,7 +255,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
         "plots": "quest_research.suites.robustness:plots",
-        "needs": None,
     },
     "gqa/fashion-mnist": {
         "summary": "grouped attentions up-trained from a multi-head checkpoint, on halves of Fashion-MNIST",
@@ -278,7 +272,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": GQA_OPTIONS,
         "data": IDX_DATA,
         "data_files": IMAGE_FILES[:1],
-        "needs": None,
     },
     "explain/fashion-mnist": {
         "summary": "maps of a classifier's attention against the exact masks of the objects",
@@ -303,7 +296,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": EXPLAIN_OPTIONS,
         "data": IDX_DATA,
         "data_files": IMAGE_FILES[:1],
-        "needs": None,
     },
     "aft/causal": {
         "summary": "attention-free layers as byte and pixel models, in bits, with time and memory of standard's",
@@ -320,7 +312,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": AFT_OPTIONS,
         "data": f"for images: {IDX_DATA}",
         "data_files": IMAGE_FILES[:1],
-        "needs": None,
     },
     "calibration/pydocs": {
         "summary": "a pretrained character model fine-tuned with calibrated QUEST, and the gain of calibrating it; "
@@ -336,7 +327,6 @@ SUITES: dict[str, dict[str, Any]] = {
             _whole("finetune", 300, "steps of fine-tuning"),
             {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
         ],
-        "needs": None,
     },
     "gpu/attention": {
         "summary": "attention on a GPU against the fastest back-end of scaled_dot_product_attention, in turns",
@@ -361,6 +351,5 @@ SUITES: dict[str, dict[str, Any]] = {
             _whole("rounds", 21, "how often each contender takes its turn", 2),
             _whole("slice_ms", 20, "milliseconds that a turn lasts", 0),
         ],
-        "needs": None,
     },
 }

@@ -86,64 +86,48 @@ def _colour(names: Sequence[str], legend: bool = False) -> dict[str, Any]:
     return found if legend else {**found, "legend": None}
 
 
+def _layer(mark: str, looks: Mapping[str, Any], values: Sequence[Any] | None = None, **encoding: Any) -> dict[str, Any]:
+    """Return a mark with its looks, on data of its own or on that of the chart."""
+    layer = {"mark": {"type": mark, **looks}, "encoding": encoding}
+    return layer if values is None else {**layer, "data": {"values": list(values)}}
+
+
+def _tooltip(*names: str) -> list[dict[str, str]]:
+    return [{"field": name} for name in names]
+
+
 def scores(group: Group) -> dict[str, Any]:
     """Seeds, mean and interval of each attention."""
     names = [row.attention for row in group.rows]
     means: list[dict[str, Any]] = []
-    seeds: list[dict[str, Any]] = []
     for row in group.rows:
         one: dict[str, Any] = {"attention": row.attention, "mean": _round(row.score.mean, 6), "paper": row.paper}
         if row.score.has_interval and not row.failed:
             low, high = row.score.low, row.score.high
-            # few seeds can have an interval of several hundred percent
-            limit = group.suite.unit == "%" and 0 <= row.score.mean <= 100
-            one |= {
-                "low": _round(max(low, 0) if limit else low, 6),
-                "high": _round(min(high, 100) if limit else high, 6),
-            }
+            if group.suite.unit == "%" and 0 <= row.score.mean <= 100:  # few seeds can have hundreds of percent
+                low, high = max(low, 0), min(high, 100)
+            one |= {"low": _round(low, 6), "high": _round(high, 6)}
         means.append(one)
-        seeds += [
-            {"attention": row.attention, "seed": seed, "value": _round(value, 6)}
-            for seed, value in row.values.items()
-            if math.isfinite(value)
-        ]
-    y = {"field": "attention", "type": "nominal", "sort": names, "title": None}
-    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
-    layers: list[dict[str, Any]] = [
-        {
-            "data": {"values": means},
-            "mark": {"type": "rule", "strokeWidth": 3},
-            "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "color": _colour(names)},
-        },
-        {
-            "data": {"values": seeds},
-            "mark": {"type": "circle", "opacity": 0.6, "size": 36, "yOffset": 9},
-            "encoding": {
-                "x": {**x, "field": "value"},
-                "y": y,
-                "color": _colour(names),
-                "tooltip": [{"field": name} for name in ("attention", "seed", "value")],
-            },
-        },
-        {
-            "data": {"values": means},
-            "mark": {"type": "point", "filled": True, "size": 90},
-            "encoding": {
-                "x": {**x, "field": "mean"},
-                "y": y,
-                "color": _colour(names),
-                "tooltip": [{"field": name} for name in ("attention", "mean", "low", "high")],
-            },
-        },
+    seeds = [
+        {"attention": row.attention, "seed": seed, "value": _round(value, 6)}
+        for row in group.rows
+        for seed, value in row.values.items()
+        if math.isfinite(value)
     ]
-    if any(row.paper is not None for row in group.rows):
-        layers.append(
-            {
-                "data": {"values": [one for one in means if one["paper"] is not None]},
-                "mark": {"type": "point", "shape": "diamond", "size": 90, "filled": False, "color": "#808890"},
-                "encoding": {"x": {**x, "field": "paper"}, "y": y, "tooltip": [{"field": "paper"}]},
-            }
-        )
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
+    y = {"field": "attention", "type": "nominal", "sort": names, "title": None}
+    common: dict[str, Any] = {"y": y, "color": _colour(names)}
+    dots, point = {"opacity": 0.6, "size": 36, "yOffset": 9}, {"filled": True, "size": 90}
+    tips = [_tooltip("attention", "seed", "value"), _tooltip("attention", "mean", "low", "high")]
+    layers = [
+        _layer("rule", {"strokeWidth": 3}, means, x={**x, "field": "low"}, x2={"field": "high"}, **common),
+        _layer("circle", dots, seeds, x={**x, "field": "value"}, tooltip=tips[0], **common),
+        _layer("point", point, means, x={**x, "field": "mean"}, tooltip=tips[1], **common),
+    ]
+    if printed := [one for one in means if one["paper"] is not None]:
+        looks = {"shape": "diamond", "size": 90, "filled": False, "color": "#808890"}
+        place = {"x": {**x, "field": "paper"}, "y": common["y"]}
+        layers.append(_layer("point", looks, printed, tooltip=_tooltip("paper"), **place))
     return {"width": "container", "height": 34 * len(names), "layer": layers}
 
 
@@ -164,20 +148,19 @@ def items(group: Group) -> dict[str, Any]:
     ]
     y = {"field": "item", "type": "nominal", "sort": [item.name for item in group.items], "title": None}
     x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
-    common = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": _colour(names, legend=True)}
+    common: dict[str, Any] = {
+        "y": y,
+        "yOffset": {"field": "attention", "sort": names},
+        "color": _colour(names, legend=True),
+    }
+    point = {"filled": True, "size": 45, "tooltip": True}
     return {
         "width": "container",
         "height": (14 + 8 * len(names)) * len(group.items),
         "data": {"values": values},
         "layer": [
-            {
-                "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **common},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 45, "tooltip": True},
-                "encoding": {"x": {**x, "field": "mean"}, **common},
-            },
+            _layer("rule", {"strokeWidth": 2}, x={**x, "field": "low"}, x2={"field": "high"}, **common),
+            _layer("point", point, x={**x, "field": "mean"}, **common),
         ],
     }
 
@@ -188,47 +171,26 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
     A seed that stopped early keeps its last value, so that the mean does not jump where it ends.
     """
     attentions = [row.attention for row in group.rows]
-    charts: list[dict[str, Any]] = []
+    x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
+    y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
+    colour = _colour(attentions, legend=True)  # in both layers: a null in one removes the other's legend
+    colour["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
+    pattern = [DASHES[place // len(COLOURS) % len(DASHES)] for place in range(len(attentions))]
+    dashes = {**colour, "scale": {"domain": attentions, "range": pattern}}
+    line = {"strokeWidth": 1.6, "tooltip": True}
+    layers = [
+        _layer("area", {"opacity": 0.16}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=colour),
+        _layer("line", line, x=x, y={**y, "field": "mean"}, color=colour, strokeDash=dashes),
+    ]
+    charts = []
     for name in names:
         values = []
         for attention in attentions:
-            found = [
-                cell.result["series"][name]
-                for cell in done
-                if cell.result and cell.cell["attention"] == attention and name in cell.result["series"]
-            ]
-            found = [curve for curve in found if len(curve)]
-            if found:
+            own = [cell.result for cell in done if cell.result and cell.cell["attention"] == attention]
+            if found := [result["series"][name] for result in own if len(result["series"].get(name, ()))]:
                 values += _band(attention, found, points)
-        x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
-        y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
-        colour = _colour(attentions, legend=True)  # in both layers: a null in one removes the other's legend
-        colour["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
-        pattern = [DASHES[place // len(COLOURS) % len(DASHES)] for place in range(len(attentions))]
-        dashes = {**colour, "scale": {"domain": attentions, "range": pattern}}
-        charts.append(
-            {
-                "title": name.replace("_", " "),
-                "width": "container",
-                "height": 200,
-                "data": {"values": values},
-                "layer": [
-                    {
-                        "mark": {"type": "area", "opacity": 0.16},
-                        "encoding": {
-                            "x": x,
-                            "y": {**y, "field": "low"},
-                            "y2": {"field": "high"},
-                            "color": colour,
-                        },
-                    },
-                    {
-                        "mark": {"type": "line", "strokeWidth": 1.6, "tooltip": True},
-                        "encoding": {"x": x, "y": {**y, "field": "mean"}, "color": colour, "strokeDash": dashes},
-                    },
-                ],
-            }
-        )
+        size = {"width": "container", "height": 200}
+        charts.append({"title": name.replace("_", " "), **size, "data": {"values": values}, "layer": layers})
     return charts
 
 
@@ -292,26 +254,16 @@ def _forest(title: str, values: Sequence[Mapping[str, Any]], domain: Sequence[st
     names = list(domain[1:])
     y = {"field": "task", "type": "nominal", "sort": None, "title": None}
     x = {"type": "quantitative", "title": f"difference in {title}"}
-    colour = {**_colour(domain, legend=True), "scale": {"domain": list(domain)}}
-    colour["legend"] = {"values": names}
-    common = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": colour}
+    colour = {**_colour(domain, legend=True), "legend": {"values": names}}
+    common: dict[str, Any] = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": colour}
+    tips = _tooltip("task", "attention", "gain", "low", "high", "words")
     return {
         "width": "container",
         "height": (16 + 10 * len(names)) * len({value["task"] for value in values}),
         "data": {"values": list(values)},
         "layer": [
-            {"mark": {"type": "rule", "strokeDash": [3, 3]}, "encoding": {"x": {"datum": 0}}},
-            {
-                "mark": {"type": "rule", "strokeWidth": 2.5},
-                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, **common},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 60},
-                "encoding": {
-                    "x": {**x, "field": "gain"},
-                    **common,
-                    "tooltip": [{"field": name} for name in ("task", "attention", "gain", "low", "high", "words")],
-                },
-            },
+            _layer("rule", {"strokeDash": [3, 3]}, x={"datum": 0}),
+            _layer("rule", {"strokeWidth": 2.5}, x={**x, "field": "low"}, x2={"field": "high"}, **common),
+            _layer("point", {"filled": True, "size": 60}, x={**x, "field": "gain"}, tooltip=tips, **common),
         ],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -14,13 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quest_core.errors import ConfigError, QuestError, one_of
+from quest_core.errors import ConfigError, QuestError
 
 from . import store
 from .plan import (
@@ -32,12 +30,13 @@ from .plan import (
     parse_attentions,
     parse_seeds,
     parse_settings,
+    portable,
     select,
     suite_of,
     write_seeds,
     write_value,
 )
-from .run import Outcome, Runner, label, signal_of, signals
+from .run import Outcome, Runner, signal_of, signals
 from .worker import cores, describe_os_error, machine, utc
 
 app = typer.Typer(
@@ -116,9 +115,7 @@ def ls(
     for heading in ("suite", "tasks", "metric", "data", "plugin"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "suite")  # names are there to be copied
     for one in shown.values():
-        host = available.records.get(one.needs)
-        state = f"{one.needs}: not installed" if host is None else f"{host.name}: {host.status}"
-        good = host is not None and host.status == "ok" and one.record.status == "ok"
+        record = one.record
         data = "needs --data" if one.data_required else "--data optional" if one.data else "brought along"
         data += ", a GPU" if one.device == "cuda" else ""
         table.add_row(
@@ -126,7 +123,7 @@ def ls(
             ", ".join(one.tasks),
             f"{one.metric} {one.unit}".strip(),
             data,
-            Text(state, style="green" if good else "red"),
+            Text(f"{record.name}: {record.status}", style="green" if record.status == "ok" else "red"),
         )
     console.print(table if shown else "no suite is installed; fix: pip install quest-suites")
     for one in shown.values():
@@ -139,7 +136,7 @@ def ls(
             key = Text(f"  --set {option['name']}={write_value(option['default'])}", no_wrap=True)
             grid.add_row(key, Text(f"{option['doc']}{choices}", style="dim"))
         console.print(grid)
-    needed = {name for one in shown.values() for name in (one.needs, one.record.name)}
+    needed = {one.record.name for one in shown.values()}
     wrong = [one for one in available.records.values() if one.status != "ok" and (not suite or one.name in needed)]
     if wrong:
         console.print()
@@ -162,12 +159,6 @@ def run(
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Seconds instead of hours; the numbers mean nothing.")] = False,
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Your own data in its official layout.")] = None,
-    repo: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A framework's checkout, for suites that run its own trainer.")
-    ] = None,
-    cfg: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="With --repo: a config in it; repeatable.")
-    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the suite; KEY=A,B sweeps it. Repeatable."),
@@ -186,9 +177,6 @@ def run(
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which a cell is ended and counts as failed.")
     ] = None,
-    beat: Annotated[
-        float, typer.Option(min=1, help="Without a terminal: seconds between the lines of a running cell.")
-    ] = 60.0,
     python: Python = None,
 ) -> None:
     """Run a grid: tasks × attentions × seeds × option values. The same command again resumes.
@@ -203,17 +191,11 @@ def run(
 
     [cyan]quest bench run ts/uea --python tsai=~/envs/tsai/bin/python[/]   cells run in the plugin's environment
 
-    [cyan]quest bench run graphgps --repo GraphGPS --cfg configs/GPS/zinc-GPS+RWSE.yaml[/]   in its own trainer
+    [cyan]quest bench run graphgps/configs/GPS/zinc-GPS+RWSE.yaml --data GraphGPS[/]   in a checkout's own trainer
 
     Finished cells are kept and skipped, failed ones are tried again; a stopped run leaves no half results. Several
     orchestrators, also on several machines, may run into one folder at a time; each cell runs once.
     """
-    if cfg and not (repo and "," not in "".join(cfg)):
-        raise ConfigError("--cfg needs --repo, and one FILE without commas for each --cfg")
-    if repo and (data or not cfg):
-        raise ConfigError("--repo needs --cfg FILE, and takes the place of --data")
-    if repo and cfg:
-        data, suite = repo, f"{suite}/{','.join(_below(repo, file) for file in cfg)}"
     problems: list[str] = []
     checked: dict[str, Any] = {}
     available = catalogue(python or [])
@@ -252,23 +234,12 @@ def run(
         threads=threads,
         gpus=devices,
         timeout=timeout,
-        beat=beat,
     )
-    if devices is None and runner.jobs > 1 and (seen := torch.cuda.device_count()):
-        shared = f"note: {runner.jobs} cells at a time share one GPU; --gpus 0-{seen - 1} gives each its own"
-        console.print(Text(shared, style="yellow"))
     outcome = execute(plan, folder, runner, ["quest", "bench", *context.obj])
     if outcome.stopped:
         raise typer.Exit(128 + outcome.stopped)
     if outcome.failed:
         raise typer.Exit(1)
-
-
-def _below(repo: str, file: str) -> str:
-    """A config's path below a checkout, given from there or from the current folder."""
-    root, path = Path(repo).expanduser().resolve(), Path(file).expanduser()
-    inside = path.resolve() if path.is_absolute() or not (root / path).is_file() else (root / path).resolve()
-    return str(inside.relative_to(root)) if inside.is_relative_to(root) else file
 
 
 def execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -> Outcome:
@@ -294,8 +265,6 @@ def execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) ->
 def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     cells = plan.cells(folder)
-    for path in store.set_torn_aside(cells):
-        console.print(f"{path} is torn; it is now {path.name}.torn and is made again", markup=False, soft_wrap=True)
     store.check_conflicts(folder, plan)
     states = Counter(store.state(cell) for cell in cells)
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
@@ -319,48 +288,32 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         "smoke": plan.smoke,
         "jobs": runner.jobs,
         "threads": runner.threads,
-        "versions": store.versions(plan),
         "machine": machine(),
         "git": store.commit(),
-        "commits": store.commits(plan),
     }
     record |= {"suite_info": plan.suite.info, "seconds": None, "interrupted": True}
     idle = states["done"] == len(cells)
-    earlier = store.read_run(folder)
-    for key, name in (("commits", "commit"), ("versions", "version")):
-        then, now = (earlier[-1].get(key, {}) if states["done"] and earlier else {}), record[key]
-        for package in sorted(then.keys() & now.keys()):
-            if then[package] != now[package]:
-                kept = f"finished cells have another {name} of {package} and are kept; another --out measures again"
-                console.print(Text(f"note: {kept}", style="yellow"), soft_wrap=True)
-    if not idle:  # before the cells: a run that is killed has its record too
+    if not idle:  # before the cells: a run that is killed has its record, and what it would have run
         store.write_run(folder, record)
+    for cell in cells:
+        if store.state(cell) != "done":
+            store.prepare(cell, plan.suite.metric)
     started = time.monotonic()
     outcome = runner.run(cells)
     if not idle:
         record |= {"seconds": time.monotonic() - started, "interrupted": outcome.stopped is not None}
         store.write_run(folder, record)
-    if outcome.failed:
-        table = Table(title="failed cells", title_justify="left", header_style="bold", title_style="bold red")
-        for heading in ("cell", "reason", "last line of the log", "log"):
-            table.add_column(heading, overflow="fold")
-        for cell, reason in outcome.failed:
-            log = cell.workdir.parent / "log.txt"
-            first = (reason.splitlines() or [""])[0]
-            table.add_row(*map(Text, (label(cell), first, store.last_line(log.parent, reason), str(log))))
-        console.print(table)
+    if outcome.elsewhere:
+        console.print(f"{len(outcome.elsewhere)} cells are left to another command, which runs them now")
+    show_causes([store.load(cell.workdir.parent) for cell, _ in outcome.failed])
     return outcome
 
 
-def portable(command: Sequence[str]) -> str:
-    """The words of a command in one line, without the user's home folder in it."""
-    home = re.escape(str(Path.home()))
-    return shlex.join(re.sub(rf"(^|=){home}(?=/|$)", r"\1~", word) for word in command)
-
-
-def typed(context: typer.Context) -> str:
-    """The command as it was typed, without the user's home folder in it."""
-    return portable(["quest", "bench", *context.obj])
+def show_causes(cells: Sequence[store.Stored]) -> None:
+    """Print why cells failed: each cause once, with its first log."""
+    for cause, failed in store.causes(cells):
+        text = f"{len(failed)} failed: {cause}  (first: {failed[0].folder / 'log.txt'})"
+        console.print(Text(text, style="red"), soft_wrap=True)
 
 
 @app.command()
@@ -393,31 +346,17 @@ def status(
 
     [cyan]quest bench status runs/toy[/]
     """
-    from .groups import absent, causes
-
     cells = store.load_all(folder)
     if not cells:
         raise ConfigError(f"{folder} holds no cells; first run: quest bench run SUITE --out {shlex.quote(str(folder))}")
-    runs = store.read_run(folder)
-    running = [(cell, holder) for cell in cells if (holder := store.holder(cell.folder))]
-    names = {cell.folder for cell, _ in running}
-    counts = Counter("running" if cell.folder in names else cell.state for cell in cells)
-    counts["unfinished"] += absent(cells, runs)
-    words = ("done", "running", "failed", "unfinished")
-    console.print(", ".join(f"{counts[word]} {word}" for word in words))
-    for cell, (who, age) in running:
-        log = cell.folder / "progress.log"
+    running = {cell.folder: who for cell in cells if (who := store.holder(cell.folder))}
+    counts = Counter("running" if cell.folder in running else cell.state for cell in cells)
+    console.print(", ".join(f"{counts[word]} {word}" for word in ("done", "running", "failed", "unfinished")))
+    for folder, who in running.items():
+        log = folder / "progress.log"
         last = log.read_text(encoding="utf-8").splitlines()[-1:] if log.is_file() else []
-        beat = f"; no sign of life for {age:.0f} s" if age > 30 else ""
-        given = cell.cell
-        text = f"running {given['task']} · {given['attention']} · seed {given['seed']}  {''.join(last) or 'starting'}"
-        console.print(f"{text}  ({who}{beat})", markup=False, soft_wrap=True)
-    waiting = {cell.cell["suite"] for cell in cells if cell.result is None}
-    reasons = {run["suite"]: run["suite_info"].get("restarts") for run in runs}
-    for suite in sorted(name for name in waiting if reasons.get(name)):
-        console.print(f"a stopped cell of {suite} starts again: {reasons[suite]}", markup=False, soft_wrap=True)
-    for cause, failed in causes(cells):
-        console.print(Text(f"{len(failed)} failed: {cause}  (first: {failed[0].folder / 'log.txt'})"), soft_wrap=True)
+        console.print(f"running {folder.name}  {''.join(last) or 'starting'}  ({who})", markup=False, soft_wrap=True)
+    show_causes(cells)
 
 
 @app.command()
@@ -442,9 +381,7 @@ def merge(
 def compare(
     first: Annotated[Path, typer.Argument(parser=expanded, metavar="A", help="The run folder that is compared with.")],
     second: Annotated[Path, typer.Argument(parser=expanded, metavar="B", help="The run folder in question.")],
-    fail_on: Annotated[
-        str, typer.Option(help="Exit with 1 on any of: worse, failed, missing, slower=10%. Comma-separated.")
-    ] = "",
+    fail_on: Annotated[str, typer.Option(help="Exit with 1 on any of: worse, failed, missing. Comma-separated.")] = "",
 ) -> None:
     """Compare two runs of one grid cell by cell, for example before and after a change.
 
@@ -452,7 +389,7 @@ def compare(
 
     Example:
 
-    [cyan]quest bench compare runs/before runs/after --fail-on worse,failed,slower=10%[/]
+    [cyan]quest bench compare runs/before runs/after --fail-on worse,failed[/]
     """
     from .compare import compare_runs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -16,7 +16,7 @@ from .groups import Group, Row, interval, number, read_groups, signed
 from .stats import Comparison, compare, correct, estimate, verdict
 from .worker import encode
 
-CONDITIONS = ("worse", "failed", "missing", "slower")
+CONDITIONS = ("worse", "failed", "missing")
 
 
 def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[str]]:
@@ -24,7 +24,7 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
 
     Args:
         fail_on: comma-separated conditions: "worse" (after Holm's correction), "failed" (more failed seeds), "missing"
-            (a row or seed that only `first` has), "slower=10%" (mean seconds of a cell).
+            (a row or seed that only `first` has).
 
     Returns:
         The table, whose means cover the seeds that are finite in both, and a sentence for each condition that is met.
@@ -32,7 +32,10 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
     Raises:
         ConfigError: an unknown condition, or folders without a common row.
     """
-    conditions = _parse(fail_on)
+    conditions = [*filter(None, map(str.strip, fail_on.split(",")))]
+    for name in conditions:
+        if name not in CONDITIONS:
+            raise ConfigError(f"--fail-on has no condition '{name}'; {one_of(name, CONDITIONS)}")
     sides = []
     for folder in (first, second):
         groups = read_groups(folder, "standard")
@@ -68,21 +71,7 @@ def _key(group: Group, row: Row) -> str:
     return json.dumps(encode([*same, row.attention]), sort_keys=True)
 
 
-def _parse(text: str) -> dict[str, float]:
-    found = {}
-    for item in filter(None, map(str.strip, text.split(","))):
-        name, _, value = item.partition("=")
-        if name not in CONDITIONS:
-            raise ConfigError(f"--fail-on has no condition '{name}'; {one_of(name, CONDITIONS)}")
-        share = re.fullmatch(r"(\d+(?:\.\d+)?)%", value)
-        if (name == "slower") != bool(share):
-            wanted = "write slower=10%" if name == "slower" else f"'{name}' takes no value"
-            raise ConfigError(f"--fail-on is {item!r}; {wanted}")
-        found[name] = float(share[1]) / 100 if share else math.nan
-    return found
-
-
-def _met(conditions: dict[str, float], name: str, old: Row, new: Row, one: Comparison) -> list[str]:
+def _met(conditions: Sequence[str], name: str, old: Row, new: Row, one: Comparison) -> list[str]:
     problems = []
     if "worse" in conditions and one.mark == "▼":
         problems.append(f"{name}: worse")
@@ -90,6 +79,4 @@ def _met(conditions: dict[str, float], name: str, old: Row, new: Row, one: Compa
         problems.append(f"{name}: {one.failed} of {one.seeds} seeds failed, {one.baseline_failed} before")
     if "missing" in conditions and old.values.keys() - new.values.keys():
         problems.append(f"{name}: seeds {sorted(old.values.keys() - new.values.keys())} are missing")
-    if "slower" in conditions and new.seconds > (1 + conditions["slower"]) * old.seconds:
-        problems.append(f"{name}: {new.seconds:.1f} s a cell, {old.seconds:.1f} s before")
     return problems

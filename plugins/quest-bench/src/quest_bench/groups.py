@@ -7,7 +7,6 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from quest_core.errors import ConfigError, one_of
 
 from . import store
-from .plan import Record, Suite, catalogue, parse_seeds, reproduce, write_value
+from .plan import Record, Suite, catalogue, reproduce, write_value
 from .stats import Comparison, Estimate, compare, correct, estimate, verdict
 from .store import Stored
 from .worker import encode
@@ -71,10 +70,6 @@ class Row:
         """Whether every seed has the baseline's value, which p = 1 does not say."""
         return bool(self.comparison and not (self.comparison.wins or self.comparison.losses or self.failed))
 
-    def words(self) -> tuple[str, ...]:
-        """Attention, seeds, mean with interval, paired difference with interval, paper and verdict, for terminals."""
-        return self.attention, f"{self.finished}/{self.planned}", mean(self), gain(self), printed(self), self.verdict
-
 
 @dataclass(frozen=True)
 class Item:
@@ -101,7 +96,6 @@ class Group:
     smoke: bool
     baseline: str
     selection: str
-    planned: int  # cells that were asked for, also of attentions that have none yet and so no row
     rows: list[Row]
     cells: Sequence[Stored]
     items: list[Item] = field(default_factory=list)
@@ -123,7 +117,7 @@ class Group:
 
     @property
     def unfinished(self) -> int:
-        return self.planned - sum(cell.state != "unfinished" for cell in self.cells)
+        return sum(cell.state == "unfinished" for cell in self.cells)
 
     def row(self, attention: str) -> Row | None:
         return next((row for row in self.rows if row.attention == attention), None)
@@ -222,13 +216,9 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     missing = sorted({cell.cell["suite"] for cell in cells} - suites.keys())
     if missing:
         raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")
-    grouped = [(members, suites[members[0].cell["suite"]]) for members in _grouped(cells, runs)]
-    asked = planned(runs)
-    groups = [
-        _group(members, view, baseline, runs, asked.get(settled(members[0].cell), set()))
-        for members, suite in grouped
-        for view in suite.views()
-    ]
+    ended = [members for members in _grouped(cells, runs) if any(cell.state != "unfinished" for cell in members)]
+    grouped = [(members, suites[members[0].cell["suite"]]) for members in ended]
+    groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
     family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
     corrected = iter(family)
     for group in groups:
@@ -246,16 +236,6 @@ def load_cells(out: Path) -> list[Stored]:
         found = "holds no results" if out.is_dir() else "does not exist"
         raise ConfigError(f"{out} {found}; first run: quest bench run SUITE --out {shlex.quote(str(out))}")
     return cells
-
-
-def causes(cells: Iterable[Stored]) -> list[tuple[str, list[Stored]]]:
-    """Failed cells by the first line of their reason with numbers left out, the most frequent first."""
-    found: dict[str, list[Stored]] = {}
-    for cell in cells:
-        if cell.state == "failed":
-            line = (cell.error or "").strip().splitlines()[0] if (cell.error or "").strip() else "no reason recorded"
-            found.setdefault(store.without_numbers(line), []).append(cell)
-    return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
@@ -278,13 +258,7 @@ def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list
     return sorted(groups.values(), key=order)
 
 
-def _group(
-    members: Sequence[Stored],
-    suite: Suite,
-    baseline: str,
-    runs: Sequence[Mapping[str, Any]],
-    asked: AbstractSet[tuple[str, int]],
-) -> Group:
+def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequence[Mapping[str, Any]]) -> Group:
     first = members[0].cell
     by_attention: dict[str, list[Stored]] = {}
     for cell in members:
@@ -306,7 +280,7 @@ def _group(
         shared, there = own, None
         if comparison:
             shared = {seed: own[seed] for seed in own if math.isfinite(own[seed] - reference.get(seed, math.nan))}
-            if shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
+            if shared and shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
                 there = estimate([reference[seed] for seed in shared])
         peaks = [r["peak_rss_mib"] for r in done if r.get("peak_rss_mib") is not None]
         finite = sum(map(math.isfinite, own.values()))
@@ -314,7 +288,7 @@ def _group(
         rows.append(
             Row(
                 attention,
-                len({seed for name, seed in asked if name == attention} | seeds),
+                len(seeds),
                 finite,
                 len(own) - finite,
                 estimate(list(shared.values())),
@@ -333,8 +307,7 @@ def _group(
     chosen = first["options"].get("select", suite.info.get("selection"))
     selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
     items = _items(by_attention, names, suite, baseline)
-    every = len(asked | {(one.cell["attention"], one.cell["seed"]) for one in members})
-    return Group(suite, first["task"], settings, first["smoke"], baseline, selection, every, rows, members, items)
+    return Group(suite, first["task"], settings, first["smoke"], baseline, selection, rows, members, items)
 
 
 def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, float]:
@@ -350,30 +323,6 @@ def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, flo
             value = metrics.get(metric, math.nan)
             found[cell.cell["seed"]] = value if math.isfinite(value) else math.nan
     return found
-
-
-def planned(runs: Sequence[Mapping[str, Any]]) -> dict[str, set[tuple[str, int]]]:
-    """:func:`settled` -> the attentions and seeds that the recorded commands asked for."""
-    found: dict[str, set[tuple[str, int]]] = {}
-    for run in runs:
-        settings = run["settings"]
-        for task, values in itertools.product(run["tasks"], itertools.product(*settings.values())):
-            options = dict(zip(settings, values, strict=True))
-            cell = {"suite": run["suite"], "task": task, "smoke": run["smoke"], "options": options}
-            pairs = itertools.product(run["attentions"], parse_seeds(run["seeds"]))
-            found.setdefault(settled(cell), set()).update(pairs)
-    return found
-
-
-def settled(cell: Mapping[str, Any]) -> str:
-    """What cells of a group share, except for their data."""
-    return json.dumps(encode([cell[key] for key in ("suite", "task", "smoke", "options")]), sort_keys=True)
-
-
-def absent(cells: Iterable[Stored], runs: Sequence[Mapping[str, Any]]) -> int:
-    """How many cells the recorded commands asked for that have no folder, because a run was stopped before them."""
-    asked = {(group, *pair) for group, pairs in planned(runs).items() for pair in pairs}
-    return len(asked - {(settled(one.cell), one.cell["attention"], one.cell["seed"]) for one in cells})
 
 
 def _items(

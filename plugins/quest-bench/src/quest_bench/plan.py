@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,23 @@ class Suite:
     """A benchmark suite as its plugin declares it, with the record of that plugin."""
 
     name: str
-    summary: str
-    tasks: tuple[str, ...]
-    metric: str
-    unit: str
-    higher_is_better: bool
-    paper: Mapping[str, Any]  # source, table, protocol, difference, spread and values of a paper's table, or empty
-    options: Mapping[str, Mapping[str, Any]]
-    plots: str | None
-    data: str  # what a data folder holds, in words; empty if the suite reads none
-    data_required: bool
-    data_files: tuple[str, ...]  # patterns below a data folder, one of which has a match; empty: not checked
-    needs: str
     record: Record
     info: Mapping[str, Any]  # the mapping this was read from
-    also: tuple[Mapping[str, Any], ...] = ()  # further metrics of the same cells, with what differs from the first
+    summary: str
+    tasks: Sequence[str]
+    metric: str
+    unit: str = ""
+    higher_is_better: bool = True
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    """Source, table, protocol, difference, spread and values of a paper's table, or empty."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plots: str | None = None
+    data: str = ""  # the content of a data folder, in words; empty if the suite reads none
+    data_required: bool = False
+    data_files: Sequence[str] = ()  # patterns below a data folder, one of which has a match; empty: not checked
+    also: Sequence[Mapping[str, Any]] = ()  # further metrics of the same cells, with what differs from the first
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
     device: str = ""  # "cuda": a run without --smoke needs one
-    restarts: str = ""  # why a stopped cell starts again; empty if it continues at its last epoch
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""
@@ -83,34 +82,16 @@ class Suite:
 
     @classmethod
     def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
-        """A declaration and its name under "suite"; raises PluginError naming the key that is missing."""
-        try:
-            return cls(
-                name=info["suite"],
-                summary=info["summary"],
-                tasks=tuple(info["tasks"]),
-                metric=info["metric"],
-                unit=info.get("unit", ""),
-                higher_is_better=info.get("higher_is_better", True),
-                paper=info.get("paper", {}),
-                options={option["name"]: option for option in info.get("options", ())},
-                plots=info.get("plots"),
-                data=info.get("data", ""),
-                data_required=info.get("data_required", False),
-                data_files=tuple(info.get("data_files", ())),
-                needs=info.get("needs") or record.name,
-                record=record,
-                info=info,
-                also=tuple(info.get("also", ())),
-                tasks_from_data=info.get("tasks_from_data"),
-                device=info.get("device", ""),
-                restarts=info.get("restarts", ""),
-            )
-        except KeyError as error:
+        """A declaration and its name under "suite"; raises PluginError naming the keys that are missing."""
+        missing = [key for key in ("summary", "tasks", "metric") if key not in info]
+        if missing:
             raise PluginError(
-                f"plugin '{record.name}' ({record.distribution} {record.version}) declares a suite without {error}; "
-                f"fix: pip install --upgrade {record.distribution}"
-            ) from None
+                f"plugin '{record.name}' ({record.distribution} {record.version}) declares suite '{info['suite']}' "
+                f"without {', '.join(missing)}; fix: pip install --upgrade {record.distribution}"
+            )
+        given = {one.name: info[one.name] for one in fields(cls) if one.name in info}
+        given["options"] = {option["name"]: option for option in info.get("options", ())}
+        return cls(name=info["suite"], record=record, info=info, **given)
 
 
 @dataclass(frozen=True)
@@ -128,7 +109,7 @@ class Catalogue:
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def python(self, suite: Suite) -> str:
-        return self.pythons.get(suite.needs, sys.executable)
+        return self.pythons.get(suite.record.name, sys.executable)
 
 
 def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
@@ -154,7 +135,13 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
         python = Path(text).expanduser().absolute()  # not resolved: a virtual environment's python is a link
         if not python.is_file() or not os.access(python, os.X_OK):
             raise ConfigError(f"{source}: the python of plugin '{name}' is {text!r}, which is not an executable file")
-        there = {one["name"]: Record(**one) for one in _describe(name, python, source)}
+        try:
+            there = {one["name"]: Record(**one) for one in _ask(str(python), "describe")}
+        except QuestError as error:
+            fix = f"{python} -m pip install quest-core quest-{name}"
+            raise PluginError(
+                f"{source}: asking {python} for the plugin '{name}' failed: {error}; fix: {fix}"
+            ) from None
         if name not in there:
             raise PluginError(
                 f"{source}: {text} has no plugin '{name}'; {one_of(name, there)}; "
@@ -176,21 +163,12 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
 
 
 def _ask(python: str, *arguments: str) -> Any:
-    """The JSON in the last line that another python prints; raises QuestError with the last line of its errors."""
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    """The answer of a plugin's own python to `worker.py`; raises QuestError with the last line of its errors."""
+    words = [python, worker.__file__, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise QuestError((done.stderr.strip().splitlines() or ["no output"])[-1])
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _describe(name: str, python: Path, source: str) -> Any:
-    try:
-        return _ask(str(python), worker.__file__, "describe")
-    except QuestError as error:
-        raise PluginError(
-            f"{source}: asking {python} for the plugin '{name}' failed: {error}; "
-            f"fix: {python} -m pip install quest-core quest-{name}"
-        ) from None
 
 
 def suite_of(available: Catalogue, selector: str) -> Suite:
@@ -219,7 +197,6 @@ def select(available: Catalogue, selector: str, data: Path | None = None) -> tup
     """
     suite = suite_of(available, selector)
     name = suite.name
-    host = available.records.get(suite.needs)
     asked = list(dict.fromkeys(filter(None, selector[len(name) + 1 :].split(","))))
     from_data = suite.tasks_from_data
     if not (from_data and data):
@@ -229,17 +206,12 @@ def select(available: Catalogue, selector: str, data: Path | None = None) -> tup
         ]
         if unknown:
             raise ConfigError("; ".join(unknown))
-    if host is None:
+    record = suite.record
+    if record.status != "ok":
         raise PluginError(
-            f"suite '{name}' needs the plugin '{suite.needs}', which is not installed; "
-            f"fix: pip install quest-{suite.needs}, or name its environment with --python {suite.needs}=PATH"
+            f"suite '{name}': plugin '{record.name}' is {record.status}: {record.detail}; "
+            f"fix: {record.fix}, or name its environment with --python {record.name}=PATH"
         )
-    for record in (suite.record, host):
-        if record.status != "ok":
-            raise PluginError(
-                f"suite '{name}': plugin '{record.name}' is {record.status}: {record.detail}; "
-                f"fix: {record.fix}, or name its environment with --python {record.name}=PATH"
-            )
     if data is None:
         return suite, dict.fromkeys(asked or suite.tasks)
     if not from_data:
@@ -255,7 +227,7 @@ def _tasks_of(
     A task may name its own metric and direction (a config of a framework). All chosen tasks must agree in them.
     """
     try:
-        found: dict[str, dict[str, Any]] = _ask(python, worker.__file__, "tasks", function, str(data))
+        found: dict[str, dict[str, Any]] = _ask(python, "tasks", function, str(data))
     except QuestError as error:
         raise ConfigError(
             f"suite '{suite.name}': listing the tasks in {data} with {function} failed: {error}"
@@ -279,7 +251,7 @@ def _tasks_of(
     return suite, {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
 
 
-_OPEN, _CLOSE = "([{", ")]}"
+_ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\([^)]*\)|\[[^]]*\]|\{[^}]*\}|[^,])+)""")
 
 
 def split_list(text: str) -> list[str]:
@@ -288,22 +260,10 @@ def split_list(text: str) -> list[str]:
     >>> split_list('standard,quest+gqa(kv_heads=4, groups=2),"a,b"')
     ['standard', 'quest+gqa(kv_heads=4, groups=2)', 'a,b']
     """
-    items, depth, quote, start = [], 0, "", 0
-    for position, letter in enumerate(text):
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in _OPEN:
-            depth += 1
-        elif letter in _CLOSE:
-            depth -= 1
-        elif letter == "," and depth == 0:
-            items.append(text[start:position])
-            start = position + 1
-    items.append(text[start:])
-    stripped = [item.strip() for item in items]
-    return [i[1:-1] if len(i) >= 2 and i[0] == i[-1] and i[0] in "\"'" else i for i in stripped if i]
+    items = (match[1].strip() for match in _ITEM.finditer(text))
+    return [
+        item[1:-1] if len(item) >= 2 and item[0] == item[-1] and item[0] in "\"'" else item for item in items if item
+    ]
 
 
 def parse_attentions(text: str) -> list[str]:
@@ -508,10 +468,10 @@ def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite) -> st
     words = ["quest", "bench", "run", f"{cell['suite']}/{cell['task']}", "--attention", cell["attention"]]
     words += ["--seeds", write_seeds(seeds)]
     words += ["--smoke"] if cell["smoke"] else []
-    words += ["--data", hide_home(cell.get("data_path") or "FOLDER")] if cell["data"] else []
+    words += ["--data", cell.get("data_path") or "FOLDER"] if cell["data"] else []
     for key, value in suite.changed(cell["options"]).items():
         words += ["--set", f"{key}={write_value(value)}"]
-    return shlex.join(words)
+    return portable(words)
 
 
 def write_seeds(seeds: Iterable[int]) -> str:
@@ -533,7 +493,7 @@ def write_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def hide_home(path: str) -> str:
-    """A path under the user's home folder, written with ~: reports are shared, user names need not be."""
-    home = str(Path.home())
-    return "~" + path[len(home) :] if path == home or path.startswith(home + os.sep) else path
+def portable(command: Sequence[str]) -> str:
+    """The words of a command in one line, without the user's home folder in it, because reports are shared."""
+    home = re.escape(str(Path.home()))
+    return shlex.join(re.sub(rf"(^|=){home}(?=/|$)", r"\1~", word) for word in command)

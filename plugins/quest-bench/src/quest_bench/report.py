@@ -64,9 +64,7 @@ def write_report(out: Path, baseline: str) -> Path:
     if any(out.glob("cells/*")):  # else results.parquet is what the report is made from
         store.write_table(load_cells(out), out / "results.parquet")
     write_text(out / "report.md", _render("report.md.j2", facts))
-    specs = [spec for plot in plots if isinstance(plot, Chart) for spec in plot.specs]
-    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
-    packed = {"script": _script() if specs else "", "specs": _packed(json.dumps(content, separators=(",", ":")))}
+    packed = {"script": _script() if facts["specs"] else "", "specs": _packed(_drawn(facts["specs"]))}
     page = out / "report.html"
     write_text(page, _render("report.html.j2", facts | packed))
     return page
@@ -78,14 +76,18 @@ def write_page(results: Path, out: Path, baseline: str) -> None:
     charts.js sets `reportCharts`, the specifications in the order of the page's `data-spec`, and both themes.
     """
     facts = _facts(results, baseline)
-    pictures = [plot for plot in facts["plots"] if isinstance(plot, Picture)]
-    specs = [spec for plot in facts["plots"] if isinstance(plot, Chart) for spec in plot.specs]
-    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
     (out / "report").mkdir(parents=True, exist_ok=True)
-    for plot in pictures:
-        (out / "report" / plot.file).write_bytes(plot.data)
-    write_text(out / "charts.js", f"reportCharts = {json.dumps(content, separators=(',', ':'))};\n")
+    for plot in facts["plots"]:
+        if isinstance(plot, Picture):
+            (out / "report" / plot.file).write_bytes(plot.data)
+    write_text(out / "charts.js", f"reportCharts = {_drawn(facts['specs'])};\n")
     write_text(out / "report.md", _render("report.md.j2", facts | {"site": True, "created": ""}))
+
+
+def _drawn(specs: Sequence[Mapping[str, Any]]) -> str:
+    """The specifications of all charts and both themes as JSON."""
+    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
+    return json.dumps(content, separators=(",", ":"))
 
 
 def javascript() -> str:
@@ -106,7 +108,6 @@ def _facts(out: Path, baseline: str) -> dict[str, Any]:
     runs = store.read_run(out)
     overview = _overview(found, baseline)
     states = {state: sum(cell.state == state for cell in cells) for state in ("done", "failed", "unfinished")}
-    states["unfinished"] += groups.absent(cells, runs)
     tested = sum(bool(row.comparison and row.comparison.test) for group in found for row in group.rows)
     plots = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
     return {
@@ -117,13 +118,14 @@ def _facts(out: Path, baseline: str) -> dict[str, Any]:
         "states": states,
         "diverged": sum(row.failed for group in found if group.first_metric for row in group.rows)
         - sum(c.state == "failed" for c in cells),
-        "causes": groups.causes(cells),
+        "causes": store.causes(cells),
         "mixed": mixed(cells),
         "devices": sorted({cell.result["device"] for cell in cells if cell.result}),
         "baseline": baseline,
         "family": f"{tested} comparison{'s' * (tested != 1)}",
         "created": utc(),
         "plots": plots,
+        "specs": [spec for plot in plots if isinstance(plot, Chart) for spec in plot.specs],
         "places": _places(plots),
         "site": False,
     }

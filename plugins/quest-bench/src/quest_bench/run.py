@@ -25,15 +25,13 @@ from quest_suites.contract import Cell
 from . import store, worker
 from .plan import Suite
 
-RETRY_S = 1.0  # how long to wait before asking again for a cell that another orchestrator runs
-
 
 @dataclass
 class Outcome:
     """What happened to the cells of one `quest bench run`."""
 
     done: list[Cell] = field(default_factory=list)
-    skipped: list[Cell] = field(default_factory=list)
+    elsewhere: list[Cell] = field(default_factory=list)  # run now in another command
     failed: list[tuple[Cell, str]] = field(default_factory=list)
     stopped: signal.Signals | None = None  # the signal that ended the run
 
@@ -90,44 +88,16 @@ class _Running:
             self.process.stdin.close()
 
 
-class Display:
-    """Where the course of a run is shown; a method that a display does not define shows nothing."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.finished = console, total, 0
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def start(self, cell: Cell) -> None:
-        pass
-
-    def progress(self, cell: Cell, fraction: float, text: str) -> None:
-        pass
-
-    def finish(self, cell: Cell, message: str, good: bool) -> None:
-        pass
-
-    def put_back(self, cell: Cell) -> None:
-        pass
-
-    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
-        pass
-
-
 def label(cell: Cell) -> str:
     """A cell in a few words."""
     return f"{cell.task} · {cell.attention} · seed {cell.seed}"
 
 
-class Bars(Display):
-    """An overall bar and one line for each running cell, on a terminal."""
+class Display:
+    """Shows a run: a line for each cell that ends, and on a terminal bars for all cells and those that run."""
 
     def __init__(self, console: Console, total: int) -> None:
-        super().__init__(console, total)
+        self.console, self.total, self.finished = console, total, 0
         self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -135,51 +105,36 @@ class Bars(Display):
             TimeElapsedColumn(),
             TextColumn("[dim]{task.fields[text]}"),
             console=console,
+            disable=not console.is_terminal,
         )
         self.all = self.bars.add_task("[bold]all cells", total=total, text=f"0 of {total}")
-        self.lines: dict[Path, TaskID] = {}
+        self.running: dict[Path, TaskID] = {}
 
     def __enter__(self) -> Display:
         self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for line in self.lines.values():
-            self.bars.remove_task(line)
+        for bar in self.running.values():
+            self.bars.remove_task(bar)
         self.bars.stop()
 
     def start(self, cell: Cell) -> None:
-        self.lines[cell.workdir] = self.bars.add_task(label(cell), total=1.0, text="starting")
+        self.running[cell.workdir] = self.bars.add_task(label(cell), total=1.0, text="starting")
 
     def progress(self, cell: Cell, fraction: float, text: str) -> None:
-        self.bars.update(self.lines[cell.workdir], completed=fraction, text=text)
+        self.bars.update(self.running[cell.workdir], completed=fraction, text=text)
 
     def finish(self, cell: Cell, message: str, good: bool) -> None:
-        self.put_back(cell)
+        self.remove(cell)
         self.finished += 1
         self.bars.update(self.all, completed=self.finished, text=f"{self.finished} of {self.total}")
-        mark = ("✓ ", "green") if good else ("✗ ", "red")
-        self.console.print(Text.assemble(mark, label(cell), "  ", message))
+        mark = ("done  ", "green") if good else ("failed", "red")
+        line = Text.assemble(f"[{self.finished}/{self.total}] ", mark, f" {label(cell)}  {message}")
+        self.console.print(line, soft_wrap=True)
 
-    def put_back(self, cell: Cell) -> None:
-        self.bars.remove_task(self.lines.pop(cell.workdir))
-
-
-class Lines(Display):
-    """Plain lines for logs and pipes: one when a cell ends, and one for each running cell at every beat."""
-
-    def finish(self, cell: Cell, message: str, good: bool) -> None:
-        self.finished += 1
-        word = "done  " if good else "failed"
-        self._print(f"[{self.finished}/{self.total}] {word} {label(cell)}  {message}")
-
-    def beat(self, running: Sequence[tuple[Cell, float, str, float]]) -> None:
-        for cell, fraction, text, seconds in running:
-            line = f"[{self.finished}/{self.total}] running {label(cell)}  {100 * fraction:.0f} %"
-            self._print(f"{line} after {seconds:.0f} s  {text}".rstrip())
-
-    def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+    def remove(self, cell: Cell) -> None:
+        self.bars.remove_task(self.running.pop(cell.workdir))
 
 
 def signal_of(stop: KeyboardInterrupt) -> signal.Signals:
@@ -213,7 +168,6 @@ class Runner:
         gpus: numbers of devices among those that this process sees; place i sees only ``gpus[i % len(gpus)]``. None
             leaves devices as they are.
         timeout: seconds after which a cell is ended and counts as failed; None waits.
-        beat: seconds between the lines that a run without a terminal prints for its running cells.
     """
 
     def __init__(
@@ -226,10 +180,9 @@ class Runner:
         threads: int,
         gpus: Sequence[int] | None = None,
         timeout: float | None = None,
-        beat: float = 60.0,
     ) -> None:
         self.suite, self.python, self.console = suite, python, console
-        self.jobs, self.threads, self.timeout, self.beat = jobs, threads, timeout, beat
+        self.jobs, self.threads, self.timeout = jobs, threads, timeout
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
         common = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
         self.environments = [dict(common) for _ in range(jobs)]
@@ -240,23 +193,23 @@ class Runner:
                 environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
 
     def run(self, cells: Sequence[Cell]) -> Outcome:
-        """Run every cell that has no result yet.
+        """Run every cell that has no result yet. `quest_bench.store.prepare` has made their folders.
 
-        A cell that another orchestrator runs is asked for again until it has ended. Ctrl-C, or in `signals` SIGTERM or
+        A cell that another command runs, or has ended meanwhile, is left to it. Ctrl-C, or in `signals` SIGTERM or
         SIGHUP, ends the processes and returns with `stopped` set; finished results stay.
         """
         before = {cell.workdir: store.state(cell) for cell in cells}
-        outcome = Outcome(skipped=[cell for cell in cells if before[cell.workdir] == "done"])
+        outcome = Outcome()
         waiting = deque(cell for cell in cells if before[cell.workdir] != "done")
-        shown = Bars(self.console, len(waiting)) if self.console.is_terminal else Lines(self.console, len(waiting))
         free, running = deque(range(self.jobs)), list[_Running]()
-        next_beat, retry = time.monotonic() + self.beat, 0.0
         try:
-            with shown as display:
+            with Display(self.console, len(waiting)) as display:
                 while waiting or running:
-                    while waiting and free and time.monotonic() >= retry:
-                        running.append(self._start(waiting.popleft(), free.popleft()))
-                        display.start(running[-1].cell)
+                    while waiting and free:
+                        cell = waiting.popleft()
+                        if store.state(cell) == before[cell.workdir]:
+                            running.append(self._start(cell, free.popleft()))
+                            display.start(cell)
                     select.select([one.channel for one in running if not one.closed], [], [], 0.1)
                     for one in list(running):
                         if one.read():
@@ -269,19 +222,7 @@ class Runner:
                         one.end()
                         running.remove(one)
                         free.append(one.place)
-                        if not one.busy:
-                            self._finish(one, outcome, display)
-                            continue
-                        display.put_back(one.cell)
-                        if before[one.cell.workdir] == "new" and store.state(one.cell) == "failed":
-                            reason = store.load(one.cell.workdir.parent).error or ""
-                            outcome.failed.append((one.cell, reason.strip()))  # in another orchestrator
-                        else:
-                            waiting.append(one.cell)
-                            retry = time.monotonic() + RETRY_S
-                    if time.monotonic() >= next_beat:
-                        next_beat = time.monotonic() + self.beat
-                        display.beat([(one.cell, one.fraction, one.text, one.seconds) for one in running])
+                        self._finish(one, outcome, display)
         except KeyboardInterrupt as stop:
             outcome.stopped = signal_of(stop)
         finally:
@@ -292,7 +233,7 @@ class Runner:
         return outcome
 
     def _start(self, cell: Cell, place: int) -> _Running:
-        path = store.prepare(cell, self.suite.metric)
+        path = cell.workdir.with_name("cell.json")
         with path.with_name("log.txt").open("ab") as log:  # appended to, because another orchestrator may run the cell
             process = subprocess.Popen(
                 [self.python, worker.__file__, "cell", str(path.resolve())],
@@ -307,6 +248,10 @@ class Runner:
 
     def _finish(self, one: _Running, outcome: Outcome, display: Display) -> None:
         """Take in a cell whose process has ended."""
+        if one.busy:
+            outcome.elsewhere.append(one.cell)
+            display.remove(one.cell)
+            return
         found = store.load(one.cell.workdir.parent)
         if found.result is not None:  # whole, even if the process fell over on its way out
             value = found.result["metrics"][self.suite.metric]

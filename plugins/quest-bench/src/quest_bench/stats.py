@@ -28,13 +28,11 @@ class Estimate:
 
     Attributes:
         n: number of finite values.
-        lost: number of values that are NaN or infinite; they enter only this count.
         mean, minimum, maximum: NaN when n is 0.
         low, high: the interval; NaN when n < 2, because one value has no spread.
     """
 
     n: int
-    lost: int
     mean: float
     low: float
     high: float
@@ -49,14 +47,14 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean ± t(0.975, n-1) · s / √n with the sample standard deviation s (Student, 1908)."""
     finite = [float(v) for v in values if math.isfinite(v)]
-    n, lost = len(finite), len(values) - len(finite)
+    n = len(finite)
     if n == 0:
-        return Estimate(0, lost, *[math.nan] * 5)
+        return Estimate(0, *[math.nan] * 5)
     mean = statistics.fmean(finite)
     half = math.nan
     if n >= 2:
         half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * statistics.stdev(finite) / math.sqrt(n)
-    return Estimate(n, lost, mean, mean - half, mean + half, min(finite), max(finite))
+    return Estimate(n, mean, mean - half, mean + half, min(finite), max(finite))
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 ::
 
-    DIR/run.json                         every command that ran into DIR, with versions and the machine
+    DIR/run.json                         every command that ran into DIR, with its machine and commit
     DIR/cells/NAME-HASH/cell.json        what determines the cell
                         result.json      what it found; exists only when it finished
                         error.txt        why it failed
                         log.txt          what it printed
                         progress.log     one line a step of its progress
-                        claim            locked while the cell runs; touched every few seconds
+                        claim            locked while the cell runs
                         origin.json      the commits and versions that began it
                         work/            the suite's own files
     DIR/results.parquet                  written by `report`: all cells in one table, which `report` can read again
@@ -21,13 +21,10 @@ import fcntl
 import json
 import math
 import os
-import platform
 import re
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +33,11 @@ from quest_core.errors import ConfigError
 from quest_suites.contract import Cell
 
 from .plan import Plan, cell_id, describe_cell, write_value
-from .worker import decode, encode, git_commit, mechanisms, whole, write_json, write_text
+from .worker import decode, encode, git_commit, whole, write_json, write_text
 
 CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
 RESULT_JSON = ("details", "versions", "commits", "machine")
-NEEDED: dict[str, tuple[str, ...]] = {
-    "cell.json": (*CELL_FACTS, "options"),
-    "result.json": ("metrics", "series", "seconds", "device"),
-    "run.json": ("runs",),
-}
-"""Keys without which a file counts as torn; a file edited by hand may lack them."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +65,11 @@ class Stored:
 def read_json(path: Path, fix: str) -> Any:
     """Read a file that :func:`write_json` wrote; raises ConfigError with its name if it is torn or cannot be read."""
     try:
-        return _read(path)
+        return decode(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is torn ({error}); {fix}") from None
-
-
-def _read(path: Path) -> Any:
-    found = decode(path.read_text(encoding="utf-8"))
-    missing = [key for key in NEEDED[path.name] if not isinstance(found, dict) or key not in found]
-    if missing:
-        raise ValueError(f"it has no {', '.join(missing)}")
-    for name, value in found.get("metrics", {}).items():
-        if not isinstance(value, int | float):
-            raise ValueError(f"metric '{name}' is {value!r:.80}, which is not a number")
-    return found
 
 
 def prepare(cell: Cell, metric: str) -> Path:
@@ -190,20 +170,6 @@ def state(cell: Cell) -> str:
     return "failed" if (folder / "error.txt").is_file() else "new"
 
 
-def set_torn_aside(cells: Sequence[Cell]) -> list[Path]:
-    """Rename files that are torn to ``NAME.torn``, so that their cells run again; return their paths."""
-    found = []
-    for cell in cells:
-        for path in (cell.workdir.parent / "cell.json", cell.workdir.parent / "result.json"):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    _read(path)
-                except ValueError:
-                    path.replace(path.with_name(f"{path.name}.torn"))
-                    found.append(path)
-    return found
-
-
 def check_conflicts(out: Path, plan: Plan) -> None:
     """Refuse to mix settings or data in one folder by accident.
 
@@ -270,23 +236,25 @@ def last_line(folder: Path, reason: str) -> str:
     return "" if not text or text.endswith(reason.strip()) else text.splitlines()[-1].strip()
 
 
-def without_numbers(line: str) -> str:
-    """A message with numbers and quoted paths as "…", so that messages of one cause are equal."""
-    return re.sub(r"(/[^\s:'\"]+)|\b0x[0-9a-f]+\b|\b\d+(\.\d+)?\b", "…", line)
+def causes(cells: Iterable[Stored]) -> list[tuple[str, list[Stored]]]:
+    """Failed cells by the first line of their reason without numbers and paths, the most frequent first."""
+    found: dict[str, list[Stored]] = {}
+    for cell in cells:
+        if cell.state == "failed":
+            line = ((cell.error or "").strip() or "no reason recorded").splitlines()[0]
+            cause = re.sub(r"(/[^\s:'\"]+)|\b0x[0-9a-f]+\b|\b\d+(\.\d+)?\b", "…", line)
+            found.setdefault(cause, []).append(cell)
+    return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
-def holder(folder: Path) -> tuple[str, float] | None:
-    """Return who runs a cell now and for how many seconds its heart has not beaten; None if nothing runs it."""
-    path = folder / "claim"
-    try:
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip(), max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return None
-    return None
+def holder(folder: Path) -> str:
+    """Return who runs a cell now; empty if nothing runs it."""
+    with contextlib.suppress(FileNotFoundError), (folder / "claim").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "just begun"
+    return ""
 
 
 @contextlib.contextmanager
@@ -361,30 +329,6 @@ def _equal(a: Stored, b: Stored) -> bool:
     metric = a.cell["metric"]
     mine, other = ((one.result or {})["metrics"][metric] for one in (a, b))
     return bool(mine == other or (math.isnan(mine) and math.isnan(other)))
-
-
-def versions(plan: Plan) -> dict[str, str]:
-    """Versions in the orchestrator's environment, and of the plugin and host in the one the cells run in."""
-    found = {"python": platform.python_version()}
-    for attention in plan.attentions:
-        found |= mechanisms(attention)[0]
-    for distribution in ("torch", "quest-core", "quest-bench"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[distribution] = version(distribution)
-    record = plan.suite.record
-    found[record.distribution] = record.version
-    if record.host:
-        name, _, found_version = record.host.partition(" ")
-        found[name] = found_version
-    return found
-
-
-def commits(plan: Plan) -> dict[str, str | None]:
-    """Commits of quest-core and of the packages that the attentions come from, in the orchestrator's environment."""
-    found: dict[str, str | None] = {"quest-core": commit()}
-    for attention in plan.attentions:
-        found |= mechanisms(attention)[1]
-    return found
 
 
 def commit() -> str | None:

@@ -30,7 +30,6 @@ import math
 import os
 import platform
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -44,8 +43,7 @@ from pathlib import Path
 from typing import Any
 
 FLOAT = "$float"
-BEAT_S = 5.0  # how often a process touches the claim of a running cell
-LOG_S = 1.0  # progress.log gets at most one line in this time
+REPORT_S = 0.5  # a suite may report its progress at every step; at most one report is sent in this time
 
 
 def encode(value: Any, where: str = "value") -> Any:
@@ -155,15 +153,14 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 
     given = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"
-    versions, commits = mechanisms(given["attention"])
-    origin = {"versions": _versions(given["suite"]) | versions, "commits": _commits(given["suite"]) | commits}
+    provenance = origin(given["suite"], given["attention"])
     begun = path.with_name("origin.json")
     with contextlib.suppress(FileNotFoundError):
         text = begun.read_text(encoding="utf-8", errors="replace")
-        if text != json.dumps(encode(origin), indent=1) + "\n":  # also if it is torn
+        if text != json.dumps(encode(provenance), indent=1) + "\n":  # also if it is torn
             print("another commit or version began this cell, so it starts again", flush=True)
             shutil.rmtree(workdir, ignore_errors=True)
-    write_json(begun, origin)
+    write_json(begun, provenance)
     workdir.mkdir(exist_ok=True)
     resumes = any(workdir.iterdir())
     cell = Cell(
@@ -180,18 +177,17 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     entry = entry_point(cell.suite)
     suite_run = entry.load()
     started = time.perf_counter()
-    sent = logged = -math.inf
+    sent = -math.inf
 
     def progress(fraction: float, text: str) -> None:
-        nonlocal sent, logged
+        nonlocal sent
         now = time.perf_counter()
-        if now - sent >= 0.1 or fraction >= 1:  # a suite may call this at every step
-            sent = now
-            send({"progress": min(max(float(fraction), 0.0), 1.0), "text": str(text)})
-        if now - logged >= LOG_S or fraction >= 1:
-            logged = now
-            with contextlib.suppress(OSError), path.with_name("progress.log").open("a", encoding="utf-8") as log:
-                log.write(f"{utc()}  {now - started:9.1f} s  {100 * fraction:5.1f} %  {text}\n")
+        if now - sent < REPORT_S and fraction < 1:
+            return
+        sent = now
+        send({"progress": min(max(float(fraction), 0.0), 1.0), "text": str(text)})
+        with contextlib.suppress(OSError), path.with_name("progress.log").open("a", encoding="utf-8") as log:
+            log.write(f"{utc()}  {now - started:9.1f} s  {100 * fraction:5.1f} %  {text}\n")
 
     result = suite_run(cell, progress)
     seconds = time.perf_counter() - started
@@ -212,7 +208,7 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-            **origin,
+            **provenance,
             "machine": machine(),
             "finished": utc(),
         },
@@ -229,20 +225,15 @@ def _numbers(
         TypeError: naming the suite, the metric or series, and the value that is not a number.
     """
 
-    def plain(value: Any) -> Any:
-        return value.tolist() if hasattr(value, "tolist") else value
-
     def number(where: str, value: Any) -> float:
-        found = plain(value)
-        while found is not value and isinstance(found, list) and len(found) == 1:
-            found = found[0]
+        found = value.item() if math.prod(getattr(value, "shape", (2,))) == 1 else value
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise TypeError(f"suite '{suite}': {where} is {value!r:.80}, which is not a real number")
         return float(found)
 
     curves = {}
     for name, values in series.items():
-        listed = plain(values)
+        listed = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(listed, list | tuple):
             raise TypeError(f"suite '{suite}': series '{name}' is {values!r:.80}, which is not a list")
         curves[name] = [number(f"value {place} of series '{name}'", value) for place, value in enumerate(listed)]
@@ -267,47 +258,28 @@ def _device() -> str:
     return "cpu"
 
 
-@functools.cache
-def _versions(suite: str) -> dict[str, str]:
-    """Versions in this environment of all that takes part: python, torch, quest-core, plugin, host."""
-    from quest_core.hosts.plugins import plugins
-
-    entry = entry_point(suite)
-    found = {"python": platform.python_version()}
-    for distribution in ("torch", "quest-core", entry.dist.name if entry.dist else ""):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-            found[distribution] = importlib.metadata.version(distribution)
-    for plugin in (one for one in plugins() if one.name == _plugin_of(entry)):
-        found[plugin.distribution] = plugin.version
-        name, _, version = plugin.host().partition(" ")
-        found |= {name: version} if version else {}
-    return found
-
-
-def mechanisms(attention: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Versions and commits of the distributions, other than quest-core, that an attention comes from."""
+def origin(suite: str, attention: str) -> dict[str, dict[str, str]]:
+    """The versions of all that takes part in a cell, and the commits of what is imported from checkouts."""
     from quest_core.config import AttentionConfig
+    from quest_core.hosts.plugins import plugins
     from quest_core.registry import owner
 
-    others = [part for part in AttentionConfig.parse(attention).components if owner(part) != "quest-core"]
-    versions = dict(owner(part).split(" ") for part in others)
-    return versions, commits(part.__module__.partition(".")[0] for part in others)
-
-
-@functools.cache
-def _plugin_of(entry: importlib.metadata.EntryPoint) -> str:
-    """The plugin whose suites are declared in the package of the function that runs this one."""
-    declared = importlib.metadata.entry_points(group="quest.suites")
-    folder = entry.module.rpartition(".")[0]
-    return next((point.name for point in declared if point.module.rpartition(".")[0] == folder), "")
-
-
-def _commits(suite: str) -> dict[str, str]:
-    from quest_core.hosts.plugins import plugins
-
     entry = entry_point(suite)
-    hosts = [plugin.value for plugin in plugins() if plugin.name == _plugin_of(entry)]
-    return commits(("quest_core", entry.module, *hosts))
+    folder = entry.module.rpartition(".")[0]  # of the module that runs the suite, and of its declaration
+    declared = importlib.metadata.entry_points(group="quest.suites")
+    name = next((point.name for point in declared if point.module.rpartition(".")[0] == folder), "")
+    hosts = [plugin for plugin in plugins() if plugin.name == name]
+    parts = [part for part in AttentionConfig.parse(attention).components if owner(part) != "quest-core"]
+    versions = {"python": platform.python_version()}
+    for distribution in ("torch", "quest-core", entry.dist.name if entry.dist else ""):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+            versions[distribution] = importlib.metadata.version(distribution)
+    for plugin in hosts:
+        host, _, version = plugin.host().partition(" ")
+        versions |= {plugin.distribution: plugin.version, **({host: version} if version else {})}
+    versions |= dict(owner(part).split(" ") for part in parts)
+    modules = ["quest_core", entry.module, *(plugin.value for plugin in hosts), *(part.__module__ for part in parts)]
+    return {"versions": versions, "commits": commits(modules)}
 
 
 def commits(modules: Iterable[str]) -> dict[str, str]:
@@ -396,7 +368,7 @@ def start(path: Path) -> None:
 
     try:
         claim = os.open(path.with_name("claim"), os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files
-        threading.Thread(target=_watch, args=(lifeline, claim), daemon=True).start()
+        threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -420,11 +392,9 @@ def start(path: Path) -> None:
     os._exit(0)  # whatever threads the suite left behind
 
 
-def _watch(lifeline: int, claim: int) -> None:
-    """Touch the claim every few seconds. Once the orchestrator has ended, end this process and those it started."""
-    while not select.select([lifeline], [], [], BEAT_S)[0]:
-        with contextlib.suppress(OSError):
-            os.utime(claim)
+def _watch(lifeline: int) -> None:
+    """Once the orchestrator has ended, end this process and those it started."""
+    os.read(lifeline, 1)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -443,13 +413,7 @@ def describe_error(error: BaseException) -> str:
 def describe_os_error(error: OSError) -> str:
     """One line with the file's name and the way on."""
     place = f" {error.filename}" if error.filename else ""
-    fixes = {
-        errno.ENOSPC: "free some space",
-        errno.EDQUOT: "free some space",
-        errno.EROFS: "choose a writable folder",
-        errno.EACCES: "make it writable",
-        errno.ENOLCK: "use a file system with locks (flock)",
-    }
+    fixes = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EROFS: "choose a writable folder"}
     fix = fixes.get(error.errno or 0)
     tail = f"; {fix}, then run the same command again" if fix else ""
     return f"{type(error).__name__}:{place}: {error.strerror or error}{tail}"

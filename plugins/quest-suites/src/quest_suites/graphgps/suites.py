@@ -178,7 +178,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": [],
         "metric": "metric_best",  # each config names its own
         "selection": "validation",
-        "data": "a checkout of GraphGPS (--repo PATH) and configs in it (--cfg FILE)",
+        "data": "a checkout of GraphGPS; a task is a config in it, such as configs/GPS/zinc-GPS+RWSE.yaml",
         "data_required": True,
         "tasks_from_data": "quest_suites.graphgps.own:tasks",
         "options": [

@@ -72,7 +72,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "unit": "%",
         "higher_is_better": True,
-        "data": "a checkout of Pointcept (--repo PATH) and configs in it (--cfg FILE)",
+        "data": "a checkout of Pointcept; a task is a config in it, such as configs/nuscenes/semseg-pt-v3m1-0-base.py",
         "data_required": True,
         "tasks_from_data": "quest_suites.pointcept.own:tasks",
         "options": [
