@@ -122,11 +122,6 @@ def write_zinc(folder: Path) -> None:
         (raw / f"{split}.index").write_text(",".join(map(str, range(graphs))) + "\n")
 
 
-def molecule(edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Atoms and bonds of a ring of 12, as ogb describes them."""
-    return torch.zeros(12, 9).long(), torch.zeros(edges.shape[1], 3).long(), edges
-
-
 def write_superpixels(folder: Path, name: str) -> None:
     """Rings in the layout of MNIST's and CIFAR10's download, as PyTorch Geometric's GNNBenchmarkDataset reads it."""
     raw = folder / "GNNBenchmarkDataset" / name / "raw"
@@ -142,28 +137,3 @@ def write_superpixels(folder: Path, name: str) -> None:
             split.append({"x": colours, "edge_index": edges, "edge_attr": edge_attr, "y": y, "pos": pos})
         splits.append(split)
     torch.save(splits, raw / f"{name}_v2.pt")
-
-
-def write_lrgb(folder: Path, name: str) -> None:
-    """Rings in the layout of a download of the long-range graph benchmark, as PyTorch Geometric's LRGBDataset reads."""
-    raw = folder / "LRGB" / name.lower() / "raw"
-    raw.mkdir(parents=True)
-    torch.manual_seed(0)
-    for split, graphs in SPLITS:
-        rows = []
-        for _ in range(graphs):
-            edges = graph(12).edge_index
-            if name == "PCQM-Contact":
-                pairs = edges[:, ::3]
-                rows.append(
-                    (*molecule(edges), torch.cat([pairs, pairs.flip(0) + 2], 1) % 12, torch.arange(16) // 8 == 0)
-                )
-            elif name.endswith("SP"):
-                rows.append((torch.randn(12, 14), torch.randn(edges.shape[1], 2), edges, torch.arange(12) % 3))
-            else:
-                y = torch.randint(2, (1, 10)).float() if name.endswith("func") else torch.randn(1, 11)
-                rows.append((*molecule(edges), y))
-        if name.endswith("SP"):
-            (raw / f"{split}.pickle").write_bytes(pickle.dumps(rows))
-        else:
-            torch.save(rows, raw / f"{split}.pt")

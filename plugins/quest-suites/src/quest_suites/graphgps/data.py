@@ -139,22 +139,6 @@ def join_positions(data: Data) -> Data:
     return data
 
 
-def draw_negatives(data: Data) -> Data:
-    """Draw new negative pairs: for each head i, two random ones for every contact.
-
-    Args:
-        data: edge_label_index [2, L], pairs (i, j) of nodes, and edge_label [L], 1 where they are in contact.
-    """
-    contacts = data.edge_label_index[:, data.edge_label == 1]  # [2, C]
-    linked = torch.zeros(data.num_nodes, data.num_nodes, dtype=torch.bool)
-    linked[contacts[0], contacts[1]] = True
-    order = torch.rand(linked.shape).masked_fill(linked, math.inf).argsort(1).argsort(1)  # [N, N], contacts last
-    drawn = ((order < 2 * linked.sum(1, keepdim=True)) & ~linked).nonzero().T  # a head may have fewer candidates
-    data.edge_label_index = torch.cat([contacts, drawn], dim=1)
-    data.edge_label = (torch.arange(data.edge_label_index.shape[1]) < contacts.shape[1]).int()
-    return data
-
-
 # --- encodings of position ------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import InMemoryDataset
-from torch_geometric.datasets import ZINC, GNNBenchmarkDataset, LRGBDataset
+from torch_geometric.datasets import ZINC, GNNBenchmarkDataset
 from torch_geometric.graphgym import register
 from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.loader import set_dataset_attr
@@ -32,7 +32,7 @@ from yacs.config import CfgNode
 from quest_core.errors import ConfigError, PluginError, one_of
 from quest_graphgps import graphgym
 
-from .data import SPLITS, add_eigenvectors, add_random_walks, draw_negatives, join_positions
+from .data import SPLITS, add_eigenvectors, add_random_walks, join_positions
 from .gated import gated_sum
 
 if "graphgps" in sys.modules:
@@ -65,7 +65,6 @@ def declare(cfg: Any) -> None:
     cfg.dataset.node_encoder_num_types = 0
     cfg.dataset.edge_encoder_num_types = 0
     cfg.dataset.split_mode = "standard"
-    cfg.dataset.resample_negative = False
     cfg.dataset.slic_compactness = 10
     cfg.optim.num_warmup_epochs = 50
     cfg.optim.clip_grad_norm = False
@@ -172,19 +171,6 @@ class TypeDictNodeEncoder(nn.Module):
         return batch
 
 
-@register.register_node_encoder("VOCNode")
-class VOCNodeEncoder(nn.Module):
-    """A linear layer on the 14 features of a superpixel."""
-
-    def __init__(self, dim_emb: int) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(14, dim_emb)
-
-    def forward(self, batch: Any) -> Any:
-        batch.x = self.encoder(batch.x)
-        return batch
-
-
 @register.register_edge_encoder("TypeDictEdge")
 class TypeDictEdgeEncoder(nn.Module):
     """An embedding of the edge's type, edge_attr [E]."""
@@ -224,38 +210,17 @@ class LinearEdgeEncoder(nn.Module):
         return batch
 
 
-@register.register_edge_encoder("VOCEdge")
-class VOCEdgeEncoder(nn.Module):
-    """A linear layer on the 2 features of a boundary between superpixels."""
+@register.register_node_encoder("TypeDictNode+RWSE")
+class TypedWalksNodeEncoder(nn.Module):
+    """The node's type and its random walks, concatenated."""
 
     def __init__(self, dim_emb: int) -> None:
         super().__init__()
-        self.encoder = nn.Linear(2, dim_emb)
+        self.encoder1 = TypeDictNodeEncoder(dim_emb - cfg.posenc_RWSE.dim_pe)
+        self.encoder2 = RWSENodeEncoder(dim_emb, expand_x=False)
 
     def forward(self, batch: Any) -> Any:
-        batch.edge_attr = self.encoder(batch.edge_attr)
-        return batch
-
-
-def _joined(own: str, position: str) -> Callable[[int], nn.Module]:
-    """Return an encoder that concatenates node features and a position encoding: TypeDictNode+RWSE."""
-
-    class Concatenated(nn.Module):
-        def __init__(self, dim_emb: int) -> None:
-            super().__init__()
-            dim_pe = cfg[f"posenc_{position}"].dim_pe
-            self.encoder1 = register.node_encoder_dict[own](dim_emb - dim_pe)
-            self.encoder2 = register.node_encoder_dict[position](dim_emb, expand_x=False)
-
-        def forward(self, batch: Any) -> Any:
-            return self.encoder2(self.encoder1(batch))
-
-    return Concatenated
-
-
-for _own in ("TypeDictNode", "Atom", "VOCNode"):
-    for _position in ("LapPE", "RWSE"):
-        register.register_node_encoder(f"{_own}+{_position}", _joined(_own, _position))
+        return self.encoder2(self.encoder1(batch))
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -364,27 +329,6 @@ class InductiveNodeHead(nn.Module):
         return self.layer_post_mp(batch).x, batch.y
 
 
-@register.register_head("inductive_edge")
-class InductiveEdgeHead(nn.Module):
-    """A score for pairs of nodes: the dot product of their features, which stay in `batch.x`."""
-
-    def __init__(self, dim_in: int, dim_out: int) -> None:
-        super().__init__()
-        if cfg.model.edge_decoding != "dot" or dim_out != 1:
-            raise ConfigError(
-                f"model.edge_decoding is {cfg.model.edge_decoding!r} for {dim_out} classes of edges; this head takes "
-                "dot and one class. For other decoders use GraphGPS"
-            )
-        self.layer_post_mp = MLP(
-            new_layer_config(dim_in, dim_in, cfg.gnn.layers_post_mp, has_act=False, has_bias=True, cfg=cfg)
-        )
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        x = self.layer_post_mp(batch).x  # [T, E]
-        i, j = batch.edge_label_index  # [L] each
-        return (x[i] * x[j]).sum(-1), batch.edge_label
-
-
 @register.register_head("san_graph")
 class GraphHead(nn.Module):
     """A prediction for every graph: pooled nodes through layers that halve the features twice."""
@@ -452,7 +396,7 @@ class Graphs(InMemoryDataset):
     """Three splits of graphs as one dataset of GraphGym, with the encodings of position that the config enables."""
 
     def __init__(self, splits: Sequence[Iterable[Any]]) -> None:
-        super().__init__(transform=draw_negatives if cfg.dataset.resample_negative else None)
+        super().__init__()
         lists = [[_prepared(data) for data in split] for split in splits]
         self.data, self.slices = self.collate([data for split in lists for data in split])
         start = 0
@@ -494,8 +438,6 @@ def _reader(format: str, name: str, folder: str) -> Callable[[str], Any] | None:
         return lambda split: gnn_benchmark(folder, name, split)
     if format == "PyG-ZINC":
         return lambda split: ZINC(f"{folder}/ZINC", subset=name == "subset", split=split)
-    if format == "PyG-LRGB":
-        return lambda split: LRGBDataset(f"{folder}/LRGB", name, split)
     return None
 
 

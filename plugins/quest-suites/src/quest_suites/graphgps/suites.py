@@ -43,7 +43,6 @@ def _options(
 _SEED = {"name": "data_seed", "kind": "int", "default": 0, "doc": "seed of the generated graphs", "minimum": 0}
 _SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
 _ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
-_LRGB = "a folder with LRGB/, as PyTorch Geometric's LRGBDataset lays it out"
 _SBM_DATA = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
@@ -93,64 +92,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "data_files": ["GNNBenchmarkDataset/CIFAR10/raw"],
         "data_required": True,
         "options": _options(_ALL, 0, 3, 16, 0.001, 100, 5),
-    },
-    "graph/molecules": {
-        "summary": "a partition coefficient that RDKit computes from the molecule (Crippen's logP), not comparable "
-        "with published results; needs no download; GPS with ZINC's settings",
-        "tasks": ["crippen-logp"],
-        "metric": "mae",
-        "selection": "validation",
-        "higher_is_better": False,
-        "data": "a csv file with a column SMILES; without one, that of the installed molsets",
-        "options": _options(
-            "training molecules, with a tenth as many of validation and of test", 10000, 10, 32, 0.001, 100, 5
-        ),
-    },
-    "graph/superpixels": {
-        "summary": f"classes of superpixels, GPS (long-range graph benchmark); {_FROM_DATA}",
-        "tasks": ["PascalVOC-SP", "COCO-SP"],
-        "metric": "f1",
-        "selection": "validation",
-        "paper": _PAPER["graph/superpixels"],
-        "data": _LRGB,
-        "data_files": ["LRGB/*/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 4, 32, 0.0005, 300, 10),
-    },
-    "graph/peptides-func": {
-        "summary": f"ten functions of a peptide, GPS (long-range graph benchmark); {_FROM_DATA}",
-        "tasks": ["Peptides-func"],
-        "metric": "ap",
-        "selection": "validation",
-        "paper": _PAPER["graph/peptides-func"],
-        "data": _LRGB,
-        "data_files": ["LRGB/peptides-func/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 4, 128, 0.0003, 200, 5),
-    },
-    "graph/peptides-struct": {
-        "summary": f"eleven properties of a peptide, GPS (long-range graph benchmark); {_FROM_DATA}",
-        "tasks": ["Peptides-struct"],
-        "metric": "mae",
-        "selection": "validation",
-        "higher_is_better": False,
-        "paper": _PAPER["graph/peptides-struct"],
-        "data": _LRGB,
-        "data_files": ["LRGB/peptides-struct/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 4, 128, 0.0003, 200, 5),
-    },
-    "graph/pcqm-contact": {
-        "summary": "which atoms of a molecule lie close together in space, GPS (long-range graph "
-        f"benchmark); {_FROM_DATA}",
-        "tasks": ["PCQM-Contact"],
-        "metric": "mrr",
-        "selection": "validation",
-        "paper": _PAPER["graph/pcqm-contact"],
-        "data": _LRGB,
-        "data_files": ["LRGB/pcqm-contact/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 4, 256, 0.0003, 200, 10),
     },
     "stability/graph": {
         "summary": f"accuracy over learning rates up to divergence, GPS on PATTERN; {_GENERATED}",
