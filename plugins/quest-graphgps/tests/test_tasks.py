@@ -19,7 +19,7 @@ from devtools.cells import check_resume
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
 from quest_suites.contract import STATE, Cell
-from quest_suites.graphgps import gated, superpixels, tasks
+from quest_suites.graphgps import superpixels, tasks
 from quest_suites.graphgps.data import (
     add_eigenvectors,
     add_random_walks,
@@ -302,21 +302,6 @@ def test_superpixels_carry_their_positions() -> None:
     data = join_positions(Data(x=torch.zeros(2, 3), pos=torch.ones(2, 2, dtype=torch.double)))
     assert data.x.dtype == torch.float32
     assert data.x.tolist() == [[0, 0, 0, 1, 1]] * 2
-
-
-def test_gated_sum_equals_the_formula(monkeypatch) -> None:
-    monkeypatch.setattr(gated, "BLOCK", 4)
-    torch.manual_seed(0)
-    source, target = torch.randint(5, (2, 11))
-    tensors = [torch.randn(n, 3, dtype=torch.double, requires_grad=True) for n in (11, 5, 5, 5)]
-    edges, to, fro, values = tensors
-    scores, total, weight = gated.gated_sum(*tensors, source, target)
-    want = edges + to[target] + fro[source]
-    torch.testing.assert_close(scores, want)
-    empty = torch.zeros(5, 3, dtype=torch.double)
-    torch.testing.assert_close(total, empty.index_add(0, target, want.sigmoid() * values[source]))
-    torch.testing.assert_close(weight, empty.index_add(0, target, want.sigmoid()))
-    assert torch.autograd.gradcheck(lambda *t: gated.gated_sum(*t, source, target), tensors)
 
 
 USE = """

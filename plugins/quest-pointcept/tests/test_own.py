@@ -8,9 +8,8 @@ import pytest
 
 from quest_core.errors import PluginError
 from quest_suites.contract import Cell
-from quest_suites.pointcept import own, tasks
+from quest_suites.pointcept import own
 from quest_suites.pointcept.own import config_lines, read_log, run_own
-from quest_suites.pointcept.suites import SUITES
 
 TRAIN = """
 import json, pathlib, runpy, sys
@@ -121,18 +120,3 @@ def test_the_configuration_is_pointcepts_own(repo, tmp_path):
     assert scope["epoch"] == 1
     assert "quest_suites.pointcept.short" in scope["custom_imports"]["imports"]
     assert {"type": "SemSegEvaluator"} in scope["hooks"]
-
-
-def test_nuscenes_is_a_config_with_data(repo, tmp_path, monkeypatch):
-    (repo / "configs/nuscenes").mkdir()
-    (repo / "configs/nuscenes/semseg-pt-v3m1-0-base.py").write_text(CONFIGS["semseg.py"])
-    monkeypatch.setattr(tasks, "checkout", lambda: repo)
-    for name in ("info", "raw"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-    options = {option["name"]: option["default"] for option in SUITES["points/nuscenes"]["options"]}
-    given = Cell("points/nuscenes", "val", "quest", 0, False, tmp_path / "data", options, tmp_path)
-    assert tasks.run_nuscenes(given, lambda *_: None).metrics["miou"] == pytest.approx(70)
-    scope = {}
-    exec((tmp_path / "quest.py").read_text(), scope)
-    assert {split["data_root"] for split in scope["data"].values()} == {str(tmp_path / "data")}
-    assert (scope["epoch"], scope["batch_size"], scope["num_worker"]) == (50, 12, 16)

@@ -41,8 +41,7 @@ from quest_core.testing import AdapterConformance, matrix
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import install_configs
 from quest_suites.contract import Cell
-from quest_suites.pointcept.suites import SUITES
-from quest_suites.pointcept.tasks import run_nuscenes
+from quest_suites.pointcept.own import run_own
 
 SMALL = {
     "in_channels": 4,
@@ -618,16 +617,18 @@ def test_a_killed_run_resumes(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_nuscenes_task(dataset, tmp_path, monkeypatch):
-    options: ClassVar[dict] = {option["name"]: option["default"] for option in SUITES["points/nuscenes"]["options"]}
+def test_the_suite_trains_nuscenes(dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
     reported = []
-    shrunk = {**options, "batch_size": 2, "workers": 1}
-    result = run_nuscenes(
-        Cell("points/nuscenes", "val", "quest", 0, True, dataset, shrunk, tmp_path), lambda *note: reported.append(note)
+    task, data = (
+        "configs/nuscenes/semseg-pt-v3m1-0-base.py",
+        [f"data.{s}.data_root={dataset}" for s in ("train", "val")],
     )
+    options = {"gpus": 1, "set": " ".join(data)}
+    given = Cell("pointcept", task, "quest", 0, True, Path(ROOT), options, tmp_path)
+    result = run_own(given, lambda *note: reported.append(note))
     assert result.details["injected"].startswith("attention=quest in 5 modules")
-    assert 0 <= result.metrics["miou"] <= 100
+    assert 0 <= result.metrics["mIoU"] <= 100
     assert reported
 
 

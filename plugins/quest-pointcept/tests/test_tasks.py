@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from devtools.cells import check_resume
-from quest_core.errors import ConfigError, PluginError
 from quest_core.registry import Option
 from quest_suites.contract import Cell, declared_suites
 from quest_suites.pointcept import scenes, tasks
@@ -105,36 +104,6 @@ def test_one_point_of_each_voxel():
         assert grid.min() == 0
     x, grid, _ = tasks.voxels(seen, 0.5, None)
     np.testing.assert_array_equal(np.floor((x[:, :3] - seen.points.min(0)) / 0.5).astype(int), grid)
-
-
-# --- points/nuscenes --------------------------------------------------------------------------------------------------
-
-
-def nuscenes(tmp_path, **options):
-    return cell(tmp_path, suite="points/nuscenes", task="val", **options)
-
-
-def checkout(folder):
-    """A folder in which Pointcept's trainer and configuration are files; what they do is not part of these tests."""
-    for name in ("tools/train.py", "configs/nuscenes/semseg-pt-v3m1-0-base.py", "pointcept/__init__.py"):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    return folder
-
-
-def test_pointcept_must_be_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PluginError, match="put a checkout on PYTHONPATH"):
-        tasks.run_nuscenes(nuscenes(tmp_path), print)
-
-
-def test_data_and_configuration_must_be_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "checkout", lambda: checkout(tmp_path / "root"))
-    with pytest.raises(ConfigError, match="option config is 'none.py'"):
-        tasks.run_nuscenes(nuscenes(tmp_path, config="none.py"), print)
-    with pytest.raises(ConfigError, match="no info/ and raw/"):
-        tasks.run_nuscenes(nuscenes(tmp_path, data=tmp_path), print)
 
 
 # --- suites -----------------------------------------------------------------------------------------------------------

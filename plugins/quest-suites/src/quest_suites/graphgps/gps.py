@@ -33,7 +33,6 @@ from quest_core.errors import ConfigError, PluginError, one_of
 from quest_graphgps import graphgym
 
 from .data import SPLITS, add_eigenvectors, add_random_walks, join_positions
-from .gated import gated_sum
 
 if "graphgps" in sys.modules:
     raise PluginError(
@@ -242,7 +241,10 @@ class GatedGCNLayer(nn.Module):
     def forward(self, x: Tensor, edges: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
         """Nodes x [T, E] and edges [edges, E] -> updated nodes [T, E] and edges [edges, E]."""
         source, target = edge_index
-        scores, summed, weight = gated_sum(self.C(edges), self.D(x), self.E(x), self.B(x), source, target)
+        scores = self.C(edges) + self.D(x)[target] + self.E(x)[source]  # [edges, E]
+        gates = scores.sigmoid()
+        summed = torch.zeros_like(x).index_add(0, target, gates * self.B(x)[source])  # [T, E]
+        weight = torch.zeros_like(x).index_add(0, target, gates)
         fresh = self.act_fn_x(self.bn_node_x(self.A(x) + summed / (weight + 1e-6)))
         marked = self.act_fn_e(self.bn_edge_e(scores))
         if self.dropout:

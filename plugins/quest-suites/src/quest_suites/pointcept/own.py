@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,47 +55,20 @@ def run_own(cell: Cell, progress: Progress) -> Result:
         progress: called during training.
 
     Returns:
-        See `train`; the metric is that of the last epoch.
+        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the
+        config evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
 
     Raises:
         PluginError: tools/train.py failed, with its last line.
     """
     assert cell.data is not None
-    words = cell.options["set"].split()
-    return train(cell, progress, cell.data, cell.data / cell.task, [], words=words, gpus=cell.options["gpus"])
-
-
-def train(
-    cell: Cell,
-    progress: Progress,
-    root: Path,
-    base: Path,
-    lines: Sequence[str],
-    *,
-    gpus: int,
-    words: Sequence[str] = (),
-) -> Result:
-    """Run Pointcept's tools/train.py in the cell's folder and read its train.log.
-
-    Args:
-        cell: gives attention, seed, smoke and the folder.
-        progress: called during training.
-        root: the checkout.
-        base: the config that the cell's own one starts from.
-        lines: further lines of the cell's config.
-        gpus: processes, each on a GPU.
-        words: further key=value for --options.
-
-    Returns:
-        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the
-        config evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
-    """
+    root, base, gpus = cell.data, cell.data / cell.task, 1 if cell.smoke else cell.options["gpus"]
     out = cell.workdir / "exp"
     config = cell.workdir / "quest.py"
     last = out / "model" / "model_last.pth"
-    config.write_text("\n".join([*config_lines(cell, base, out), *lines, ""]), encoding="utf-8")
+    config.write_text("\n".join([*config_lines(cell, base, out), ""]), encoding="utf-8")
     command = [sys.executable, str(root / "tools" / "train.py"), "--config-file", str(config)]
-    command += ["--num-gpus", str(1 if cell.smoke else gpus), "--options", f"save_path={out}", *words]
+    command += ["--num-gpus", str(gpus), "--options", f"save_path={out}", *cell.options["set"].split()]
     command += [f"weight={last}", "resume=True"] if last.is_file() else []
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     started = time.perf_counter()

@@ -33,37 +33,6 @@ SUITES: dict[str, dict[str, Any]] = {
             },
         ],
     },
-    "points/nuscenes": {
-        "summary": "nuScenes lidar segmentation by PT-v3m1 with Pointcept's own trainer and configuration; needs a "
-        "checkout of Pointcept on PYTHONPATH, and a GPU to be done in days",
-        "tasks": ["val"],
-        "metric": "miou",
-        "selection": "paper",
-        "unit": "%",
-        "higher_is_better": True,
-        "paper": _PAPER["points/nuscenes"],
-        "data": "nuScenes as Pointcept's preprocess_nuscenes_info.py leaves it: a folder with info/ and raw/",
-        "data_files": ["info"],
-        "data_required": True,
-        "options": [
-            {
-                "name": "config",
-                "kind": "str",
-                "default": "nuscenes/semseg-pt-v3m1-0-base.py",
-                "doc": "one of Pointcept's configurations",
-            },
-            {"name": "epochs", "kind": "int", "default": 50, "doc": "passes over the split", "minimum": 1},
-            {
-                "name": "batch_size",
-                "kind": "int",
-                "default": 12,
-                "doc": "scans a step, over all GPUs",
-                "minimum": 1,
-            },
-            {"name": "gpus", "kind": "int", "default": 1, "doc": "GPUs to train on", "minimum": 1},
-            {"name": "workers", "kind": "int", "default": 16, "doc": "loader processes", "minimum": 1},
-        ],
-    },
     "pointcept": {
         "summary": "Pointcept's own tools/train.py in a checkout of Pointcept, with any of its configs that has a "
         "Point Transformer V3",
@@ -72,6 +41,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "unit": "%",
         "higher_is_better": True,
+        "paper": _PAPER["pointcept"],
         "data": "a checkout of Pointcept; a task is a config in it, such as configs/nuscenes/semseg-pt-v3m1-0-base.py",
         "data_required": True,
         "tasks_from_data": "quest_suites.pointcept.own:tasks",

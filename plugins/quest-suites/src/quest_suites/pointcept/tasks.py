@@ -1,32 +1,26 @@
-"""points/scenes, which needs nothing but this plugin's environment, and points/nuscenes, table A9 of the paper.
+"""points/scenes: torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`).
 
-`points/scenes` trains torch-pointcloud's Point Transformer V3 on generated scenes (see `scenes`). torch-pointcloud has
-a module for Lightning and no trainer, so the loop is here. It follows Pointcept's nuScenes configuration:
-AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns, flips and
-scales, one point of each voxel. Model and scenes are small, so a cell takes minutes on a CPU; blocks have the same
-learning rate as the rest.
-
-`points/nuscenes` runs Pointcept's tools/train.py with Pointcept's configuration and a few more lines.
+torch-pointcloud has a module for Lightning and no trainer, so the loop is here. It follows Pointcept's nuScenes
+configuration: AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns,
+flips and scales, one point of each voxel. Model and scenes are small, so a cell takes minutes on a CPU; blocks have the
+same learning rate as the rest.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quest_core.errors import ConfigError, PluginError
 from quest_pointcept.on_cpu import train_on_cpu
 from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
-from . import own, scenes
+from . import scenes
 
 RINGS, RAYS = 24, 180
 SMOKE_SCENES, SMOKE_EPOCHS = 4, 2
@@ -196,53 +190,3 @@ def voxels(
     kept = order[first]
     x = np.concatenate([points[kept], scan.strength[kept, None]], axis=1)
     return x, grid[kept], scan.labels[kept]
-
-
-# --- nuScenes ---------------------------------------------------------------------------------------------------------
-
-
-def run_nuscenes(cell: Cell, progress: Progress) -> Result:
-    """Train and evaluate on nuScenes with Pointcept's own trainer, in a process of its own.
-
-    Args:
-        cell: `data` is the folder with info/ and raw/ that Pointcept's preprocessing writes.
-        progress: called when the trainer logs.
-
-    Returns:
-        The result of `own.train`, with the metric ``miou``: Pointcept's precise evaluation of its best epoch, or,
-        without one in the config, the last epoch.
-
-    Raises:
-        PluginError: Pointcept cannot be imported, or its trainer fails.
-        ConfigError: the data or the configuration is missing.
-    """
-    root = checkout()
-    options = cell.options
-    base = root / "configs" / options["config"]
-    if not base.is_file():
-        raise ConfigError(f"option config is '{options['config']}', which is not a file in {root / 'configs'}")
-    if cell.data is None or not (cell.data / "info").is_dir() or not (cell.data / "raw").is_dir():
-        raise ConfigError(
-            f"data is '{cell.data}', which has no info/ and raw/; give the folder that Pointcept's "
-            "preprocess_nuscenes_info.py has written"
-        )
-    lines = [f"data = { ({split: {'data_root': str(cell.data)} for split in ('train', 'val', 'test')})!r}"]
-    if not cell.smoke:
-        lines += [f"epoch = eval_epoch = {options['epochs']}"]
-        lines += [f"batch_size, num_worker = {options['batch_size']}, {options['workers']}"]
-    result = own.train(cell, progress, root, base, lines, gpus=options["gpus"])
-    result.metrics["miou"] = result.metrics.get("precise mIoU", result.metrics["mIoU"])
-    return result
-
-
-def checkout() -> Path:
-    """Return the folder of the importable Pointcept; raises PluginError if there is none."""
-    found = importlib.util.find_spec("pointcept")
-    if found is None or found.origin is None:
-        raise PluginError(
-            "points/nuscenes trains with Pointcept, which cannot be imported; put a checkout on PYTHONPATH"
-        )
-    root = Path(found.origin).parents[1]
-    if not (root / "tools" / "train.py").is_file():
-        raise PluginError(f"Pointcept at {root} has no tools/train.py; use a whole checkout")
-    return root
