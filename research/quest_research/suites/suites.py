@@ -7,58 +7,34 @@ from pathlib import Path
 from typing import Any
 
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
-OPTIONS: list[dict[str, Any]] = [
-    {
-        "name": "samples",
-        "kind": "int",
-        "default": 2048,
-        "minimum": 1,
-        "doc": "training sequences; the paper does not say how many, and which attentions succeed depends on it",
-    },
-    {
-        "name": "test_samples",
-        "kind": "int",
-        "default": 2048,
-        "minimum": 1,
-        "doc": "test sequences, none of them biased",
-    },
-    {
-        "name": "seq_len",
-        "kind": "int",
-        "default": 20,
-        "minimum": 11,
-        "doc": "vectors in a sequence; answers lie around position 10 with standard deviation 2",
-    },
-    {"name": "epochs", "kind": "int", "default": 50, "minimum": 1, "doc": "passes over the training sequences"},
-    {"name": "batch", "kind": "int", "default": 32, "minimum": 1, "doc": "sequences in a mini-batch"},
-    {
-        "name": "weight_seeds",
-        "kind": "int",
-        "default": 3,
-        "minimum": 1,
-        "doc": "weight initializations for each learning rate and weight decay (the paper: 5)",
-    },
-    {
-        "name": "block",
-        "kind": "str",
-        "default": "prenorm",
-        "choices": ("prenorm", "printed"),
-        "doc": "where the Transformer block normalizes",
-    },
-    {
-        "name": "embed_std",
-        "kind": "float",
-        "default": 0.02,
-        "minimum": 0.0,
-        "doc": "standard deviation of the initial [CLS] token and positional embeddings",
-    },
-]
 
 
 def _whole(name: str, default: int, doc: str, minimum: int = 1) -> dict[str, Any]:
     return {"name": name, "kind": "int", "default": default, "minimum": minimum, "doc": doc}
 
 
+def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
+    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
+
+
+def _choice(name: str, choices: tuple[str, ...], doc: str) -> dict[str, Any]:
+    return {"name": name, "kind": "str", "default": choices[0], "choices": choices, "doc": doc}
+
+
+OPTIONS = [
+    _whole(
+        "samples",
+        2048,
+        "training sequences; the paper does not say how many, and which attentions succeed depends on it",
+    ),
+    _whole("test_samples", 2048, "test sequences, none of them biased"),
+    _whole("seq_len", 20, "vectors in a sequence; answers lie around position 10 with standard deviation 2", 11),
+    _whole("epochs", 50, "passes over the training sequences"),
+    _whole("batch", 32, "sequences in a mini-batch"),
+    _whole("weight_seeds", 3, "weight initializations for each learning rate and weight decay (the paper: 5)"),
+    _choice("block", ("prenorm", "printed"), "where the Transformer block normalizes"),
+    _rate("embed_std", 0.02, "standard deviation of the initial [CLS] token and positional embeddings"),
+]
 IMAGE_OPTIONS = [
     _whole("train", 8000, "training images, drawn for each seed"),
     _whole("validation", 2000, "further training images, which choose the epoch that is reported"),
@@ -69,7 +45,7 @@ IMAGE_OPTIONS = [
     _whole("layers", 4, "Transformer blocks"),
     _whole("heads", 4, "attention heads of a block"),
     _whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
-    {"name": "weight_decay", "kind": "float", "default": 0.05, "minimum": 0.0, "doc": "of AdamW, on every parameter"},
+    _rate("weight_decay", 0.05, "of AdamW, on every parameter"),
 ]
 IMAGE_DATA = (
     "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
@@ -79,13 +55,9 @@ IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin", "train/*"]
 IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-mnist by default"
 _TEST = _whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
 _SIZE = _whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
-_PRECISION = {
-    "name": "precision",
-    "kind": "str",
-    "default": "float32",
-    "choices": ("float32", "bfloat16", "float16"),
-    "doc": "of autocast in training; float16 scales the loss",
-}
+_PRECISION = _choice(
+    "precision", ("float32", "bfloat16", "float16"), "of autocast in training; float16 scales the loss"
+)
 
 
 def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, Any]]:
@@ -98,7 +70,7 @@ DIGITS_OPTIONS = _changed(
 )
 RECIPE_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
-    {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _rate("rate", 0.001, "lowest learning rate"),
     _whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
     _TEST,
     _SIZE,
@@ -108,30 +80,20 @@ STABILITY_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
     {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
     _whole("rates", 5, "learning rates, half a decade apart", 2),
-    {"name": "lowest", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "lowest learning rate"},
+    _rate("lowest", 0.001, "lowest learning rate"),
     _SIZE,
     _PRECISION,
 ]
 ROBUSTNESS_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
-    {"name": "rate", "kind": "float", "default": 0.003, "minimum": 0.0, "doc": "highest learning rate"},
+    _rate("rate", 0.003, "highest learning rate"),
     {**_TEST, "default": 3000},
     _whole("shifted", 100, "test images that are corrupted or attacked"),
     {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
-    {"name": "epsilon", "kind": "float", "default": 1.0, "minimum": 0.0, "doc": "budget of attacks, in 255ths"},
-    {
-        "name": "share",
-        "kind": "float",
-        "default": 0.9,
-        "minimum": 0.0,
-        "doc": "training images whose square is at the place of their class",
-    },
+    _rate("epsilon", 1.0, "budget of attacks, in 255ths"),
+    _rate("share", 0.9, "training images whose square is at the place of their class"),
     _SIZE,
 ]
-
-
-def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
-    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
 
 
 GQA_OPTIONS = [
@@ -325,7 +287,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": [
             _whole("pretrain", 1500, "steps of pretraining with standard attention"),
             _whole("finetune", 300, "steps of fine-tuning"),
-            {"name": "rate", "kind": "float", "default": 0.001, "minimum": 0.0, "doc": "learning rate of fine-tuning"},
+            _rate("rate", 0.001, "learning rate of fine-tuning"),
         ],
     },
     "gpu/attention": {
@@ -338,13 +300,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "jobs": 1,
         "device": "cuda",
         "options": [
-            {
-                "name": "dtype",
-                "kind": "str",
-                "default": "bfloat16",
-                "choices": ("bfloat16", "float16", "float32"),
-                "doc": "type of the tensors",
-            },
+            _choice("dtype", ("bfloat16", "float16", "float32"), "type of the tensors"),
             _whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),
             _whole("heads", 16, "query heads"),
             _whole("dim", 64, "features of a head"),
