@@ -58,6 +58,11 @@ def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool
     return pooled.flatten(0, 1)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is torch's Linear, or another library's of this name (PyTorch Geometric's)."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Linear"
+
+
 @dataclass(frozen=True)
 class HeadSizes:
     """How many heads the projections make, and how wide each is."""
@@ -303,7 +308,7 @@ def _parameters(module: nn.Module, name: str, value: nn.Module | Tensor) -> dict
     found: dict[str, nn.Parameter | None] = {}
     if isinstance(value, Tensor):
         found = {name: module._parameters.get(name)}
-    elif isinstance(value, nn.Linear) and not (value._modules or value._buffers or len(value._parameters) != 2):
+    elif is_linear(value) and not (value._modules or value._buffers or len(value._parameters) != 2):
         found = {f"{name}.{leaf}": value._parameters.get(leaf) for leaf in ("weight", "bias")}
     parameters = {key: parameter for key, parameter in found.items() if parameter is not None}
     weight = parameters.get(name, parameters.get(f"{name}.weight"))

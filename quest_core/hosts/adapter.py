@@ -43,6 +43,7 @@ class Capabilities:
         dropout: the host drops attention weights in training.
         narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
         rotary: the host turns queries and keys by their positions.
+        independent: the samples of a batch must not influence each other in evaluation, as graphs of any size do not.
     """
 
     ordered: bool = True
@@ -54,6 +55,7 @@ class Capabilities:
     dropout: bool = False
     narrows_keys: bool = False
     rotary: bool = False
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,7 @@ class Adapter(ABC):
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Return why a mechanism cannot give what a site asks for, or None if it can."""
     for part in config.components:
-        for needs, gives, why in (
+        reasons = (
             (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),
@@ -403,9 +405,16 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
             (asked.rotary, part.compares, "its queries do not meet keys, where rotary positions act"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
-        ):
-            if needs and not gives:
-                return f"'{part.name}' is not possible here: {why}"
+            (
+                asked.independent,
+                "samples" not in part.reads or part.stateful,
+                "its groups follow the keys of the whole batch, so that a sample's output depends on the others (dgqa "
+                "keeps its groups outside of training)",
+            ),
+        )
+        found = [why for needs, gives, why in reasons if needs and not gives]
+        if found:
+            return f"'{part.name}' is not possible here: {', and '.join(found)}"
     return None
 
 

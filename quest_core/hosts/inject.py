@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -134,7 +134,9 @@ class Request:
             raise ConfigError(f"{where}: allow_partial={partial!r} must be true or false")  # a text is true in Python
         return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
 
-    def apply(self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter], *, fresh: bool = True) -> None:
+    def apply(
+        self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter] | None, *, fresh: bool = True
+    ) -> None:
         """Inject into a model that its constructor has just built, and write the report to the host's log."""
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
@@ -213,9 +215,10 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, universal, written))
-    left = _left_alone(model, chosen, universal)
+    by_design = frozenset(name for owner in adapters for name in owner.leaves_alone)
+    left = _left_alone(model, chosen, universal, by_design)
     if not allow_partial:
-        _refuse_partial(config, chosen, adapters, {path: left[path] for path in left if path not in written.left})
+        _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in written.left})
     for owner, site in chosen:
         require(owner, site, config)
     stacks = _stacks(config, model, [site for _, site in chosen])
@@ -291,13 +294,14 @@ def uninject(model: nn.Module) -> nn.Module:
 
 
 def _left_alone(
-    model: nn.Module, chosen: Iterable[tuple[Adapter, Site]], universal: UniversalAdapter
+    model: nn.Module, chosen: Iterable[tuple[Adapter, Site]], universal: UniversalAdapter, by_design: Container[str]
 ) -> dict[str, nn.Module]:
-    """Return the modules, by path, that look like attention and are neither in a chosen one nor around one."""
+    """Return the modules, by path, that are or look like attention and are neither in a chosen one nor around one."""
     ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
     left = {path: module for path, module in universal.missed.items() if id(module) not in ours}
     for path, module in model.named_modules():
-        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules()):
+        known = type(module).__name__ in by_design or looks_like_attention(module)
+        if known and not any(id(inner) in ours for inner in module.modules()):
             left[path] = module
     return left
 
@@ -305,11 +309,10 @@ def _left_alone(
 def _refuse_partial(
     config: AttentionConfig,
     chosen: Sequence[tuple[Adapter, Site]],
-    adapters: Iterable[Adapter],
+    by_design: Container[str],
     left: Mapping[str, nn.Module],
 ) -> None:
     """Raise InjectionError if modules would stay that are in no `Adapter.leaves_alone`."""
-    by_design = {name for owner in adapters for name in owner.leaves_alone}
     missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
     if missed:
         shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])

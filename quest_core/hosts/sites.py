@@ -20,6 +20,7 @@ from ..compat import is_compiling, kept_whole, require, same_random_state, uncom
 from ..drafts import draft, host_class
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism
+from ..projections import is_linear
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
@@ -134,7 +135,7 @@ def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
     if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
         return True
-    linear = sum(isinstance(child, nn.Linear) or type(child).__name__ == "Linear" for child in module.children())
+    linear = sum(map(is_linear, module.children()))
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 

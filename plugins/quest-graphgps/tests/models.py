@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.graphgym.config import cfg, set_cfg
-from torch_geometric.nn import GINEConv, GPSConv
+from torch_geometric.nn import GINEConv, GPSConv, TransformerConv
 from yacs.config import CfgNode
 
 from quest_suites.graphgps import gps
@@ -40,6 +40,22 @@ class ConvModel(nn.Module):
     def forward(self, x, edge_index, batch, edge_attr):
         for conv in self.convs:
             x = conv(x, edge_index, batch, edge_attr=edge_attr)
+        return x
+
+
+class EdgeModel(nn.Module):
+    """Two layers of attention on edges, with their features."""
+
+    def __init__(self, dropout: float, channels: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        size = channels // heads
+        self.convs = nn.ModuleList(
+            TransformerConv(channels, size, heads, beta=True, dropout=dropout, edge_dim=channels) for _ in range(2)
+        )
+
+    def forward(self, x, edge_index, batch, edge_attr):
+        for conv in self.convs:
+            x = conv(x, edge_index, edge_attr)
         return x
 
 

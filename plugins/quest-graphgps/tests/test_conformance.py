@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models import RAGGED, SIZES, ConvModel, GymModel, configure, conv_inputs, graph, gym_inputs
+from models import RAGGED, SIZES, ConvModel, EdgeModel, GymModel, configure, conv_inputs, graph, gym_inputs
 from torch_geometric.data import Batch
 
 from quest_core.testing import AdapterConformance
@@ -51,6 +51,23 @@ class TestGPSConvRaggedWithoutDropout(Conv):
     compiles = False
     dropout = 0.0
     refused = ("aft-full", "aft-local")
+
+
+class TestTransformerConv(Graphs):
+    mechanisms = ("quest", "qnorm", "qknorm", "qknorm-hs", "qknorm-ds")
+    refused = ("quest(kv_heads=2)", "quest+sigmoid", "linear", "elliptical", "sinkhorn", "aft-simple")
+
+    calibrates = False
+    # No logit but those of edges is formed, so references, and checkpoints of what this host refuses, do not apply.
+    test_mechanisms_equal_their_reference_inside_the_host = None
+    test_no_checkpoint_loads_silently_into_another_attention = test_attention_from_accepts_what_it_names = None
+    test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+    def make_model(self):
+        return EdgeModel(0.1)
+
+    def make_inputs(self):
+        return conv_inputs(self.sizes)
 
 
 class Gym(Graphs):

@@ -18,12 +18,11 @@ from quest_graphgps import attention
 
 SCORES = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 NORMALISERS = ("", "+sigmoid", "+sinkhorn")
-GROUPINGS = ("", "+gqa(kv_heads=2)", "+mqa", "+kdgqa(kv_heads=2)", "+dgqa(kv_heads=2)", "+pgqa(kv_heads=2)")
+GROUPINGS = ("", "+gqa(kv_heads=2)", "+mqa", "+dgqa(kv_heads=2)", "+pgqa(kv_heads=2)")
 FAMILIES = ("linear", "cosine", "aft-simple")
 OPTIONS = (
     *("quest(scale=2)", "quest+sigmoid(bias=-1)", "sinkhorn(iterations=4, eps=0.5)", "quest+gqa(kv_heads=1)"),
     *(
-        "kdgqa(kv_heads=2, min_queries=1)",
         "dgqa(kv_heads=2, window=1, evolution=difference)",
         "aft-simple(query=false)",
     ),

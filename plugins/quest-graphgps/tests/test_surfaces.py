@@ -74,7 +74,9 @@ def test_gps_conv_draws_the_same_initial_weights() -> None:
     ("attn_type", "attention", "error", "said"),
     [
         ("multihead", "qest", ConfigError, "did you mean 'quest'"),
-        ("performer", "quest", InjectionError, "GPSConv has no attention.*look like attention: PerformerAttention"),
+        ("performer", "quest", UnsupportedError, "attn_type='performer' has no q.k.*; write attn_type='multihead'"),
+        ("multihead", "kdgqa(kv_heads=2)", UnsupportedError, "follow the keys of the whole batch.*dgqa"),
+        ("multihead", "aft-conv", UnsupportedError, "needs ordered tokens, and its keys are narrower"),
         ("multihead", "aft-local", UnsupportedError, "needs ordered tokens"),
         ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
     ],
@@ -322,20 +324,26 @@ def test_gps_conv_takes_attention_from() -> None:
         GPSConv(16, None, heads=4, attn_kwargs={"attention_from": "quest"})
 
 
+class PoolingAttention(nn.Module):
+    """Attention that no adapter knows."""
+
+
 class Partial(nn.Module):
-    """One attention that the plugin knows and one that it does not."""
+    """Attention that two adapters know, and one more."""
 
     def __init__(self, dim_in, dim_out):
         super().__init__()
         self.conv = GPSConv(dim_in, None, heads=1)
-        self.pool = nn.MultiheadAttention(dim_in, 1)
+        self.mix = nn.MultiheadAttention(dim_in, 1)
+        self.pool = PoolingAttention()
 
 
 def test_a_partial_replacement_needs_allow_partial(monkeypatch) -> None:
     monkeypatch.setitem(register.network_dict, "partial", Partial)
-    with pytest.raises(InjectionError, match=r"'pool' \(MultiheadAttention\).*say allow_partial=True"):
+    with pytest.raises(InjectionError, match=r"'pool' \(PoolingAttention\).*say allow_partial=True"):
         build("model.type", "partial", "gnn.attention", "quest")
     model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
+    assert [r.path for r in model.attention_report.replacements] == ["conv.attn", "mix"]
     assert model.attention_report.left_alone == ("pool",)
 
 
@@ -411,6 +419,54 @@ def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stock
         assert (f"attention={name} in 2 modules" in text) == (name != "stock")
     assert len(printed["stock"]) == 2
     assert printed["standard"] == printed["stock"] != printed["quest"]
+
+
+PLAIN = """
+import argparse, sys
+from pathlib import Path
+import torch
+from torch_geometric.graphgym import register
+from torch_geometric.graphgym.config import cfg, dump_cfg, load_cfg, set_cfg, set_out_dir
+from torch_geometric.graphgym.model_builder import create_model
+from torch_geometric.nn import TransformerConv
+
+class Own(torch.nn.Module):
+    def __init__(self, dim_in, dim_out):
+        super().__init__()
+        self.conv = TransformerConv(dim_in, dim_out)
+        self.mix = torch.nn.MultiheadAttention(dim_out, 1)
+
+register.register_network("own", Own)
+set_cfg(cfg)
+load_cfg(cfg, argparse.Namespace(cfg_file="own.yaml", opts=sys.argv[1:]))
+set_out_dir(cfg.out_dir, "own.yaml")
+dump_cfg(cfg)
+model = create_model(dim_in=4, dim_out=8).model
+print(getattr(model, "attention_report", "stock"), "in", cfg.out_dir)
+"""
+
+
+def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(python, tmp_path) -> None:
+    """Without a key of GraphGPS, with PyTorch Geometric's own loading; one run does not delete another's results."""
+    (tmp_path / "own.py").write_text(PLAIN)
+    (tmp_path / "own.yaml").write_text("model: {type: own}\naccelerator: cpu\n")
+    for attention in ("None", "quest", "quest(init=2,scale=0.5)"):
+        said = python("-W", "ignore", "-m", "quest_graphgps", "own.py", "gnn.attention", attention, cwd=tmp_path)
+        assert ("in 2 modules" in said) is (attention != "None"), said
+    runs = sorted(path.parent.name for path in (tmp_path / "results").glob("*/config.yaml"))
+    assert runs == ["own", "own-quest", "own-quest-init=2.0-scale=0.5"]
+
+
+def test_graphgps_names_the_run_after_its_attention(tmp_path) -> None:
+    """Its main makes the folder's name of the config's and `name_tag`."""
+    path = tmp_path / "own.yaml"
+    path.write_text(SMALL)
+    tags = []
+    for opts in ((), ("gt.attention", "quest"), ("gt.attention", "quest(kv_heads=2)", "name_tag", "mine")):
+        set_cfg(cfg)
+        load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
+        tags.append(cfg.name_tag)
+    assert tags == ["", "quest", "mine-quest+gqa-kv_heads=2"]
 
 
 OWN = """

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.hosts.adapter import Adapter, Capabilities, Site
+from quest_core.errors import UnsupportedError
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
 from quest_core.hosts.inject import KEYS, Request, inject
 from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym
 from .attention import GraphAttention
+from .edges import EdgeAttention
 
 HOSTS: dict[tuple[str, str], str] = {
     ("torch_geometric.nn.conv.gps_conv", "GPSConv"): "attn",
@@ -26,25 +29,34 @@ HOSTS: dict[tuple[str, str], str] = {
 
 
 class GraphGPSAdapter(TorchAdapter):
-    """The global attention of GPSConv, GPSLayer and GraphormerLayer, and of their subclasses.
+    """TransformerConv, and the global attention of GPSConv, GPSLayer and GraphormerLayer and of their subclasses.
 
     torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions, set poolings) belongs to quest_core's
     own adapter.
     """
 
     name: ClassVar[str] = "graphgps"
-    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, independent=True)
     attention = GraphAttention
+    replacements: ClassVar[Mapping[str, type[HostAttention]]] = {
+        "torch_geometric.nn.conv.transformer_conv.TransformerConv": EdgeAttention
+    }
+    leaves_alone = frozenset({"GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv"})  # they add, no q·k
+
+    def replacement(self, module: nn.Module) -> type[HostAttention] | None:
+        return Adapter.replacement(self, module) or super().replacement(module)
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Yield every global attention that is, or was, torch.nn.MultiheadAttention: not Performer's, not BigBird's."""
+        """Yield every TransformerConv, and every global attention that is, or was, torch.nn.MultiheadAttention."""
         for path, layer in model.named_modules():
+            if self.replacement(layer) is EdgeAttention:
+                yield self.site(path, layer, EdgeAttention, model)
             name = _attention_name(layer)
             module = getattr(layer, name) if name else None
             if isinstance(module, nn.MultiheadAttention) and self.replacement(module):
                 # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
-                asked = Capabilities(ordered=False, weights=reads, dropout=module.dropout > 0)
+                asked = replace(self.capabilities, weights=reads, dropout=module.dropout > 0)
                 place = f"{path}.{name}" if path else str(name)
                 yield Site(place, module, module.num_heads, module.head_dim, asked)
 
@@ -67,6 +79,12 @@ def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *
     attn_kwargs = given.arguments.get("attn_kwargs") or {}
     known = inspect.signature(nn.MultiheadAttention).parameters
     request = Request.read(attn_kwargs, "attn_kwargs of GPSConv", attn_kwargs.keys() - known.keys())
+    kind = given.arguments.get("attn_type", "multihead")
+    if request and kind != "multihead":
+        raise UnsupportedError(
+            f"attn_type='{kind}' has no q·k that attention='{request.attention}' could take the place of; write "
+            "attn_type='multihead'"
+        )
     if attn_kwargs:
         given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
     stock(*given.args, **given.kwargs)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, Site, require
+from quest_core.hosts.adapter import Adapter, Site, require
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.registry import mechanisms
 
@@ -39,8 +41,9 @@ def install(adapter: Adapter) -> None:
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
     patches.when_imported("graphgps.config.gt_config", register_keys)
     patches.around(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
+    patches.around(config, "set_out_dir", _name_after_attention)
     module = "torch_geometric.graphgym.model_builder:GraphGymModule"
-    patches.around(module, "__init__", functools.partial(_inject_when_built, adapter))
+    patches.around(module, "__init__", _inject_when_built)
     patches.around("graphgps.finetuning", "load_pretrained_model_cfg", _keep_own_attention)
     patches.around("graphgps.finetuning", "init_model_from_pretrained", _load_only_the_checkpoint)
 
@@ -133,9 +136,9 @@ def _parse(key: str, text: str) -> AttentionConfig:
 def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
-    asked = requested(cfg)
+    asked, mode = requested(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if asked and cfg.train.mode == "custom" and processes > 1:
+    if asked and mode == "custom" and processes > 1:
         raise ConfigError(
             f"train.mode is 'custom', whose loop trains in one process, and WORLD_SIZE is {processes}: each would "
             "train the whole model into one folder; start main.py without torchrun"
@@ -143,18 +146,35 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
         attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
-        needs = Capabilities(ordered=False, dropout=gt.attn_dropout > 0, weights=cfg.train.mode == "log-attn-weights")
+        needs = replace(adapter.capabilities, dropout=gt.attn_dropout > 0, weights=mode == "log-attn-weights")
         site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
         require(adapter, site, asked.attention)
         adapter.replace(site, asked.attention)
+    if asked and "name_tag" in cfg:  # of GraphGPS, whose main names the folder by it
+        tag = _tag(asked)
+        if not cfg.name_tag.endswith(tag):
+            cfg.name_tag = f"{cfg.name_tag}-{tag}".lstrip("-")
 
 
-def _inject_when_built(adapter: Adapter, stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
-    """GraphGymModule builds the network of the config; all layers of it are then replaced at once."""
+def _name_after_attention(stock: Stock, out_dir: str, fname: str) -> None:
+    """set_out_dir makes the folder of a run, and deletes one of this name: one attention must not delete another's."""
+    from torch_geometric.graphgym.config import cfg, get_fname
+
+    asked = requested(cfg)
+    stock(out_dir, f"{get_fname(fname)}-{_tag(asked)}" if asked else fname)
+
+
+def _tag(asked: Request) -> str:
+    """Return an attention as a part of a file name, such as quest-init=12.0+gqa-kv_heads=2."""
+    return re.sub(r"[^\w.=+-]+", "-", str(asked.attention)).strip("-").replace("-+", "+")
+
+
+def _inject_when_built(stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
+    """GraphGymModule builds the network of the config; all attention in it is then replaced at once."""
     asked = requested(cfg)
     stock(self, dim_in, dim_out, cfg)
     if asked:
-        asked.apply(self.model, adapter)
+        asked.apply(self.model, None)
 
 
 def _keep_own_attention(stock: Stock, cfg: Any) -> Any:

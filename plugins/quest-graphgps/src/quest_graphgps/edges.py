@@ -1,0 +1,67 @@
+"""EdgeAttention: PyTorch Geometric's TransformerConv, whose queries meet only the keys at the other ends of edges."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch_geometric.nn import TransformerConv
+from torch_geometric.utils import softmax
+
+from quest_core.config import AttentionConfig
+from quest_core.errors import UnsupportedError
+from quest_core.hosts.adapter import Capabilities, HostAttention
+from quest_core.projections import Separate
+
+
+class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
+    """Drop-in for TransformerConv, with any score whose logit is that of one query and one key, under a softmax.
+
+    A key is what the host takes for one: the projected source node, plus the projected feature of the edge.
+    """
+
+    projections = Separate("lin_query", "lin_key", "lin_value")
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, cross=True, regroups=False)
+
+    @classmethod
+    def sizes(cls, host: Any) -> dict[str, Any]:
+        return {"num_heads": host.heads, "head_dim": host.out_channels}
+
+    @classmethod
+    def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
+        return Capabilities(ordered=False, cross=True, regroups=False, dropout=host.dropout > 0)
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        for part in config.components:
+            if part.reads or part.axis == "family" or (part.axis == "normalizer" and not part.fused):
+                return f"'{part.name}' needs all keys of a query, and here it meets those of its edges one by one"
+        return None
+
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        edge_attr: Tensor | None,
+        index: Tensor,
+        ptr: Tensor | None,
+        size_i: int | None,
+    ) -> Tensor:
+        """Return what each edge adds to its target node, [E, H, C]; arguments as in the host, of E edges."""
+        if self.mechanism.monitor is not None:
+            raise UnsupportedError("a Monitor does not see TransformerConv, which forms the logits of edges only")
+        if self.mechanism.is_standard:
+            out: Tensor = super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
+            return out
+        if self.lin_edge is not None:
+            edge_attr = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+            key_j = key_j + edge_attr
+        if edge_attr is not None:
+            value_j = value_j + edge_attr
+        q, k = (x.transpose(0, 1)[None] for x in (query_i, key_j))  # [1, H, E, C]
+        q, k, scale = self.mechanism.score(q, k, k, mask=None, is_causal=False)
+        weights = softmax((q * k).sum(-1)[0].T * scale, index, ptr, size_i)  # [E, H]
+        self._alpha = weights
+        weights = nn.functional.dropout(weights, self.dropout, self.training)
+        return value_j * weights[..., None]

@@ -1,0 +1,109 @@
+"""TransformerConv: attention over edges equals attention over all pairs of which the others are hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_geometric.nn import GATConv, GPSConv, TransformerConv
+
+import quest_core
+from quest_core.errors import CheckpointError, UnsupportedError
+
+H, C = 3, 8
+
+
+def bipartite(seed: int):
+    """Features of 7 sources and 5 targets, and edges that leave one target without any."""
+    torch.manual_seed(seed)
+    pairs = (torch.rand(7, 4) < 0.5).nonzero().T
+    return torch.randn(7, 6).double(), torch.randn(5, 4).double(), pairs
+
+
+def by_hand(conv, x, y, pairs, edges, attention):
+    """The same layer in plain steps, with the weights of all pairs."""
+    q = conv.lin_query(y).view(-1, H, C)
+    out = torch.zeros(len(y), H, C).double()
+    scales = conv.mechanism.score if attention.startswith("qknorm") else None
+    for j in range(len(y)):
+        here = (pairs[1] == j).nonzero()[:, 0]
+        if not len(here):
+            continue
+        feature = 0 if edges is None else conv.lin_edge(edges[here]).view(-1, H, C)
+        k = conv.lin_key(x[pairs[0][here]]).view(-1, H, C) + feature
+        v = conv.lin_value(x[pairs[0][here]]).view(-1, H, C) + feature
+        query = q[j]
+        if attention != "standard":
+            k = k / k.norm(dim=-1, keepdim=True)
+        if scales is not None:
+            query = query / query.norm(dim=-1, keepdim=True) * scales.query_scale
+            k = k * scales.key_scale
+        logits = (query * k).sum(-1) / (C**0.5 if attention == "standard" else 1)  # [edges, H]
+        out[j] = (logits.softmax(0)[..., None] * v).sum(0)
+    return out.flatten(1) + conv.lin_skip(y)
+
+
+@pytest.mark.parametrize("edge_dim", [None, 5])
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm"])
+def test_it_equals_plain_steps(attention, edge_dim) -> None:
+    x, y, pairs = bipartite(0)
+    edges = None if edge_dim is None else torch.randn(pairs.shape[1], edge_dim).double()
+    conv = TransformerConv((6, 4), C, H, edge_dim=edge_dim).double()
+    stock = conv((x, y), pairs, edges)
+    quest_core.inject(conv, attention)
+    if attention == "qknorm":
+        torch.nn.init.uniform_(conv.mechanism.score.query_scale, 0.5, 2)
+    out = conv((x, y), pairs, edges)
+    torch.testing.assert_close(out, by_hand(conv, x, y, pairs, edges, attention))
+    assert torch.equal(out, stock) is (attention == "standard")
+
+
+def test_weights_are_returned_and_stock_comes_back() -> None:
+    x, y, pairs = bipartite(1)
+    conv = TransformerConv((6, 4), C, H).double()
+    stock = conv((x, y), pairs)
+    quest_core.inject(conv, "quest")
+    _, (index, weights) = conv((x, y), pairs, return_attention_weights=True)
+    assert index is pairs
+    sums = torch.zeros(5, H).double().index_add_(0, pairs[1], weights)
+    torch.testing.assert_close(sums[pairs[1].unique()], torch.ones(len(pairs[1].unique()), H).double())
+    quest_core.uninject(conv)
+    assert torch.equal(conv((x, y), pairs), stock)
+
+
+def test_the_report_names_both_kinds_and_what_adds_instead_of_multiplying() -> None:
+    model = torch.nn.ModuleList([GPSConv(24, TransformerConv(24, C, H), heads=3), GATConv(24, 8)])
+    _, report = quest_core.inject(model, "quest")
+    kinds = {r.path: r.host_class for r in report.replacements}
+    assert kinds == {"0.attn": "MultiheadAttention", "0.conv": "TransformerConv"}
+    assert report.left_alone == ("1",)
+
+
+@pytest.mark.parametrize("attention", ["quest+sigmoid", "sinkhorn", "elliptical", "linear", "quest(kv_heads=1)"])
+def test_what_needs_all_keys_is_an_error_that_says_so(attention) -> None:
+    model = torch.nn.ModuleList([TransformerConv(6, C, H), TransformerConv(6, C, H)])
+    with pytest.raises(UnsupportedError, match="one by one|cannot change their shape|no weights for the"):
+        quest_core.inject(model, attention)
+    assert {type(layer) for layer in model} == {TransformerConv}
+
+
+def test_a_checkpoint_of_another_attention_is_an_error() -> None:
+    conv = TransformerConv(6, C, H)
+    stock = {name: x.clone() for name, x in conv.state_dict().items()}
+    quest_core.inject(conv, "quest")
+    quest = {name: x.clone() for name, x in conv.state_dict().items()}
+    other, _ = quest_core.inject(TransformerConv(6, C, H), "qnorm")
+    before = {name: x.clone() for name, x in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match="quest"):
+        other.load_state_dict(quest)
+    assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        other.load_state_dict(stock, strict=False)
+    conv.load_state_dict(quest)
+
+
+def test_a_monitor_says_that_it_does_not_see_edges() -> None:
+    x, y, pairs = bipartite(2)
+    conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), "quest")
+    with quest_core.Monitor(conv), pytest.raises(UnsupportedError, match="a Monitor does not see"):
+        conv((x, y), pairs)
+    conv((x, y), pairs)
