@@ -16,11 +16,13 @@ import mmseg
 import pytest
 import torch
 from conftest import CLASSES, segmenter
+from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.model import ExponentialMovingAverage
 from mmengine.runner import FlexibleRunner, Runner
 from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, weights_to_cpu
 from mmengine.structures import PixelData
+from mmseg.apis import init_model
 from mmseg.models import backbones, decode_heads
 from mmseg.models.decode_heads.knet_head import KernelUpdateHead
 from mmseg.registry import MODELS
@@ -230,10 +232,10 @@ def test_a_partial_replacement_needs_leave():
 
 def test_a_stock_model_is_stock_after_uninstall():
     adapter = MmsegAdapter()
-    stock = [vars(owner)[name].__wrapped__ for owner, name, _ in adapter.patches]
+    stock = {(owner, name): vars(owner)[name].__wrapped__ for owner, name, _ in adapter.patches}
     try:
         adapter.uninstall()
-        assert [vars(kind)["__init__"] for kind in (Runner, FlexibleRunner)] == stock
+        assert {(owner, name): vars(owner)[name] for owner, name in stock} == stock
         assert not any(isinstance(handler, Forward) for handler in LOGGER.handlers)
         model = build()
         assert attentions(model) == {}
@@ -744,3 +746,27 @@ def test_shipped_configs_keep_the_images_an_iteration(path, variables, monkeypat
     monkeypatch.setenv(variable, "3")
     with pytest.raises(ValueError, match="among 3 processes; start 1, 2, 4"):
         Config.fromfile(path)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_mmengines_flop_counter_counts_the_fused_attention(attention):
+    """Stock forms the weights by two products; a fused call that nobody counts would look like a saving."""
+    counts = []
+    for options in ({}, {"attention": attention}):
+        model = build(**options).eval()
+        counts.append(get_model_complexity_info(model, inputs=(images(),), show_table=False, show_arch=False)["flops"])
+    assert counts[1] == pytest.approx(counts[0], rel=0.01)
+
+
+def test_mmsegs_loaders_do_not_put_another_attention_into_a_stock_model(tmp_path):
+    """load_checkpoint and init_model only log the keys that a model does not have."""
+    own = build(attention="quest")
+    torch.save({"state_dict": own.state_dict(), "meta": {}}, tmp_path / "quest.pth")
+    stock = build(seed=1)
+    before = {key: x.clone() for key, x in stock.state_dict().items()}
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has mmseg's own"):
+        load_checkpoint(stock, str(tmp_path / "quest.pth"))
+    assert all(torch.equal(x, before[key]) for key, x in stock.state_dict().items())
+    config = Config({"model": segmenter(), "test_pipeline": [], "test_dataloader": {"dataset": {"type": "x"}}})
+    with pytest.raises(CheckpointError):
+        init_model(config, str(tmp_path / "quest.pth"), device="cpu")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from mmengine.analysis import complexity_analysis
+from mmengine.analysis.jit_handles import get_shape
 from mmengine.logging import MMLogger
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import FlexibleRunner, Runner, checkpoint
 from torch import nn
 
+from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import UnsupportedError
@@ -60,6 +64,8 @@ REFUSED = {
     "VPD": "its attention is inside a diffusion model of another library",
 }
 """Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them."""
+
+FUSED = "aten::scaled_dot_product_attention"
 
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
 """Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
@@ -136,11 +142,16 @@ class MmsegAdapter(Adapter):
     def change_host(self) -> None:
         """Have Runners check their config before they create a file, and write notices to mmengine's log.
 
+        mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
+        its FLOP counter counts the fused attention as it counts the two products of mmseg's own.
         A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
         `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
         """
         for kind in (Runner, FlexibleRunner):
             self.patches.around(kind, "__init__", _checked)
+        self.patches.around(checkpoint, "load_state_dict", _refuse_other_attention)
+        counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
+        self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED))
         self.forward_notices(MMLogger.get_current_instance)
 
 
@@ -149,6 +160,22 @@ def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options:
     given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
     check(given.get("cfg") or {}, given["model"])
     return stock(runner, *arguments, **options)
+
+
+def _refuse_other_attention(
+    stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any
+) -> None:
+    """Load a checkpoint, unless it names an attention and the model has mmseg's own."""
+    entries = {key: x for key, x in state_dict.items() if key.endswith(ENTRY)}
+    if entries and not any(isinstance(part, CheckpointGuard) for part in module.modules()):
+        raise unexpected_entry(*next(iter(entries.items())), "mmseg")
+    stock(module, state_dict, *rest, **o)
+
+
+def _count_fused(inputs: Any, outputs: Any) -> int:
+    """Return the multiplications of q·kᵀ and of the weights with v, for the traced call of the fused attention."""
+    q, k, v = (get_shape(x) or [] for x in inputs[:3])
+    return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _connect(
