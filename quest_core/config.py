@@ -4,7 +4,7 @@ All of these mean the same::
 
     "quest+gqa(kv_heads=4)"
     {"name": "quest+gqa", "kv_heads": 4}
-    {"name": "quest", "kv_heads": 4}              # kv_heads without a grouping means gqa
+    {"name": "quest", "kv_heads": 4}              # kv_heads, or ratio, without a grouping means gqa
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line passes it
 
 Options are separated by ``,`` or by ``;``, because some command lines (mmengine, Pointcept) split values at commas:
@@ -206,7 +206,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
             )
         chosen[axis] = component
     if "family" not in chosen:
-        if "grouping" not in chosen and "kv_heads" in options:
+        if "grouping" not in chosen and options.keys() & {"kv_heads", "ratio"}:
             chosen["grouping"] = find("gqa")
         chosen = {axis: find(name) for axis, name in DEFAULTS.items()} | chosen
     elif len(chosen) > 1:

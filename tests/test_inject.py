@@ -483,3 +483,37 @@ def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled() -> No
     say("not there")
     LOGGER.setLevel(level)
     assert found == ["once"]
+
+
+class Stages(nn.Module):
+    """Layers of several numbers of heads, as in a pyramid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(24, heads, batch_first=True) for heads in (2, 4, 12))
+
+
+def test_a_ratio_shares_keys_alike_in_stages_of_any_number_of_heads() -> None:
+    model, _ = quest_core.inject(Stages(), "quest(ratio=2)")
+    assert [layer.kv_heads for layer in model.layers] == [1, 2, 6]
+    x = torch.randn(2, 5, 24)
+    for layer in model.layers:
+        assert layer(x, x, x)[0].isfinite().all()
+    again, _ = quest_core.inject(Stages(), "quest+gqa(ratio=2)")
+    again.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ("quest(kv_heads=4)", "does not divide the 2 heads.*layers of 2, 4, 12 heads.*kv_heads=1, 2 .* or ratio=1, 2 "),
+        ("quest(ratio=3)", "ratio is 3, which does not divide the 2 heads.*ratio=1, 2 "),
+        ("quest(ratio=2, kv_heads=2)", "kv_heads=2 and ratio=2 say the same; keep one"),
+        ("quest+gqa", "needs 'kv_heads' or 'ratio'"),
+    ],
+)
+def test_heads_that_do_not_fit_are_an_error_that_says_which_do(attention, said) -> None:
+    model = Stages()
+    with pytest.raises(quest_core.ConfigError, match=said):
+        quest_core.inject(model, attention)
+    assert {type(layer) for layer in model.layers} == {nn.MultiheadAttention}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -15,7 +16,7 @@ from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
 from ..drafts import FORMER, Former, assign, drafts_in, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, UnsupportedError
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
@@ -221,6 +222,7 @@ def inject(
         _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in written.left})
     for owner, site in chosen:
         require(owner, site, config)
+    _refuse_heads(config, [site for _, site in chosen])
     stacks = _stacks(config, model, [site for _, site in chosen])
 
     # Draft all changes; the model is not changed yet.
@@ -322,6 +324,23 @@ def _refuse_partial(
             f"look like attention and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
             f"or write an adapter for them ({GUIDE})"
         )
+
+
+def _refuse_heads(config: AttentionConfig, sites: Iterable[Site]) -> None:
+    """Raise ConfigError if a number of key/value heads does not fit every site; it says which does."""
+    heads = sorted({site.num_heads for site in sites})
+    for n in heads:
+        try:
+            count_kv_heads(config, n)
+        except ConfigError as error:
+            if len(heads) == 1:
+                raise
+            common = math.gcd(*heads)
+            fitting = ", ".join(str(g) for g in range(1, common + 1) if common % g == 0)
+            raise ConfigError(
+                f"{error}. The model has layers of {', '.join(map(str, heads))} heads: all of them take "
+                f"kv_heads={fitting} (a number) or ratio={fitting} (query heads per key/value head)"
+            ) from None
 
 
 def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) -> dict[str, str]:

@@ -16,11 +16,12 @@ from ..registry import Option, register
 from .base import Dims, Grouping
 
 KV_HEADS = Option("kv_heads", int, None, "number of key/value heads G, at most the query heads", 1, nullable=True)
+RATIO = Option("ratio", int, None, "query heads per key/value head, in place of kv_heads", 1, nullable=True)
 MIN_QUERIES = Option("min_queries", int, 0, "query heads that every key/value head gets first", 0)
 EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal but for rounding: each is a sum in float32
 
 
-@register("gqa", source="Ainslie et al., 2023", options=(KV_HEADS,))
+@register("gqa", source="Ainslie et al., 2023", options=(KV_HEADS, RATIO))
 class Grouped(Grouping):
     """H/G query heads share a k/v head.
 
@@ -31,20 +32,30 @@ class Grouped(Grouping):
     reads: ClassVar[tuple[str, ...]] = ()
     shares = True
 
-    def __init__(self, dims: Dims | None, *, kv_heads: int | None) -> None:
+    def __init__(self, dims: Dims | None, *, kv_heads: int | None, ratio: int | None = None) -> None:
         super().__init__(dims)
-        self.requested = kv_heads
+        if kv_heads is not None and ratio is not None:
+            raise ConfigError(f"attention '{self.name}': kv_heads={kv_heads} and ratio={ratio} say the same; keep one")
+        self.requested, self.ratio = kv_heads, ratio
 
     def kv_heads(self, num_heads: int) -> int:
-        if self.requested is None:
-            raise ConfigError(f"attention '{self.name}' needs 'kv_heads': write for example {self.name}(kv_heads=2)")
-        if why := self._misfit(num_heads, self.requested):
+        if self.ratio is not None and num_heads % self.ratio:
+            raise ConfigError(
+                f"attention '{self.name}': ratio is {self.ratio}, which does not divide the {num_heads} heads"
+            )
+        wanted = self.requested if self.ratio is None else num_heads // self.ratio
+        if wanted is None:
+            raise ConfigError(
+                f"attention '{self.name}' needs 'kv_heads' or 'ratio': write for example {self.name}(kv_heads=2)"
+            )
+        if why := self._misfit(num_heads, wanted):
             raise ConfigError(f"attention '{self.name}': {why}")
-        return self.requested
+        return wanted
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        if self.requested is not None and kv_heads != self.requested:
-            return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
+        wanted = self.requested if self.ratio is None else num_heads // self.ratio
+        if wanted is not None and kv_heads != wanted:
+            return f"kv_heads is {wanted}, but k has {kv_heads} heads"
         return self._misfit(num_heads, kv_heads)
 
     def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
@@ -136,7 +147,7 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
     return norms
 
 
-@register("kdgqa", source="Key-Driven GQA, equations 1-3", options=(KV_HEADS, MIN_QUERIES))
+@register("kdgqa", source="Key-Driven GQA, equations 1-3", options=(KV_HEADS, RATIO, MIN_QUERIES))
 class KeyDriven(Grouped):
     """k/v heads with larger key norms serve more query heads.
 
@@ -182,6 +193,7 @@ class KeyDriven(Grouped):
     source="Key-Driven GQA, section 3.2",
     options=(
         KV_HEADS,
+        RATIO,
         MIN_QUERIES,
         Option("window", int, 300, "training steps for which sizes are kept", 1),
         Option("evolution", str, "ema", "by norms' moving average or change", choices=("ema", "difference")),
@@ -288,6 +300,7 @@ class DynamicKeyDriven(KeyDriven):
     source="Key-Driven GQA, section 3.3",
     options=(
         KV_HEADS,
+        RATIO,
         Option("noise_in_eval", bool, True, "subtract the noise in evaluation too, as the paper times it"),
     ),
 )
@@ -305,8 +318,8 @@ class Perturbed(Grouped):
     complexity = "O(N·M·D) time, O(N·M) memory"
     stops_gradient = True
 
-    def __init__(self, dims: Dims | None, *, kv_heads: int | None, noise_in_eval: bool) -> None:
-        super().__init__(dims, kv_heads=kv_heads)
+    def __init__(self, dims: Dims | None, *, noise_in_eval: bool, **heads: Any) -> None:
+        super().__init__(dims, **heads)
         self.noise_in_eval = noise_in_eval
 
     def perturb(self, weights: Tensor, kv_heads: int, mask: Tensor | None) -> Tensor:

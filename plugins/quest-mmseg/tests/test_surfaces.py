@@ -19,7 +19,7 @@ from conftest import CLASSES, segmenter
 from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.model import ExponentialMovingAverage
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict, load_checkpoint, weights_to_cpu
 from mmengine.structures import PixelData
 from mmseg.apis import init_model
