@@ -750,7 +750,7 @@ def test_shipped_configs_keep_the_images_an_iteration(path, variables, monkeypat
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
 def test_mmengines_flop_counter_counts_the_fused_attention(attention):
-    """Stock forms the weights by two products; a fused call that nobody counts would look like a saving."""
+    """Stock forms the weights by two products; a fused call that is not counted would look like a saving."""
     counts = []
     for options in ({}, {"attention": attention}):
         model = build(**options).eval()

@@ -173,7 +173,7 @@ def _refuse_other_attention(
 
 
 def _count_fused(inputs: Any, outputs: Any) -> int:
-    """Return the multiplications of q·kᵀ and of the weights with v, for the traced call of the fused attention."""
+    """Return the multiplications of q·kᵀ and of the weights with v in a traced call of the fused attention."""
     q, k, v = (get_shape(x) or [] for x in inputs[:3])
     return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
