@@ -34,10 +34,11 @@ from pointcept.utils.config import Config
 
 import quest_core
 import quest_pointcept  # noqa: F401
+from devtools import matrix
 from quest_core import Mechanism
 from quest_core.checkpoints import ENTRY
 from quest_core.notices import LOGGER
-from quest_core.testing import AdapterConformance, matrix
+from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.configs import install_configs
 from quest_suites.contract import Cell
