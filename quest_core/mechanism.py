@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -42,18 +42,16 @@ class Mechanism(CheckpointGuard):
     >>> m = Mechanism("quest+gqa(kv_heads=4)", num_heads=8, head_dim=64)
     >>> out = m(q, k, v, is_causal=True)
 
-    It names its configuration in every state dict, and refuses a checkpoint of another mechanism (see
-    :mod:`quest_core.checkpoints`).
+    Its state dict names the attention, and it refuses a checkpoint of another (see :mod:`quest_core.checkpoints`).
 
     Args:
         attention: a name, mapping or AttentionConfig; see :class:`quest_core.AttentionConfig`.
-        num_heads: query heads H. Together with `head_dim` it is needed by every mechanism that keeps something;
-            without both, nothing is added to a state dict either.
-        head_dim: features D of a query/key head.
-        kv_heads: key/value heads G; by default what the attention says. With the grouping `mha`, the host's own
-            heads: H/G consecutive query heads share one if G < H, and the name of the attention stays.
+        num_heads: query heads H.
+        head_dim: features D of a query/key head. Mechanisms with parameters or a state need both sizes; without them
+            nothing is added to a state dict either.
+        kv_heads: key/value heads G; by default what the attention says. With `mha` the host's own number: if G < H,
+            each is shared by H/G consecutive query heads, and the config still reads `mha`.
         standard_scale: the host's own factor on q·k, if it is not the 1/√D that some scores have.
-
         projected: the caller has the projections and calls `quest_core.projections.init_norms`; without it, options
             that set initial norms of queries and keys are an error.
 
@@ -61,19 +59,15 @@ class Mechanism(CheckpointGuard):
         ConfigError: unknown name or option, heads that kv_heads does not divide, or sizes missing.
 
     Attributes:
-        config: what was asked for.
-        dims: the heads and features that its parts were built for; None for a function.
-        reads: names of `registry.READS`, as its components declare them.
-        chained, fused, on_grid, unit_keys: as its components declare them.
-        hides_by_infinity: set by an adapter whose additive masks hide by −inf only; they are not searched for lowest
-            finite values then.
+        dims: the sizes that its components were built for; None for a function.
+        reads, chained, fused, on_grid, unit_keys: as its components declare them.
+        hides_by_infinity: set by an adapter whose additive masks hide by −inf only; then they are not searched for
+            lowest finite values.
         takes_unit_keys: whether `forward` may be given unit keys.
-        family: the module that does everything, for linear, cosine and the AFTs; None for the three axes, which then
-            are `score`, `normalizer` and `grouping`.
+        family: the module that computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and
+            `grouping` do.
         monitor: the :class:`quest_core.Monitor` that watches it, or None; copies have none.
-        head_share: which of how many equal shares of the heads it is called with; (0, 1) where they are not divided
-            (see :class:`quest_core.tools.parallel.HeadParallel`).
-        keys_divided: whether the key/value heads are divided too; a single one is on all ranks.
+        head_share: (rank, world size) if tensor parallelism splits the heads, else (0, 1).
     """
 
     score: Score
@@ -108,7 +102,6 @@ class Mechanism(CheckpointGuard):
         self.monitor: Any = None
         self.hides_by_infinity = False
         self.head_share = (0, 1)
-        self.keys_divided = True
         if config.family is None:
             self.family: Family | None = None
         for part in parts:
@@ -198,10 +191,7 @@ class Mechanism(CheckpointGuard):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the weights, by the plain formula; `is_causal` is aligned at the last query.
-
-        The weights [B, H, N, M] are those after dropout. Arguments as in `forward`.
-        """
+        """Return the output and the weights [B, H, N, M] after dropout; arguments as in `forward`."""
         return self.forward_with_logits(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)[:2]
 
     def forward_with_logits(
@@ -429,7 +419,7 @@ class Mechanism(CheckpointGuard):
             why = None if heads == groups else f"q has {heads} heads and k has {groups}"
         elif heads != groups or self._shares or self._chooses:
             shares = self.head_share[1]
-            why = self.grouping.mismatch(heads * shares, groups * shares if self.keys_divided else groups)
+            why = self.grouping.mismatch(heads * shares, groups * shares)
         if why:
             raise InputError(f"attention '{self.config}': {why}")
         if mask is not None:
@@ -462,8 +452,9 @@ class Mechanism(CheckpointGuard):
         heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "kv_heads": dims.kv_heads}
         with same_random_state(self):
             made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale, projected=True)
-        for own, new in zip(_kept(self), _kept(made), strict=True):
-            own.copy_(new)
+        new = (*made.parameters(), *made.buffers())
+        for own, start in zip((*self.parameters(), *self.buffers()), new, strict=True):
+            own.copy_(start)
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -481,10 +472,6 @@ def _refuse_state(config: AttentionConfig) -> None:
                 f"attention '{config}': '{part.name}' has {keeps}, which a function cannot keep; build it once, "
                 f"m = quest_core.Mechanism('{config}', num_heads=..., head_dim=...), and call m(q, k, v)"
             )
-
-
-def _kept(module: Mechanism) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
 
 
 def count_kv_heads(attention: AttentionSpec, num_heads: int) -> int:
@@ -554,9 +541,7 @@ def attention(
         InputError: wrong shapes, types or mask.
         UnsupportedError: as in `Mechanism.forward`.
     """
-    place = _place(attention if isinstance(attention, str) else _taken_apart(attention))
-    made: Mechanism = getattr(_STATELESS, place)
-    return made.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def stateless(attention: AttentionSpec) -> Mechanism:
@@ -565,15 +550,14 @@ def stateless(attention: AttentionSpec) -> Mechanism:
     Raises:
         ConfigError: it has parameters or a state.
     """
-    made: Mechanism = getattr(_STATELESS, _place(_taken_apart(attention)))
-    return made
+    given = attention if type(attention) is str else _taken_apart(attention)
+    return getattr(_STATELESS, _place(given))  # type: ignore[no-any-return]
 
 
 _STATELESS = SimpleNamespace()
-"""The latest `MOST` mechanisms that `stateless` has made.
+"""The latest `MOST` mechanisms of `stateless`, each an attribute that is named by its text in hexadecimal.
 
-Each is an attribute, named by its text in hexadecimal, because torch.compile guards the attributes that it reads. It
-would trace into a cache, and a module cannot be a constant in a graph.
+torch.compile guards the attributes that it reads. It would trace into a cache, and no module is a constant in a graph.
 """
 MOST = 64
 _attribute = functools.lru_cache(MOST)(lambda text: f"_{text.encode().hex()}")

@@ -357,7 +357,7 @@ def test_errors_name_what_does_not_fit() -> None:
             attention_packed(q, k, v, cu_seqlens=PackingPlan(cu, cumulative([3, 4]), **{name: 2}))
         with pytest.raises(InputError, match="is 2, and the longest sequence has 4 tokens"):
             attention_packed(q, k, v, cu_seqlens=PackingPlan(cu, **{name: 2}))
-    with pytest.raises(InputError, match="never falls"):
+    with pytest.raises(InputError, match="must start at 0 and not decrease"):
         attention_packed(q, k, v, cu_seqlens=torch.tensor([0, 5, 3, 7], dtype=torch.int32))
     with pytest.raises(InputError, match="2 sequences and cu_seqlens_k 1"):
         PackingPlan(cu, cumulative([7]))

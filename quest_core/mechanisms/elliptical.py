@@ -1,9 +1,7 @@
 """Elliptical scores: features along which values move from layer to layer count more.
 
-[E] is Elliptical Attention, NeurIPS 2024; [Q] is QUEST, arXiv 2604.00199, section A.5.2.
-
-Each layer needs the values of the layer before it, in the same forward pass. `quest_core.inject` and
-:func:`chain` name it to every layer; a layer without a predecessor refuses to run.
+Each layer needs the values of the layer before it, in the same forward pass. `quest_core.inject` and :func:`chain` set
+the layer before; without it a layer raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +36,8 @@ class Elliptical(Standard):
     gradient flows through it. A cache keeps the change of every token.
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
 
-    Values are handed over once, within one forward pass and one thread. A layer that finds none raises
-    UnsupportedError: its predecessor was skipped, or is an unused copy.
-
-    Memory is O(N + M); under a mask that differs between queries the mean takes O(N·M), a weight per pair.
+    Values are handed over once, within one forward pass and one thread. Memory is O(N + M); under a mask that differs
+    between queries the mean takes O(N·M), a weight per pair.
     """
 
     causal = cross = cached = chained = stops_gradient = True
@@ -55,10 +50,9 @@ class Elliptical(Standard):
         self._next: tuple[Elliptical, ...] = ()
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
         self._arrangement: tuple[Arrange, Arrange] | None = None
-        # The forward passes whose backward pass may repeat them. The graph of each holds its step, and drops it after
-        # use; reentrant checkpointing records no graph, so the layer holds the latest step of such a pass.
-        self._steps = _Steps()
-        self._unrecorded: _Step | None = None
+        # Own values and those before [B, G, M, D] of the latest forward pass, which checkpointing may repeat; empty
+        # from its backward pass on.
+        self._step: list[Tensor] = []
 
     def follow(self, previous: Elliptical | None) -> None:
         """Set the layer before this one; None makes it the first."""
@@ -96,7 +90,7 @@ class Elliptical(Standard):
         cache: Cache | None = None,
         **how: Any,
     ) -> tuple[Tensor, Tensor, float]:
-        before, step = self.hand_over(v.detach())
+        before = self.hand_over(v.detach())
         if before is not None:
             change = (v.detach() - before).abs()  # [B, G, M, D]
             change = change if cache is None else cache.append("elliptical_change", change)
@@ -105,19 +99,19 @@ class Elliptical(Standard):
                 change, spread = _spread(change, q.shape[1], head), None
             metric = _metric(change.to(wider(v.dtype)), q.shape[2], mask, is_causal)  # [B, G or H, N or 1, D]
             q = q * _spread(metric.to(q.dtype), q.shape[1], spread)
-        if step is not None and q.requires_grad:
-            q.register_hook(step.forget)  # the graph holds the step until its backward pass is here
+        if is_eager() and q.requires_grad and self._step and not is_recomputing():
+            step = self._step
+            q.register_hook(lambda _: step.clear())
         return super().forward(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, **how)
 
-    def hand_over(self, v: Tensor) -> tuple[Tensor | None, _Step | None]:
+    def hand_over(self, v: Tensor) -> Tensor | None:
         """Return the values of the layer before, and keep `v` for the next layer.
 
         Args:
             v: own values [B, G, M, D].
 
         Returns:
-            The values before [B, G, M, D] in the order of `v`, None in the first layer of a chain or of a stage; and
-            the step that the graph of this forward pass has to hold, if checkpointing may repeat it.
+            The values before [B, G, M, D] in the order of `v`; None in the first layer of a chain or of a stage.
 
         Raises:
             UnsupportedError: `follow` was never called, or the layer before has left no values.
@@ -130,7 +124,7 @@ class Elliptical(Standard):
         (previous,) = self._previous
         kept = v if self._arrangement is None else self._arrangement[0](v)
         repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
-        before = step = None
+        before = None
         if previous is not None and repeats:
             before = self._again(kept)
         elif previous is not None:
@@ -142,9 +136,7 @@ class Elliptical(Standard):
                     "quest_core.chain(model) after copying layers"
                 )
             if is_eager() and (self.training or torch.is_grad_enabled()):
-                step = _Step(kept, before)
-                self._steps[id(step)] = step
-                self._unrecorded = None if torch.is_grad_enabled() else step
+                self._step = [kept, before]
         elif not repeats:  # a forward pass begins, so values of one that ended early are out of date
             layer = self
             while layer._next:
@@ -153,28 +145,26 @@ class Elliptical(Standard):
         if self._next and not repeats:
             self._values[thread] = kept
         if before is None or before.shape != kept.shape:
-            return None, step
-        return before if self._arrangement is None else self._arrangement[1](before), step
+            return None
+        return before if self._arrangement is None else self._arrangement[1](before)
 
     def _again(self, kept: Tensor) -> Tensor:
-        """Return the values before in the forward pass that is repeated: the pass whose own values are nearly `kept`.
+        """Return the values before of the latest forward pass, which is repeated with own values `kept`.
 
         The backward pass may run in another thread, as on a GPU, whose rounding may differ.
         """
-        for reference in self._steps.valuerefs():
-            step = reference()
-            if step is not None and step.values is not None and _alike(step.values[0], kept):
-                before = step.values[1]
-                self._unrecorded = None if self._unrecorded is step else self._unrecorded
-                return before
-        raise UnsupportedError(
-            "elliptical attention cannot compute this layer again for the backward pass: the values of its forward "
-            "pass are gone. Call backward once per forward pass, and with use_reentrant=True before the next forward "
-            "pass, or leave out activation checkpointing"
-        )
+        if not (self._step and _alike(self._step[0], kept)):
+            raise UnsupportedError(
+                "elliptical attention cannot compute this layer again for the backward pass: the values of its forward "
+                "pass are gone. Call backward once per forward pass and before the next one, or leave out activation "
+                "checkpointing"
+            )
+        before = self._step[1]
+        self._step = []
+        return before
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
-        before, _ = self.hand_over(v.detach())
+        before = self.hand_over(v.detach())
         if before is not None:
             change = (v.detach() - before).abs()[:, head]  # [B, H, M, D]
             count = seen.sum(-1, keepdim=True).clamp(min=1)
@@ -185,25 +175,7 @@ class Elliptical(Standard):
 
     def __getstate__(self) -> dict[str, Any]:
         # No copy needs what belongs to one forward pass.
-        return {**self.__dict__, "_values": {}, "_steps": _Steps(), "_unrecorded": None}
-
-
-class _Step:
-    """Own values and those of the layer before, [B, G, M, D], in one forward pass until its backward pass."""
-
-    def __init__(self, own: Tensor, before: Tensor) -> None:
-        self.values: tuple[Tensor, Tensor] | None = (own, before)
-
-    def forget(self, _grad: Tensor) -> None:
-        """Drop the values; a hook of the prepared queries."""
-        self.values = None
-
-
-class _Steps(WeakValueDictionary[int, _Step]):
-    """The steps that a graph or a layer still holds; a copy is empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Steps, ()
+        return {**self.__dict__, "_values": {}, "_step": []}
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -215,7 +187,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _spread(x: Tensor, heads: int, head: Tensor | None) -> Tensor:
-    """Repeat the key/value heads of `x` for their query heads, [B, G, N, D] -> [B, H, N, D]; `head` as in `prepare`."""
+    """Return `x` [B, G, N, D] with a key/value head per query head, [B, H, N, D]; `head` as in `Score.forward`."""
     if head is None:
         return x.repeat_interleave(heads // x.shape[1], 1) if heads != x.shape[1] else x
     return x.index_select(1, head)

@@ -1,4 +1,4 @@
-"""calibrate: put quest in the place of a pretrained model's standard attention, with almost no change to begin with."""
+"""calibrate: replace standard attention of a pretrained model by quest, with almost no change at first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run: TypeAlias = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What one attention module was calibrated by, a value for each of its H heads."""
+    """The calibration of one attention module, a value for each of its H heads."""
 
     path: str  # the module's dotted path
     key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches
@@ -42,9 +42,9 @@ class CalibrationReport:
 
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
-        layers: one entry an attention module, in the order of the forward pass.
-        uncalibrated: how far the model's outputs move when attention is replaced and nothing else done, as
-            RMS(change) / RMS(outputs of the standard model) over all batches.
+        layers: one entry per attention module, in the order of the forward pass.
+        uncalibrated: how far the outputs move if attention is only replaced, as RMS(change) / RMS(outputs of the
+            standard model) over all batches.
         calibrated: the same with the factors folded in.
     """
 
@@ -61,7 +61,7 @@ class CalibrationReport:
         )
 
     def table(self) -> str:
-        """Return the factor of every head, one module a line."""
+        """Return the factor of every head, one line per module."""
         width = max(len(layer.path) for layer in self.layers)
         return "\n".join(
             f"{layer.path:<{width}}  " + " ".join(f"{factor:8.4g}" for factor in layer.factors) for layer in self.layers
@@ -78,18 +78,17 @@ def calibrate(
 ) -> tuple[nn.Module, CalibrationReport]:
     """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
 
-    Standard logits are q kᵀ / √D = (‖k‖/√D) · q k̄ᵀ, quest's are q k̄ᵀ. Within a head, ‖k‖ differs from key to key; its
-    mean over the batches, times 1/√D, is folded into that head's query projection. Where all keys of a head have the
-    same norm nothing changes but rounding; the more they differ, the more of the old attention is lost, and the report
-    says how much. Fine-tune afterwards.
+    Standard logits are q kᵀ / √D = (‖k‖/√D) · q k̄ᵀ, quest's are q k̄ᵀ. The mean of ‖k‖ over the batches, times 1/√D, is
+    folded into each head's query projection. The more ‖k‖ differs between the keys of a head, the more of the old
+    attention is lost, and the report says how much. Fine-tune afterwards.
 
     >>> model, report = quest_core.calibrate(model, batches)
     >>> print(report)
     attention=quest calibrated in 3 modules: the output changes by 0.185 of its RMS (0.244 uncalibrated)
 
     Measuring runs on a copy of the model, in evaluation mode and without gradients, so memory for a second model is
-    needed. The model keeps its mode and its parameter objects (calibrate before or after making the optimizer; a state
-    it holds for the old scale is stale), the random state is left as it was, and on any error the model is untouched.
+    needed. The model keeps its mode and its parameter objects, but an optimizer's state for the old scale is stale. The
+    random state is left as it was, and on any error the model is untouched.
 
     Args:
         model: a model with standard attention, stock or injected, that an adapter knows.
@@ -145,8 +144,10 @@ def refuse_uncalibratable(target: AttentionConfig) -> None:
 
 
 def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
-    allowed = "'quest', 'quest+sigmoid' and the like: score quest, and every query head its own key head"
-    return ConfigError(f"attention '{target}' cannot be calibrated: {why}; calibrate takes {allowed}")
+    return ConfigError(
+        f"attention '{target}' cannot be calibrated: {why}; calibrate takes 'quest', 'quest+sigmoid' and the like: "
+        "score quest, and every query head its own key head"
+    )
 
 
 def _source(model: nn.Module) -> AttentionConfig:

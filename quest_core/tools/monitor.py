@@ -1,4 +1,4 @@
-"""Monitor: what the attention of a model does while it trains, a few numbers a layer and head."""
+"""Monitor: what the attention of a model does while it trains, in a few numbers per layer and head."""
 
 from __future__ import annotations
 
@@ -39,21 +39,19 @@ class Monitor:
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
     | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 | queries |
 
-    A pair of a query and a key is visible when no mask hides it and, in causal attention, the key is not of the
-    future. Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the
-    weights before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and
-    report only norms. While decoding, each call counts the queries and keys of its new tokens.
+    A pair of a query and a key is visible if no mask hides it and, in causal attention, the key is not of the future.
+    Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the weights
+    before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and report only
+    norms. While decoding, each call counts the queries and keys of its new tokens.
 
-    The numbers are exact, also where the model runs on fused kernels that never form the weights: logits are formed
-    again in blocks of bounded size, in float32 or wider, and the entropy is log Σ exp(l) − Σ p·l. That costs about one
-    to two forward passes of the attention; `every` thins it out and ``logits=False`` leaves it away
-    (`logit_bound` then still is an upper bound of `max_logit`). Nothing is recorded for autograd, nothing is
-    read back from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
-    Only a normalizer whose rows depend on each other (sinkhorn) is asked for all its weights at once.
+    The numbers are exact, also where fused kernels never form the weights: logits are formed again in blocks of bounded
+    size, in float32 or wider. That costs about one to two forward passes of the attention; `every` thins it out and
+    ``logits=False`` leaves it away (`logit_bound` then still is an upper bound of `max_logit`). Only a normalizer whose
+    rows depend on each other (sinkhorn) computes all its weights at once. Nothing is recorded for autograd, nothing is
+    read from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
 
-    A model without a monitor pays one comparison a call. State dicts, copies and pickles of a model do not contain
-    its monitor, and torch.export leaves it out. Under torch.compile every observed attention is a graph break, so
-    ``fullgraph=True`` refuses an observed model; `remove` the monitor first.
+    State dicts, copies and pickles of a model do not contain its monitor, and torch.export leaves it out. Under
+    torch.compile every observed attention is a graph break, so ``fullgraph=True`` refuses an observed model.
 
     Args:
         model: a model with quest_core attention in it.
@@ -68,17 +66,19 @@ class Monitor:
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigError(f"every is {every!r}; observe every n-th call with a whole number of at least 1")
-        mechanisms = {path: module for path, module in model.named_modules() if isinstance(module, Mechanism)}
         # Users know the attention that holds the mechanism.
-        found = {path.removesuffix(".mechanism") or "mechanism": module for path, module in mechanisms.items()}
+        found = {
+            path.removesuffix(".mechanism") or "mechanism": module
+            for path, module in model.named_modules()
+            if isinstance(module, Mechanism)
+        }
         if not found:
             raise InjectionError(
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        taken = [path for path, module in found.items() if module.monitor is not None]
-        if taken:
-            raise ConfigError(f"'{taken[0]}' is observed already; call remove() of the other Monitor first")
+        if observed := [path for path, module in found.items() if module.monitor is not None]:
+            raise ConfigError(f"'{observed[0]}' is observed already; call remove() of the other Monitor first")
         self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
         for module in found.values():
             module.monitor = self
@@ -90,12 +90,11 @@ class Monitor:
         the same answer.
 
         Args:
-            flat: one dict of floats, as loggers take it, in place of one a layer.
+            flat: return one dict of floats, as loggers take it.
 
         Returns:
-            {path: {name: [a float a head]}}, or {"path/name/head0": float} if `flat`; plain Python values. The path
-            is that of the module which holds the mechanism. Layers that no rank has run are left out; a head without
-            a visible pair reports NaN.
+            {path: {name: [a float per head]}}, or {"path/name/head0": float} if `flat`. The path is that of the module
+            around the mechanism. Layers that no rank has run are left out; a head without a visible pair reports NaN.
         """
         shares = [{path: layer.take() for path, layer in self._layers.items() if layer.seen}]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -159,19 +158,15 @@ def _values(seen: _Seen) -> dict[str, list[float]]:
 class _Hook:
     """A forward hook that runs outside graphs; copies and pickles of the module get one that does nothing."""
 
-    def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self._call = torch.compiler.disable(call)
+    def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
+        self._call = call and torch.compiler.disable(call)
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        if not is_compiling_without_dynamo():
+        if self._call is not None and not is_compiling_without_dynamo():
             self._call(args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_ignore,)
-
-
-def _ignore(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-    """Do nothing; the hook of a copy."""
+        return _Hook, ()
 
 
 class _Layer:
@@ -193,7 +188,6 @@ class _Layer:
         ]
 
     def remove(self) -> None:
-        """Stop watching."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -207,8 +201,6 @@ class _Layer:
         taken = {}
         for (name, kind), own in seen.items():
             share, shares = self.mechanism.head_share
-            if name.startswith("key_norm") and not self.mechanism.keys_divided:
-                share, shares = 0, 1
             full = torch.full((shares, len(own)), -math.inf if kind == "max" else 0, dtype=torch.float64)
             full[share] = own
             taken[name, kind] = full.flatten()
@@ -236,10 +228,8 @@ class _Layer:
         """Add a call to what was seen.
 
         Args:
-            q: queries before any normalization [B, H, N, D].
-            k: keys before any normalization [B, G, M, D]; while decoding only those of the new tokens.
-            prepared: q and k as the normalizer gets them, [B, H, N, D] and [B, G or H, M, D], M counting cached tokens
-                too; None for a family.
+            q: [B, H, N, D] and k: [B, G, M, D], before any normalization; while decoding only the new tokens.
+            prepared: q and k as the normalizer gets them, with cached tokens; None for a family.
             mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N.
         """
@@ -275,8 +265,7 @@ class _Layer:
         if self.logits:
             for z, rows in _blocks(self.mechanism, q, k, mask, is_causal, scale):
                 self._add_max("max_logit", z.amax((0, 2, 3)))
-                entropy, counted = _entropy(rows)
-                self._add_mean("entropy", entropy, counted)
+                self._add_mean("entropy", *_entropy(rows))
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
         """Add norms of `x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
@@ -284,16 +273,15 @@ class _Layer:
         self._add_max(f"{name}_max", torch.where(counted, norm, -math.inf).amax((0, 2)))
         self._add_mean(f"{name}_mean", torch.where(counted, norm, 0), counted)
 
-    def _add_max(self, name: str, value: Tensor) -> None:
-        """Add a maximum [heads]."""
+    def _add_max(self, name: str, value: Tensor) -> None:  # [heads]
         with self._lock:
             _add(self.seen, {(name, "max"): value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
         """Add `values` [B, heads, tokens], which are 0 where not `counted`, to a mean."""
-        total = values.sum((0, 2), dtype=torch.float64)
+        sums = {(name, "sum"): values.sum((0, 2), dtype=torch.float64)}
         with self._lock:
-            _add(self.seen, {(name, "sum"): total, (name, "count"): counted.expand(values.shape).sum((0, 2))})
+            _add(self.seen, sums | {(name, "count"): counted.expand(values.shape).sum((0, 2))})
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
-"""Attention over sequences of different lengths that lie one behind the other, without padding between them.
+"""Attention over sequences of different lengths, packed along one token axis without padding.
 
-Graphs, point clouds and documents come in batches whose lengths differ. Padding all to the longest makes attention pay
-for N² of nothing; here sequences are packed along one token axis and `cu_seqlens` says where each begins. On a GPU the
-variable-length flash kernels read this as it is; elsewhere sequences of similar length share a padded batch.
+On a GPU the variable-length flash kernels read packed sequences as they are. Elsewhere sequences of similar length
+share a padded batch, because padding all sequences to the longest one costs O(N²) per sequence.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,19 +28,9 @@ WASTE = 1.25
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capability (Ampere) or a later one
 VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # what PyTorch's variable-length attention must accept
 
-
 # The piece of a packed call that the mechanism computes in this thread: its number from 0 on, and the queries that are
 # not padding [B, N], or None if all are. A Monitor reads it.
 PIECE: ContextVar[tuple[int, Tensor | None]] = ContextVar("PIECE", default=(0, None))
-
-
-@contextmanager
-def _piece(number: int, queries: Tensor | None) -> Iterator[None]:
-    token = PIECE.set((number, queries))
-    try:
-        yield
-    finally:
-        PIECE.reset(token)
 
 
 class _Bucket(NamedTuple):
@@ -67,8 +55,8 @@ class _Take(NamedTuple):
         return taken if self.zeros is None else taken.index_fill_(0, self.zeros, 0)
 
 
-# Between packed tokens and the rows of all buckets, one behind the other. Padding takes the rows [R], each a token or
-# zeros; unpadding the tokens [T], each a row, or zeros if their sequence has no keys or no queries.
+# Index maps between packed tokens and padded rows. First: for each padded row, the token to copy, or zeros. Second: for
+# each token, the row to read back, or zeros if its sequence has no keys or no queries.
 _Moves: TypeAlias = tuple[_Take, _Take]
 
 
@@ -85,18 +73,14 @@ class PackingPlan:
     >>> for layer in layers:
     ...     out = attention_packed(q, k, v, "quest", cu_seqlens=plan)
 
-    Lengths are copied to the host once, when a path first needs them; the variable-length GPU kernels do not, given the
-    greatest lengths.
+    Lengths are copied from the GPU once, when a path first needs them. The variable-length kernels need no copy if the
+    greatest lengths are given.
 
     Args:
         cu_seqlens_q: [B + 1], int32 (or int64), from 0 up to the number of query tokens, never falling: sequence b has
             the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         cu_seqlens_k: the same of keys and values; None in self-attention.
-        max_seqlen_q: tokens of the longest query sequence; saves a copy from the GPU.
-        max_seqlen_k: the same of keys and values.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: as given, int32; the very same tensor in self-attention.
+        max_seqlen_q, max_seqlen_k: tokens of the longest query and key sequence.
 
     Raises:
         InputError: wrong type or shape.
@@ -138,7 +122,7 @@ class PackingPlan:
         k: list[int] = q if self.is_self else self.cu_seqlens_k.tolist()
         for name, offsets in (("cu_seqlens_q", q), ("cu_seqlens_k", k)):
             if offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-                raise InputError(f"{name} begins with {offsets[:4]}; it begins with 0 and never falls")
+                raise InputError(f"{name} must start at 0 and not decrease; it starts with {offsets[:4]}")
         return q, k
 
     @functools.cached_property
@@ -160,7 +144,7 @@ class PackingPlan:
         )
 
     def layout(self, waste: float, device: torch.device) -> _Layout:
-        """Return the buckets on `device`; their padded area is at most `waste` times the real one."""
+        """Return the buckets on `device`; their padded area is at most `waste` times the real area."""
         if (waste, device) in self._layouts:
             return self._layouts[waste, device]
         groups = _group(self.lengths, waste)
@@ -221,7 +205,7 @@ def _moves(starts: list[int], groups: list[list[int]], device: torch.device) -> 
 
 
 class _Pick(torch.autograd.Function):
-    """Rows by index, and in the backward pass rows of the gradient by the inverse index: gathers, no scattered sums."""
+    """Rows by index. The backward pass gathers too, by the inverse index, and scatters no sums."""
 
     @staticmethod
     def forward(ctx: Any, there: _Take, back: _Take, x: Tensor) -> Tensor:
@@ -234,27 +218,28 @@ class _Pick(torch.autograd.Function):
 
 
 def _pick(there: _Take, back: _Take, x: Tensor) -> Tensor:
-    """Return rows of `x`, by PyTorch's own gathers under function transforms, which derive them by themselves."""
+    # Function transforms derive PyTorch's own gathers.
     moved: Tensor = there.of(x) if transform() else _Pick.apply(there, back, x)  # type: ignore[no-untyped-call]
     return moved
 
 
 def _waste(mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> float:
-    """Return how much padding the batches may have: a little, none, or as much as one batch of all needs."""
-    crossed = is_causal and not plan.is_self and any(n != m for n, m in plan.lengths)
+    """Return the allowed ratio of padded to real area: WASTE, 1 (no padding) or inf (one batch)."""
     reads = mechanism.reads
-    if "samples" in reads or mechanism.chained:  # the layer before hands over the values of one batch
-        if crossed or "length" in reads:
-            why = "cannot be causal where a packed sequence has another number of keys than of queries"
-            if "length" in reads:
-                why = "its result depends on the number of tokens, padding included"
-            raise UnsupportedError(
-                f"attention '{mechanism.config}' cannot be packed: it looks at the whole batch at once, and {why}; "
-                "call it for one sequence at a time"
-            )
-        return math.inf
     # Padding moves a causal diagonal when n ≠ m.
-    return 1.0 if crossed or "length" in reads else WASTE
+    crossed = is_causal and not plan.is_self and any(n != m for n, m in plan.lengths)
+    unpadded = crossed or "length" in reads
+    if not ("samples" in reads or mechanism.chained):
+        return 1.0 if unpadded else WASTE
+    if unpadded:
+        why = "cannot be causal where a packed sequence has another number of keys than of queries"
+        if "length" in reads:
+            why = "its result depends on the number of tokens, padding included"
+        raise UnsupportedError(
+            f"attention '{mechanism.config}' cannot be packed: it looks at the whole batch at once, and {why}; "
+            "call it for one sequence at a time"
+        )
+    return math.inf
 
 
 def _mask(bucket: _Bucket, mechanism: Mechanism) -> Tensor | None:
@@ -280,12 +265,10 @@ def attention_packed(
 
     >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
-    The sequences lie one behind the other, and the result equals that of a loop over them.
-
-    On a GPU from Ampere on, a softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length
-    flash attention, where it has one. Everything else runs in padded batches of sequences of similar length, whose
-    padded area exceeds the real one by a quarter at most. Elliptical scores and key-driven groupings look at the
-    whole batch; they get all sequences in one padded batch.
+    The sequences lie one behind the other, and the result equals that of a loop over them. On a GPU from Ampere on, a
+    softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length flash attention. Everything
+    else runs in padded batches of sequences of similar length, whose padded area exceeds the real one by a quarter at
+    most. Elliptical scores and key-driven groupings look at the whole batch, so they get one padded batch.
 
     Args:
         q: queries [T, H, D].
@@ -302,7 +285,7 @@ def attention_packed(
     Raises:
         InputError: shapes, types or lengths that do not fit together.
         ConfigError: unknown name or option, or a mechanism with learnable parameters given by name.
-        UnsupportedError: as of `Mechanism.forward`.
+        UnsupportedError: as in `Mechanism.forward`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
@@ -330,10 +313,12 @@ def _in_buckets(
     outs = []
     parts = (_split(x, layout, keys) for x, keys in ((q, False), (k, True), (v, True)))
     for number, (bucket, *batch) in enumerate(zip(layout.buckets, *parts, strict=True)):
-        mask = _mask(bucket, mechanism)
-        with _piece(number, bucket.queries) if mechanism.monitor is not None else nullcontext():
-            out = mechanism(*batch, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)  # [size, H, N, Dv]
-        outs.append(out.transpose(1, 2).flatten(0, 1))
+        piece = PIECE.set((number, bucket.queries))
+        try:
+            out = mechanism(*batch, attn_mask=_mask(bucket, mechanism), is_causal=is_causal, dropout_p=dropout_p)
+        finally:
+            PIECE.reset(piece)
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # [size·N, H, Dv]
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if layout.q is None else _pick(*layout.q[::-1], rows)
 
@@ -359,10 +344,7 @@ def _varlen_attn() -> Callable[..., Any] | None:
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's flash kernels compute in `dtype` on `device`.
-
-    Earlier GPUs than Ampere (V100, T4) have neither these kernels nor bfloat16 arithmetic.
-    """
+    """Return whether PyTorch's flash kernels compute in `dtype` on `device`."""
     half = dtype in (torch.float16, torch.bfloat16)
     return half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
@@ -370,7 +352,7 @@ def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
 def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
-    """Return whether the variable-length flash kernels compute this mechanism."""
+    """Return whether the variable-length kernels compute this mechanism."""
     return (
         flash_runs(q.device, autocast_dtype(q.device.type) or q.dtype)
         and _varlen_attn() is not None
@@ -391,22 +373,20 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
     """Return the output [T, H, Dv] by the variable-length kernels."""
     varlen_attn = _varlen_attn()
     assert varlen_attn is not None  # _varlen_applies says so
-    heads_q, heads_k = q.shape[1], k.shape[1]
-    why = mechanism.grouping.mismatch(heads_q, heads_k)
-    if why:
+    if why := mechanism.grouping.mismatch(q.shape[1], k.shape[1]):
         raise InputError(f"attention '{mechanism.config}': {why}")
     dtype = autocast_dtype(q.device.type) or q.dtype
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
-    batch = (x.transpose(0, 1)[None] for x in (q, k, v))
-    q_row, k_row, scale = mechanism.score(*batch, mask=None, is_causal=is_causal)
+    q, k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, scale = mechanism.score(q, k, row_v, mask=None, is_causal=is_causal)
     out: Tensor = varlen_attn(
-        *(_aligned(x.to(dtype)) for x in (q_row[0].transpose(0, 1), k_row[0].transpose(0, 1), v)),
+        *(_aligned(x.to(dtype)) for x in (q[0].transpose(0, 1), k[0].transpose(0, 1), v)),
         plan.cu_seqlens_q,
         plan.cu_seqlens_k,
         *plan.longest,
         scale=scale,
         window_size=(-1, 0) if is_causal else (-1, -1),
-        enable_gqa=heads_q != heads_k,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out
 

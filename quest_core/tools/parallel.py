@@ -1,15 +1,13 @@
-"""Several devices: heads divided among them (tensor parallelism).
+"""Tensor parallelism: heads divided among devices. Data parallelism needs nothing from here.
 
-Data parallelism (DistributedDataParallel, fully_shard) needs nothing from here: https://quest-attention.github.io/quest/distributed/
+https://quest-attention.github.io/quest/distributed/
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import AttentionConfig
@@ -17,12 +15,11 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..layer import Attention
 from ..mechanism import Mechanism
 from ..mechanisms.base import Dims
-from ..ops import local
 from ..registry import READS
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 except ImportError as error:
     raise UnsupportedError(
@@ -34,15 +31,13 @@ except ImportError as error:
 class HeadParallel(ParallelStyle):
     """Tensor parallelism for :class:`quest_core.Attention`: every rank of the mesh has its share of the heads.
 
-    Keys are normalized, grouped and attended to within a head, so ranks communicate where any attention's do and
-    nowhere else: one all-reduce after the output projection and, in the backward pass, one for the gradient of the
-    input.
+    Keys are normalized, grouped and attended to within a head. So ranks communicate only for the output projection, by
+    one all-reduce, and in the backward pass by one for the gradient of the input.
 
     >>> mesh = init_device_mesh("cuda", (4,))
     >>> parallelize_module(model, mesh, {"layers.*.attention": HeadParallel()})
 
     The parameters become DTensors; a mechanism's own (the scales of qknorm) are divided with the heads they belong to.
-    A single key/value head (mqa) cannot be divided: every rank has it, and the gradients of its projections are summed.
     Dropout on the weights draws from each rank's own generator: seed the ranks differently around it, or leave it out.
 
     Args:
@@ -51,7 +46,7 @@ class HeadParallel(ParallelStyle):
 
     Raises:
         UnsupportedError: by `parallelize_module`, for another module, or a mechanism that looks at all heads at once.
-        ConfigError: by `parallelize_module`, for heads that the mesh does not divide.
+        ConfigError: by `parallelize_module`, for heads or key/value heads that the mesh does not divide.
     """
 
     def __init__(self, *, input_layout: Placement | None = None, output_layout: Placement | None = None) -> None:
@@ -70,48 +65,27 @@ class HeadParallel(ParallelStyle):
         config, own = module.config, module.mechanism
         if own.head_share != (0, 1):
             raise InputError("the heads of this Attention are divided already")
-        # With a single key/value head for several query heads, every rank holds a copy of it.
-        shared = config.family is None and module.kv_heads == 1 < module.num_heads
-        fixes = {"heads": "gqa or mha, or divide the data"}
-        if shared:
-            fixes["group"] = f"a number of kv_heads that {ranks} divides, or mqa"
-        for part, read in itertools.product(config.components, fixes):
-            if read in part.reads:
+        for part in config.components:
+            if "heads" in part.reads:
                 raise UnsupportedError(
-                    f"attention '{config}': '{part.name}' reads {READS[read]}, which tensor parallelism divides "
-                    f"among ranks; choose {fixes[read]}"
-                )
-        whole = {name: module.get_submodule(name) for name in ("k_proj", "v_proj")} if shared else {}
-        for name, projection in whole.items():
-            if type(projection) is not nn.Linear:
-                raise UnsupportedError(
-                    f"attention '{config}': with one key/value head, {name} must be a torch.nn.Linear, and here is "
-                    f"{type(projection).__name__}; divide the module before its projections are replaced"
+                    f"attention '{config}': '{part.name}' reads {READS['heads']}, which tensor parallelism divides "
+                    "among ranks; choose gqa or mha, or divide the data"
                 )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
-            if heads % ranks and not (shared and name == "kv_heads"):
+            if heads % ranks:
                 raise ConfigError(
                     f"attention '{config}': {name} is {heads}, which {ranks} ranks do not divide; choose a mesh whose "
-                    f"size divides {heads}"
+                    f"size divides {heads}, or another {name}"
                 )
         source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}  # from torch 2.7 on
-        shape = Dims(module.num_heads, module.kv_heads, module.head_dim)
-        placements = {
-            f"mechanism.{name}": Replicate() if axis is None else Shard(axis)
-            for name, axis in head_axes(config, shape, shared).items()
-        }
-        for name, projection in whole.items():
-            projection.__class__ = WholeLinear
-            placements |= {f"{name}.{leaf}": Replicate() for leaf, _ in projection.named_parameters()}
-        for name, placement in placements.items():
-            owner, _, leaf = name.rpartition(".")
-            parameter = module.get_parameter(name)
+        for name, axis in head_axes(config, Dims(module.num_heads, module.kv_heads, module.head_dim)).items():
+            path, _, leaf = name.rpartition(".")
+            owner, parameter = own.get_submodule(path), own.get_parameter(name)
+            placement = Replicate() if axis is None else Shard(axis)
             divided = distribute_tensor(parameter, device_mesh, [placement], **source)
-            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
-        own.head_share, own.keys_divided = (device_mesh.get_local_rank(), ranks), not shared
-        plan: dict[str, ParallelStyle] = {
-            name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj") if name not in whole
-        }
+            owner.register_parameter(leaf, nn.Parameter(divided, parameter.requires_grad))
+        own.head_share = (device_mesh.get_local_rank(), ranks)
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         plan["out_proj"] = RowwiseParallel(output_layouts=self.output_layout)
         parallelize_module(module, device_mesh, plan, **source)
 
@@ -131,28 +105,14 @@ class HeadParallel(ParallelStyle):
         return placed.redistribute(placements=[Replicate()])
 
 
-class WholeLinear(nn.Linear):
-    """A projection that every rank has whole; it returns the heads of this rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, N, D] of x [B, N, E], the same on all ranks; gradients are partial sums over the rank's heads."""
-        if isinstance(x, DTensor):
-            x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
-
-
-def head_axes(config: AttentionConfig, dims: Dims, shared_keys: bool = False) -> dict[str, int | None]:
-    """Return the axis of each of a mechanism's parameters that counts heads; None if all heads share the parameter.
-
-    It is the axis that doubles when the heads do; with `shared_keys` only the query heads.
-    """
-    kv_heads = dims.kv_heads if shared_keys else 2 * dims.kv_heads
-    with torch.device("meta"):
-        once = Mechanism(
-            config, num_heads=dims.num_heads, head_dim=dims.head_dim, kv_heads=dims.kv_heads, projected=True
-        )
-        twice = Mechanism(
-            config, num_heads=2 * dims.num_heads, head_dim=dims.head_dim, kv_heads=kv_heads, projected=True
+def head_axes(config: AttentionConfig, dims: Dims) -> dict[str, int | None]:
+    """Return the axis of each of a mechanism's parameters that counts heads; None if all heads share the parameter."""
+    with torch.device("meta"):  # it is the axis that doubles when the heads do
+        once, twice = (
+            Mechanism(
+                config, num_heads=f * dims.num_heads, head_dim=dims.head_dim, kv_heads=f * dims.kv_heads, projected=True
+            )
+            for f in (1, 2)
         )
     wide = dict(twice.named_parameters())
     return {
