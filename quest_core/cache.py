@@ -65,12 +65,9 @@ class Cache:
         return {**self.__dict__, "_owner": None}  # a copy may belong to a copy of the layer
 
     def admit(self, mechanism: Any, k: Tensor, v: Tensor, *, in_place: bool) -> None:
-        """Begin a step; every decode calls this before it changes the cache.
+        """Begin a step of `mechanism` with new tokens k [B, G, N, D] and v [B, G, N, Dv], before any normalization.
 
-        Args:
-            mechanism: the Mechanism whose step this is.
-            k: [B, G, N, D] and v: [B, G, N, Dv]: the new tokens, before any normalization.
-            in_place: `append` may write into memory that earlier steps have returned views of.
+        If `in_place`, `append` may write into memory that earlier steps have returned views of.
 
         Raises:
             InputError: the tokens are those of another layer, or more than `max_length`; or tensors differ from those
@@ -103,13 +100,7 @@ class Cache:
         self._in_place = in_place and not recorded
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Extend a tensor along its token axis; once a step for each name, in every step.
-
-        Args:
-            new: [B, G, N, D].
-
-        Returns:
-            [B, G, tokens + N, D], a view of the cache's memory.
+        """Extend a tensor by `new` [B, G, N, D], once per step; return all of it [B, G, tokens + N, D], a view.
 
         Raises:
             InputError: earlier steps have not appended to `name`.
@@ -160,8 +151,7 @@ class Cache:
 
         Raises:
             InputError: `tokens` is negative or more than there are.
-            UnsupportedError: the mechanism keeps sums over all tokens, and `tokens` is neither 0 nor the current
-                length.
+            UnsupportedError: the mechanism keeps sums over all tokens, which lose no single ones.
         """
         if not 0 <= tokens <= self.tokens:
             raise InputError(f"crop({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")

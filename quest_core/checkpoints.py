@@ -69,7 +69,6 @@ def compare(
 
     Args:
         entry: the checkpoint's tensor that names its attention; None means standard attention.
-        config: the attention of the layer.
         attention_from: the checkpoint's attention, if the user has named it.
         path: of the layer.
         load: an object that is the same for all layers of one call of load_state_dict, which warns only once.
@@ -119,12 +118,7 @@ class CheckpointGuard(nn.Module):
     verdict: tuple[Any, bool]  # a load that `compare_layers` has seen, and what `accepts` returned
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
-        """Register the buffer.
-
-        Args:
-            config: the attention.
-            keeps: whether the module adds anything to a state dict.
-        """
+        """Register the buffer, unless the module `keeps` nothing in a state dict."""
         super().__init__()
         self.config = config
         self.is_standard = config.is_standard
@@ -214,15 +208,15 @@ def compare_layers(
 
 def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
     """Return the paths of the weights in `module` but not in its mechanism."""
-    names = (name for name, _ in module.named_parameters(path) if name.endswith("weight"))
-    return [name for name in names if not name.startswith(f"{mechanism}.")]
+    names = (name for name, _ in module.named_parameters(path) if not name.startswith(f"{mechanism}."))
+    return [name for name in names if name.endswith("weight")]
 
 
 def compare_before_loading(model: nn.Module) -> None:
     """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none.
 
-    `inject` calls it. A model that was built with quest_core's layers compares each layer before that layer's tensors
-    are copied; call this function to compare all of them before the first.
+    `inject` calls it. In a model that was built with quest_core's layers each layer is compared before its own tensors
+    are copied.
     """
     if HOOK not in vars(model):
         vars(model)[HOOK] = model.register_load_state_dict_pre_hook(compare_layers)

@@ -34,7 +34,6 @@ FLEX_ATTENTION = torch.ops.higher_order.flex_attention  # as a TorchFunctionMode
 Made = TypeVar("Made")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
 is_compiling = torch.compiler.is_compiling  # whether torch.compile or torch.export reads this code
 
 
@@ -62,7 +61,7 @@ def size(x: Tensor, axis: int) -> int:
 
 
 def constant_result(function: Function) -> Function:
-    """Mark a function that torch.compile calls instead of reading it, and whose result is a constant in the graph.
+    """Mark a function that torch.compile calls instead of reading it; the result is a constant in the graph.
 
     torch.compiler.assume_constant_result does the same, but imports the whole compiler first, which takes seconds.
     """
@@ -115,10 +114,7 @@ def transform() -> str | None:
 
 
 def is_eager() -> bool:
-    """Return whether nothing records, compiles or transforms this code, so that a derivative written by hand is used.
-
-    Compilers and exporters get the plain formula, which they derive and fuse by themselves.
-    """
+    """Return whether nothing records, compiles or transforms this code, so that a hand-written derivative is used."""
     return not (is_compiling() or is_tracing() or _is_torch_func_active() or forward_ad._current_level >= 0)
 
 
@@ -175,11 +171,7 @@ _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> question -> i
 def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Made:
     """Return answer(), which reads the numbers in `x`, or what it returned before if they have not changed since.
 
-    Args:
-        x: a tensor that `may_read` allows to read.
-        question: what is asked; each has its own answer.
-        answer: called again after a change in place, and for every call with an inference tensor, whose changes PyTorch
-            does not count.
+    Each `question` has its own answer. PyTorch does not count changes of inference tensors: they are always read.
     """
     if x.is_inference():
         return answer()
@@ -192,9 +184,7 @@ def until_changed(x: Tensor, question: object, answer: Callable[[], Made]) -> Ma
 
 def is_recomputing() -> bool:
     """Return whether a backward pass is running in this thread; checkpointing repeats a forward pass then."""
-    if is_compiling():
-        return False
-    return bool(torch._C._current_graph_task_id() != -1)
+    return not is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
 def tokens_are_divided() -> bool:
@@ -203,9 +193,8 @@ def tokens_are_divided() -> bool:
     A mechanism that does not call that function would attend only to the tokens of one rank.
     """
     current = F.scaled_dot_product_attention
-    if current is ATTENTION or is_compiling():
-        return False
-    return (getattr(current, "__module__", None) or "").startswith("torch.distributed.tensor.experimental")
+    replaced = current is not ATTENTION and not is_compiling()
+    return replaced and str(getattr(current, "__module__", "")).startswith("torch.distributed.tensor.experimental")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -239,17 +228,17 @@ def name_second_derivative(out: Tensor, name: str) -> None:
 @functools.cache
 def _refusal(name: str) -> Tensor:
     """Return a tensor whose hooks all nodes of attention `name` share; a hook for each takes four times as long."""
+
+    def refuse(grad: Tensor) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UnsupportedError(
+                f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
+                "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+            )
+
     carrier = torch.zeros((), device="cpu", requires_grad=True)
-    carrier.register_hook(functools.partial(_refuse_second_derivative, name))
+    carrier.register_hook(refuse)
     return carrier
-
-
-def _refuse_second_derivative(name: str, grad: Tensor) -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        raise UnsupportedError(
-            f"attention '{name}': a second derivative (create_graph=True) is not possible through PyTorch's fused "
-            "kernel; run the forward pass inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-        )
 
 
 _FLEX = "torch.nn.attention.flex_attention"

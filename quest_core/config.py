@@ -3,15 +3,12 @@
 All of these mean the same::
 
     "quest+gqa(kv_heads=4)"
-    {"name": "quest+gqa", "kv_heads": 4}
     {"name": "quest", "kv_heads": 4}              # kv_heads, or ratio, without a grouping means gqa
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line passes it
 
-Options are separated by ``,`` or by ``;``, because some command lines (mmengine, Pointcept) split values at commas:
-``quest(init=12;scale=2)``.
-
-A name is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping); the others are
-standard, softmax and mha. Families (linear, aft-simple, ...) are not combined.
+Options are separated by ``,`` or ``;``, because some command lines (mmengine, Pointcept) split values at commas. A name
+is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping); the others are standard,
+softmax and mha. Families (linear, aft-simple, ...) are not combined.
 """
 
 from __future__ import annotations

@@ -34,14 +34,10 @@ class Former:
 
 
 def draft(module: nn.Module, kind: type[Any] | None = None) -> Any:
-    """Return a stand-in for `module`, which can be changed without changing the module.
+    """Return a stand-in for `module`, of class `kind` or the module's class before `assign`, that may be changed.
 
     Attributes that `assign` gave the module earlier are missing in the draft, and those that it took away are back, so
-    a second injection starts from the host.
-
-    Args:
-        module: it does not change.
-        kind: the class of the draft, whose __init__ does not run; the module's class before `assign` by default.
+    a second injection starts from the host. `__init__` does not run.
 
     Raises:
         TypeError: objects of the module's class cannot become objects of `kind`.

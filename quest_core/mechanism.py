@@ -278,11 +278,10 @@ class Mechanism(CheckpointGuard):
         return q, k, v, {"scale": scale, "grouped": self._shares, **plain}
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the logits [B, H, N, M] before any mask, of scores that look only at queries and keys.
+        """Return the logits [B, H, N, M] before any mask, for q [B, H, N, D] and k [B, G, M, D] in equal groups.
 
-        Args:
-            q: [B, H, N, D].
-            k: [B, G, M, D], in equal consecutive groups.
+        Raises:
+            UnsupportedError: the score looks at more than queries and keys.
         """
         if self.family is not None or self.chained:
             raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
@@ -291,15 +290,12 @@ class Mechanism(CheckpointGuard):
         return logits(q, k, scale, grouped)
 
     def padding_mask(self, real: Tensor, *, same_tokens: bool) -> Tensor:
-        """Return the attention mask for padding.
+        """Return the mask [B, 1, 1, M] or [B, 1, M, M] for padding, of the type of `real`.
 
         Args:
             real: [B, M], boolean (False = padding) or additive (−inf = padding).
             same_tokens: whether queries and keys are the same tokens, as in self-attention. Where queries share the
                 mass of columns (sinkhorn) or noise (pgqa), query padding must be masked too.
-
-        Returns:
-            [B, 1, 1, M] or [B, 1, M, M], of the type of `real`.
         """
         real = real if real.dtype == torch.bool else hide_lowest(real)
         keys = real[:, None, None, :]
@@ -434,12 +430,7 @@ class Mechanism(CheckpointGuard):
                 )
 
     def refuse_future(self, mask: Tensor | None, is_causal: bool = False) -> None:
-        """Raise UnsupportedError if the future is to be hidden and this mechanism cannot be causal.
-
-        Args:
-            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-            is_causal: whether it is hidden anyway.
-        """
+        """Raise UnsupportedError if `is_causal` or the mask hides the future and this mechanism cannot be causal."""
         if self._no_causal and (is_causal or (mask is not None and hides_the_future(mask))):
             raise UnsupportedError(f"attention '{self.config}': {self._no_causal[0]}")
 
@@ -490,12 +481,9 @@ def head_sizes(
     value_dim: int | None = None,
     host_kv_heads: int | None = None,
 ) -> HeadSizes:
-    """Return the sizes of the heads that `attention` projects to.
+    """Return the sizes of the heads that `attention` projects to, for H query heads of D features.
 
     Args:
-        attention: a name, mapping or AttentionConfig.
-        num_heads: query heads H.
-        head_dim: features D of a query head.
         value_dim: features of a value head; D by default.
         host_kv_heads: key/value heads of the host's own model, which stay if the attention leaves them to the host.
 

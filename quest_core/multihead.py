@@ -21,13 +21,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
     """Drop-in for :class:`torch.nn.MultiheadAttention`: same signature, parameter names, masks and outputs.
 
     Differences: `attention` names the mechanism; a query with no visible key gives zeros in place of NaN; `is_causal`
-    works without an `attn_mask`; and with fewer key/value heads (gqa, mqa) the projections of keys and values are
-    smaller, and a checkpoint of the full size is pooled on load. So are keys of fewer features (aft-conv).
+    works without an `attn_mask`; and with fewer key/value heads (gqa, mqa) or key features (aft-conv) the projections
+    are smaller, and a checkpoint of the full size is pooled on load.
 
     None of PyTorch's native fast paths, which read the weights and bypass `forward`, can apply to it.
-
-    Args:
-        attention: a name, mapping or AttentionConfig. The other arguments are those of torch.nn.MultiheadAttention.
     """
 
     projections = (
@@ -230,7 +227,7 @@ def leave_native_path(mechanism: Mechanism) -> None:
 
 
 def _nothing(module: nn.Module, inputs: Any) -> None:
-    pass
+    """Stand at module level, so that models with this hook can be pickled."""
 
 
 def _check_mask(name: str, mask: Tensor, shapes: dict[str, tuple[int, ...]], *others: tuple[int, ...]) -> None:

@@ -1,7 +1,6 @@
 """The lines that users must read: in the log of the host or of the program, else on standard error.
 
-Everything goes to the logger ``quest_core``. A host with a logger of its own receives it through a handler that the
-plugin of the host adds (`Adapter.forward_notices`).
+A host with a logger of its own gets them by a handler that its plugin adds to ours (`Adapter.forward_notices`).
 """
 
 from __future__ import annotations

@@ -19,16 +19,10 @@ BLOCK_ROWS = 64  # least number of queries a block, below which matrix products 
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return x / ‖x‖₂ over the last axis; a zero vector stays zero and has a zero gradient.
+    """Return x / ‖x‖₂ over the last axis, in the dtype of x [..., D]; a zero vector and its gradient stay zero.
 
     Norms are float32 (float64 for float64). Norms outside 1e-19 to 1e19 (1e-154 to 1e154) may round to zero or
     infinity; the result is zero then.
-
-    Args:
-        x: [..., D], floating point, any strides.
-
-    Returns:
-        [..., D] in the dtype of `x`.
     """
     # The heads of a projection [B, N, H, D] are read in the order of memory.
     turned = not x.is_contiguous() and x.dim() == 4 and x.transpose(1, 2).is_contiguous()
@@ -90,9 +84,9 @@ def result_type(x: Tensor) -> torch.dtype:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return the part of a mechanism's parameter for the heads of this rank; all of it without tensor parallelism.
+    """Return the part of a parameter for the heads of this rank; all of it without tensor parallelism.
 
-    Every mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters through this.
+    A mechanism that :class:`quest_core.tools.parallel.HeadParallel` divides reads its parameters by this function.
     """
     if type(parameter) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
         return parameter
@@ -110,9 +104,7 @@ def local(parameter: Tensor) -> Tensor:
 def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor | None = None) -> Tensor:
     """Return scale · q kᵀ (+ residual), [B, H, N, M], for q [B, H, N, D] and k [B, G, M, D].
 
-    Args:
-        grouped: H/G consecutive query heads share a key head; False means G = H.
-        residual: [B, H, N, M] or broadcastable to it.
+    If `grouped`, H/G consecutive query heads share a key head; else G = H.
     """
     q = q if scale == 1 else q * scale
     if grouped:
@@ -167,11 +159,7 @@ def hide_lowest(mask: Tensor) -> Tensor:
 
 
 def visible(mask: Tensor) -> Tensor:
-    """Return what a mask leaves visible, boolean [B or 1, H or 1, N or 1, M or 1].
-
-    Args:
-        mask: boolean (True = may attend) or additive (−inf hides), [N, M] or broadcastable to [B, H, N, M].
-    """
+    """Return what a mask, boolean or additive (−inf hides), leaves visible: boolean, with four axes."""
     seen = mask if mask.dtype == torch.bool else mask != -math.inf
     return seen[(None,) * (4 - seen.dim())]
 
@@ -216,8 +204,8 @@ def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
     """Return a host's two masks as one of quest_core: boolean (True = may attend) or additive; None without any.
 
     Args:
-        hidden: the host's, boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
-        real: of the keys, boolean (False = padding) or additive, as `Mechanism.padding_mask` returns it.
+        hidden: boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
+        real: of the keys, as `Mechanism.padding_mask` returns it.
     """
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
     return mask if real is None else merge_masks(mask, real)
@@ -229,9 +217,9 @@ def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> T
 
 
 def block_rows(n: int, weights: int) -> int | None:
-    """Return how many of `n` queries make a block, each with `weights` weights, B·H·M; None if all do.
+    """Return how many of `n` queries make a block, each with `weights` weights, B·H·M; None for the plain formula.
 
-    Graphs and function transforms take the plain formula, because the loop would be one of a fixed length there.
+    Graphs and function transforms take the plain formula, because a loop in a graph has one fixed length.
     """
     if not is_eager() or n * weights < PLAIN_WEIGHTS:
         return None
@@ -260,8 +248,6 @@ def in_blocks(
     Args:
         formula: returns the output of a block; if it draws random numbers, pass `random`.
         step: queries of a block, as `block_rows` returns them.
-        q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
-        mask: boolean or additive, broadcastable to [B, H, N, M].
         is_causal: blocks get only the keys that their last query sees, so that each is a causal problem of its own.
     """
     n, m = q.shape[2], k.shape[2]

@@ -1,17 +1,10 @@
 """Where a module keeps its query, key and value projections, and how these are cut, loaded and scaled.
 
-A replacement of a host's attention inherits `Projected`, describes its projections and states the sizes of its heads:
-
     class Attention(Projected):
         projections = Packed("qkv")  # or Separate("q_proj", "k_proj", "v_proj")
 
-        def __init__(self, host, config, fresh):
-            self.qkv = host.qkv
-            self.head_sizes = head_sizes(config, host.num_heads, host.head_dim)
-            self.projections.shrink(self, self.head_sizes, fresh=fresh)
-
 A name is that of a Linear sub-module, or of a parameter of the module itself. Rows are ordered by role (all of q, then
-all of k, then all of v), and by head inside a role.
+all of k, then all of v), and by head inside a role; `head_sizes` counts them.
 """
 
 from __future__ import annotations
@@ -31,19 +24,10 @@ from .errors import InputError, UnsupportedError
 
 
 def pool_heads(projection: Tensor, num_heads: int, kv_heads: int, *, fresh: bool = False) -> Tensor:
-    """Return the projection of G heads, one for each group of the H heads given.
+    """Return the weight [G·D, E] or bias [G·D] of G heads, one for each group of the H heads of `projection`.
 
     It is the mean of the group, which keeps most of what a multi-head checkpoint has learned (Ainslie et al., 2023,
-    section 2.1). Of fresh weights it is the first head, because the mean would divide their spread by √(H/G).
-
-    Args:
-        projection: weight [H·D, E] or bias [H·D].
-        num_heads: H, a multiple of `kv_heads`.
-        kv_heads: G.
-        fresh: the weights have only been initialized, not trained.
-
-    Returns:
-        [G·D, E] or [G·D].
+    section 2.1). Of `fresh` weights it is the first head, because the mean would divide their spread by √(H/G).
 
     Raises:
         InputError: `num_heads` does not divide the rows, or `kv_heads` does not divide `num_heads`.
@@ -105,16 +89,9 @@ class Projections:
         return Projections(self.entries + other.entries)
 
     def rows(self, module: nn.Module, sizes: HeadSizes, role: str) -> dict[str, Tensor]:
-        """Return the rows of one role in every weight and bias that has any.
+        """Return the rows [heads·features, ...] of a role, "q", "k" or "v", of every parameter that has any, by name.
 
-        Args:
-            module: what `entries` names the parts of.
-            sizes: of its heads as they are now.
-            role: "q", "k" or "v".
-
-        Returns:
-            The name of each parameter, such as "qkv.weight", with its rows [heads·features, ...], head by head: a view,
-            outside of autograd, that may be written.
+        The rows are views outside of autograd, which may be written.
 
         Raises:
             UnsupportedError: no name holds the role, or a weight is computed from other parameters.
@@ -131,11 +108,7 @@ class Projections:
 
     @torch.no_grad()
     def scale(self, module: nn.Module, sizes: HeadSizes, role: str, factor: Tensor) -> None:
-        """Multiply the rows of each head, bias included, in place.
-
-        Args:
-            module, sizes, role: as in `rows`.
-            factor: one number a head: [H] for "q", [G] for "k" and "v".
+        """Multiply the rows of each head, bias included, by its factor, [H] for "q" or [G], in place.
 
         Raises:
             UnsupportedError, InputError: as `rows`, before anything has changed; InputError also for another number
@@ -150,13 +123,10 @@ class Projections:
 
     @torch.no_grad()
     def norms(self, module: nn.Module, sizes: HeadSizes, role: str) -> Tensor:
-        """Return the norm that each head's queries, keys or values have in expectation.
+        """Return the expected norm of each head's queries, keys or values, [H] or [G] in float64; raises as `rows`.
 
         For inputs of independent features with mean 0 and variance 1, as LayerNorm makes them, E‖W x + b‖² is
-        ‖W‖² + ‖b‖² with the Frobenius norm of the head's rows. Arguments and errors as in `rows`.
-
-        Returns:
-            [H] for "q", [G] for "k" and "v"; float64 on the device of the weights.
+        ‖W‖² + ‖b‖² with the Frobenius norm of the head's rows.
         """
         heads = sizes.num_heads if role == "q" else sizes.kv_heads
         by_head = [rows.double().view(heads, -1) for rows in self.rows(module, sizes, role).values()]
@@ -166,13 +136,7 @@ class Projections:
     def shrink(self, module: nn.Module, sizes: HeadSizes, *, fresh: bool) -> None:
         """Make the projections of a module smaller, where `sizes` has fewer key heads or key features.
 
-        The parameters are new objects. The Linears stay the same objects, or are drafts if `module` is a draft. A
-        module whose projections have the right number of rows already is not changed.
-
-        Args:
-            module: what `entries` names the parts of, with the projections of a host or of an earlier replacement.
-            sizes: the heads that it shall have.
-            fresh: whether the weights have only been initialized, not trained; see `pool_heads`.
+        The parameters are new objects. The Linears stay the same objects, or are drafts if `module` is a draft.
 
         Raises:
             InputError: the projections were reduced to other sizes before.
@@ -205,8 +169,7 @@ class Projections:
     def load(self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, sizes: HeadSizes) -> None:
         """Pool the entries of a state dict that have all heads of the host, in place.
 
-        Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name. Arguments
-        as in `rows` and in `torch.nn.Module._load_from_state_dict`.
+        Other entries stay: those that fit already, and those of a wrong shape, which PyTorch reports by name.
         """
         if sizes == sizes.full:
             return
@@ -273,11 +236,8 @@ class Projected(nn.Module):
 def init_norms(model: nn.Module) -> None:
     """Scale fresh projections to the norms that options of the attention ask for, such as `quest(init=12)`.
 
-    `Attention`, `MultiheadAttention` and `inject(..., fresh=True)` call it. A host that initializes its layers later
-    calls it afterwards. A second call changes nothing.
-
-    Args:
-        model: every `Projected` in it is scaled, `model` itself included.
+    Our layers and `inject(..., fresh=True)` call it. A host that initializes its layers later calls it afterwards. It
+    scales every `Projected` in `model`, `model` itself included. A second call changes nothing.
 
     Raises:
         UnsupportedError: weights are parametrized, have no values yet (meta device), or are zeros; nothing has changed.

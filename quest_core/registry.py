@@ -1,11 +1,7 @@
 """Every mechanism by name: a class that declares with attributes what core may rely on.
 
 >>> @register("quest", source="QUEST, section 2.1", options=(SCALE,))
-... class Quest(Score):
-...     "q k̄ᵀ."
-...     causal = cross = cached = unit_keys = True
-...     reads = ()
-...     def key(self, k): return unit(k)
+... class Quest(Score): ...
 
 An installed package names a module under the entry-point group `quest.attention`; importing the module registers its
 classes. Such packages are imported when a name is unknown or when all names are needed.
@@ -18,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -203,17 +199,11 @@ def _canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution with mechanisms.
+    """An installed distribution with mechanisms."""
 
-    Attributes:
-        owner: the distribution and its version.
-        module: the module that its entry point names.
-        problem: why it cannot be imported; empty if it can.
-    """
-
-    owner: str
-    module: str
-    problem: str = ""
+    owner: str  # the distribution and its version
+    module: str  # that its entry point names
+    problem: str = ""  # why it cannot be imported
 
     @property
     def fix(self) -> str:
@@ -228,16 +218,15 @@ class Package:
 @functools.cache
 def installed() -> tuple[Package, ...]:
     """Import every installed package with mechanisms, once; a package that raises is a record with its cause."""
-    return tuple(map(_load, sorted(entry_points(group="quest.attention"), key=lambda point: (point.name, point.value))))
-
-
-def _load(point: EntryPoint) -> Package:
-    owner = "unknown" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-    try:
-        point.load()
-    except Exception as error:
-        return Package(owner, point.value, f"{type(error).__name__}: {error}")
-    return Package(owner, point.value)
+    found = []
+    for point in sorted(entry_points(group="quest.attention"), key=lambda point: (point.name, point.value)):
+        owner, problem = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown", ""
+        try:
+            point.load()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        found.append(Package(owner, point.value, problem))
+    return tuple(found)
 
 
 def mechanisms() -> Mapping[str, type[Component]]:
@@ -255,15 +244,10 @@ def find(name: str) -> type[Component]:
 
 
 def owner(mechanism: type[Component]) -> str:
-    """Return "quest-core", or the distribution of a mechanism and its version, such as "quest-power 0.1.0".
-
-    A module that no installed package names, such as a notebook, has version "?".
-    """
+    """Return "quest-core", or the distribution of a mechanism and its version: "quest-power 0.1.0", "notebook ?"."""
     module = mechanism.__module__.partition(".")[0]
-    if module == "quest_core":
-        return "quest-core"
     owners = {package.module.partition(".")[0]: package.owner for package in installed()}
-    return owners.get(module, f"{module} ?")
+    return "quest-core" if module == "quest_core" else owners.get(module, f"{module} ?")
 
 
 def list_mechanisms() -> list[str]:

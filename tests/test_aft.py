@@ -692,7 +692,7 @@ def test_capabilities(name: str) -> None:
 
 def test_values_of_another_width_cannot_be_gated() -> None:
     q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
-    with pytest.raises(quest_core.InputError, match="v has 2 features a head and q 3"):
+    with pytest.raises(quest_core.InputError, match="v has head_dim 2; attention-free gates need that of q, 3"):
         quest_core.attention(q, k, v[..., :2], "aft-simple")
 
 

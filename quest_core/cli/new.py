@@ -31,13 +31,8 @@ def new(kind: str, name: str, out: Path) -> int:
 def copy_example(example: str, old: str, name: str, out: Path) -> Path:
     """Copy a folder of examples/ to the new folder ``out/quest-NAME``: all of it or, on any error, nothing.
 
-    In files and in their names ``quest_old``, ``Old`` and ``old`` become ``quest_name``, ``Name`` and ``name``.
-
-    Args:
-        example: the folder, such as "third_party_mechanism".
-        old: the name in the example, one lower-case word that occurs in no other meaning.
-        name: lower-case letters, digits and single hyphens, starting with a letter.
-        out: an existing folder.
+    In files and in their names ``quest_old``, ``Old`` and ``old`` become ``quest_name``, ``Name`` and ``name``; `old`
+    must occur in no other meaning.
 
     Raises:
         ConfigError: the name is not valid, or the new folder exists or cannot be written.

@@ -1,8 +1,7 @@
 """The attention-free family: averages of values weighted feature by feature, gated by the query.
 
-[A] is An Attention Free Transformer (Zhai et al.), arXiv 2105.14103. There are as many heads as features, so
-[B, H, T, D] is read as T tokens of H·D features, and Y = σ(Q) ⊙ (the average of the values with the softmax of
-K_t' + w_tt' over t' as weights), [A] equation 2. aft-conv is in `aft_conv`.
+[A] is An Attention Free Transformer (Zhai et al.), arXiv 2105.14103. [B, H, T, D] is read as T tokens of H·D features,
+and Y = σ(Q) ⊙ (the average of the values weighted by the softmax of K_t' + w_tt' over t'), [A] equation 2.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ _RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a 
 _WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
 
 
-def masked(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, H, M, D], float32 or wider, with the mask [B or 1, M] folded into the keys.
-
-    Hidden keys are −inf; an additive mask is added.
-    """
+def mask_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Return keys [B, H, M, D], float32 or wider, plus an additive mask [B or 1, M]; −inf where the mask hides."""
     keys = widen(k)
-    if key_mask is not None:
-        mask = key_mask[:, None, :, None]
-        keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask.to(keys.dtype)
-    return keys, widen(v)
+    if key_mask is None:
+        return keys
+    mask = key_mask[:, None, :, None]
+    return keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask.to(keys.dtype)
 
 
 def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
@@ -47,10 +43,10 @@ def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
     return out.to(result_type(q))
 
 
-def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return zeros [B, H, N, D] if keys or batch are empty, else None; InputError if v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
-        raise InputError(f"v has {v.shape[-1]} features a head and q {q.shape[-1]}; attention-free gates need the same")
+        raise InputError(f"v has head_dim {v.shape[-1]}; attention-free gates need that of q, {q.shape[-1]}")
     # These zeros give q a gradient of 0 and not None.
     return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if q.numel() * k.numel() == 0 else None
 
@@ -67,13 +63,10 @@ def averages(
     return y.reshape(y.shape[0], *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3)
 
 
-def merged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the key and the value [B, H, 1, D] of one token that counts as much as all of these.
+def merge(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the key and the value [B, H, 1, D] of one token that counts as much as all M > 0 tokens [B, H, M, D].
 
     The key is log Σ exp(keys), −inf if all are hidden; the value is the weighted average, then 0.
-
-    Args:
-        keys: [B, H, M, D] and values: [B, H, M, D], M > 0, float32 or wider.
     """
     top = finite(keys.detach().amax(2, keepdim=True))  # [B, H, 1, D]
     weights = (keys - top).exp()
@@ -83,7 +76,7 @@ def merged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return (top + total.log()).masked_fill(hidden, -math.inf), (weights * values).sum(2, keepdim=True) / total
 
 
-def extended(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def with_cached(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens that a cache holds and then the new ones, [B, H, P + N, D] each."""
     if "state_k" not in cache:
         return keys, values
@@ -104,10 +97,10 @@ class AttentionFree(Family):
     ) -> Tensor:
         n = q.shape[2]
         self.check_lengths(n, k.shape[2] if cache is None else cache.tokens + n, is_causal)
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
-        keys, values = masked(k, v, key_mask)
-        y = self.average(n, keys, values, is_causal) if cache is None else self.continued(n, keys, values, cache)
+        if (zeros := empty(q, k, v)) is not None:
+            return zeros
+        keys, values = mask_keys(k, key_mask), widen(v)
+        y = self.average(n, keys, values, is_causal) if cache is None else self.decode(n, keys, values, cache)
         return gate(q, y, self.query)
 
     def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
@@ -117,7 +110,7 @@ class AttentionFree(Family):
         """Return the averages [B, H, n or 1, D] of keys and values [B, H, M, D] that `n` queries see."""
         raise NotImplementedError
 
-    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+    def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
         """Return the averages [B, H, n, D] of new tokens and those in the cache, which is extended."""
         raise NotImplementedError
 
@@ -126,8 +119,7 @@ class AttentionFree(Family):
 class AttentionFreeSimple(AttentionFree):
     """σ(Q_t) ⊙ Σ exp(K_t') V_t' / Σ exp(K_t').
 
-    No bias: a key and feature have one weight, the same for all queries. A cache keeps one token that counts as much as
-    all earlier ones.
+    No bias: a key and feature have one weight, the same for all queries. A cache keeps one token that stands for all.
     """
 
     reads = ("tokens",)
@@ -135,14 +127,14 @@ class AttentionFreeSimple(AttentionFree):
 
     def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
         if not is_causal:
-            return merged(keys, values)[1]
+            return merge(keys, values)[1]
         y, missing = self._running(keys, values), n - keys.shape[2]
         # The last query sees every key, and the first N − M queries of too few keys see none.
         return F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:]
 
-    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
-        keys, values = extended(cache, keys, values)
-        cache["state_k"], cache["state_v"] = last = merged(keys, values)
+    def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        keys, values = with_cached(cache, keys, values)
+        cache["state_k"], cache["state_v"] = last = merge(keys, values)
         return last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
@@ -159,8 +151,7 @@ class AttentionFreeFull(AttentionFree):
     """σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt').
 
     w_tt' is a learned bias for each pair of positions, w = u vᵀ. Where q and k come from two sequences each counts its
-    positions from 0, unless causal, where the last query stands at the last key. A cache keeps all keys and values,
-    because biases differ by query.
+    positions from 0, unless causal, where the last query stands at the last key. A cache keeps all keys and values.
     """
 
     learnable = True
@@ -197,7 +188,7 @@ class AttentionFreeFull(AttentionFree):
         w = self.bias(m - n + blind if is_causal else 0, n - blind, 0, m)
         return F.pad(averages(self.name, keys, values, *w, is_causal, self.window), (0, 0, blind, 0))
 
-    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+    def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
         # Wide, or each step would widen all of them again.
         return self._last(n, cache.append("k", keys), cache.append("v", values), cache.tokens)
 
@@ -227,7 +218,7 @@ class AttentionFreeFull(AttentionFree):
         with no_autocast(keys.device.type):
             bias = left if right is None else left.to(keys.dtype) @ right.to(keys.dtype).T  # [1, near]
         bias = F.pad(bias.to(keys.dtype), (m - near, 0))  # [1, M]
-        return merged(keys + bias.T, values)[1]
+        return merge(keys + bias.T, values)[1]
 
 
 @register("aft-local", source="[A] eq. 4, 7", options=(_LENGTH, _RANK, QUERY, _WINDOW))
@@ -253,12 +244,12 @@ class AttentionFreeLocal(AttentionFreeFull):
             )
         super().check_lengths(n, m, is_causal)
 
-    def continued(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
-        keys, values = extended(cache, keys, values)
+    def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+        keys, values = with_cached(cache, keys, values)
         out = self._last(n, keys, values, cache.tokens)
         far = keys.shape[2] - self.window + 1
         if far > 1:
-            one = merged(keys[:, :, :far], values[:, :, :far])
+            one = merge(keys[:, :, :far], values[:, :, :far])
             keys, values = (torch.cat([x, y[:, :, far:]], 2) for x, y in zip(one, (keys, values), strict=True))
         cache["state_k"], cache["state_v"] = keys, values  # [B, H, window, D] or fewer
         return out

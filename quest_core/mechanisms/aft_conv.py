@@ -19,7 +19,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..ops import block_rows, local, recomputed, widen
 from ..registry import Option, register
 from . import naive
-from .aft import QUERY, gate, masked, nothing
+from .aft import QUERY, empty, gate, mask_keys
 from .aft_ops import finite, safe_range
 from .base import Dims, Family
 
@@ -53,7 +53,7 @@ def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
 def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
     """Return the average [B, h, N, D] of v [B, h, T, D] with weights exp(k + w), k [B, h, T]; 0 without keys.
 
-    `bins` [N, T] are indices into `table` [h, s^dims + 1], the biases and a zero.
+    w is the bias of `table` [h, s^dims + 1] at the indices `bins` [N, T].
     """
     w = table.index_select(1, bins.flatten()).unflatten(1, bins.shape)  # [h, N, T]
     logits = k.unsqueeze(2) + w  # [B, h, N, T]
@@ -165,12 +165,7 @@ class AttentionFreeConv(Family):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
     ) -> Tensor:
-        """See `Family.forward`; k is [B, H, T, 1].
-
-        Raises:
-            InputError: tokens that do not fill the grid.
-            UnsupportedError: q and k of different lengths.
-        """
+        """See `Family.forward`; k is [B, H, T, 1]. The grid must be full, and q and k of one length."""
         tokens = k.shape[2]
         if q.shape[2] != tokens:
             raise UnsupportedError(
@@ -178,10 +173,9 @@ class AttentionFreeConv(Family):
                 "use 'aft-simple' or 'aft-full' to attend across"
             )
         grid = self._extents(tokens - self.prefix)
-        if (empty := nothing(q, k, v)) is not None:
-            return empty
-        keys, values = masked(k, v, key_mask)
-        keys = keys.squeeze(3)  # [B, H, T]
+        if (zeros := empty(q, k, v)) is not None:
+            return zeros
+        keys, values = mask_keys(k, key_mask).squeeze(3), widen(v)  # [B, H, T], [B, H, T, D]
         w = self._positions().to(keys.dtype)
         place = _places(grid, self.prefix, w.shape[1], w.device)  # [T, dims]
         table = F.pad(w.flatten(1), (0, 1))  # [H, s^dims + 1]

@@ -1,12 +1,10 @@
 """The averages behind aft-simple, aft-local and aft-full: exact for any finite input, never T×T.
 
 One operator on ``[T, C]``, tokens by features of all heads and samples, in float32 or wider. It is opaque to the
-compiler because its path depends on the numbers: queries are taken in blocks, and a block is one matrix product
-exp(w) · exp(k)·(v, 1) where its exponents lie close enough together for float32, or else for float64. Exponents that
-lie further apart are summed feature by feature.
-
-The keys that a block of queries meets without a bias enter as one token: a pair (m, s) that stands for exp(m)·s, as a
-key k with its value v is the pair (k, (v, 1)).
+compiler because its path depends on the numbers: a block of queries is one matrix product exp(w) · exp(k)·(v, 1) where
+its exponents lie close enough together for float32, or else for float64; exponents further apart are summed feature by
+feature. The keys that a block meets without a bias enter as one token: a pair (m, s) stands for exp(m)·s, as a key k
+with its value v is the pair (k, (v, 1)).
 """
 
 from __future__ import annotations

@@ -23,19 +23,12 @@ from ..registry import Component
 
 @dataclass(frozen=True)
 class Dims:
-    """What a component may need to know when it is built.
+    """Sizes that a component may need when it is built."""
 
-    Attributes:
-        num_heads: query heads H.
-        kv_heads: key/value heads G.
-        head_dim: features D per query/key head.
-        standard_scale: the factor of a standard score, where a host's is not 1/√D.
-    """
-
-    num_heads: int
-    kv_heads: int
-    head_dim: int
-    standard_scale: float | None = None
+    num_heads: int  # query heads H
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D per query/key head
+    standard_scale: float | None = None  # the factor of a standard score, where a host's is not 1/√D
 
 
 class Score(Component):
@@ -94,10 +87,8 @@ class Score(Component):
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         """Return the logits [B, H, N, M], scale included, by the plain formula that tests compare with.
 
-        Args:
-            q: [B, H, N, D], k: [B, G, M, D] and v: [B, G, M, Dv].
-            head: the key/value head of each query head [H], as in ``k[:, head]``.
-            seen: where a query sees a key [B, H, N, M].
+        `head` is the key/value head of each query head [H], as in ``k[:, head]``, and `seen` [B, H, N, M] says where a
+        query sees a key.
         """
         raise NotImplementedError
 
@@ -192,9 +183,8 @@ class Grouping(Component):
     def forward(self, k: Tensor, num_heads: int, mask: Tensor | None) -> Tensor:
         """Return the key/value head of each query head, [H] on the device of `k`, if the grouping `chooses`.
 
-        Args:
-            k: keys before any normalization, [B, G, M, D].
-            mask: as in `Mechanism.forward`; keys that no query sees do not count.
+        `k` [B, G, M, D] is not normalized yet. Keys that no query sees by `mask`, as in `Mechanism.forward`, do not
+        count.
         """
         raise NotImplementedError
 
@@ -216,13 +206,7 @@ class Grouping(Component):
     """Whether H/G consecutive query heads share a key/value head."""
 
     def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
-        """Return the key/value head of each query head [H], by the plain formula.
-
-        Args:
-            k: [B, G, M, D].
-            num_heads: H.
-            seen: where a query sees a key [B, H, N, M].
-        """
+        """Return the key/value head of each query head [H], by the plain formula; `seen` [B, H, N, M] as above."""
         raise NotImplementedError
 
     def reference_weights(self, weights: Tensor, kv_heads: int, seen: Tensor) -> Tensor:
@@ -260,10 +244,7 @@ class Family(Component):
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
         """Return the output [B, H, N, D] by the plain formula.
 
-        Args:
-            q: [B, H, N, D], k: [B, H, M, Dk] and v: [B, H, M, D].
-            seen: where a query sees a key [B, 1, N, M].
-            bias: what an additive mask adds to the logarithm of a key's weight, [B, 1, 1, M]; 0 for hidden keys.
-            is_causal: the last query stands at the last key, and not the first at the first.
+        `seen` [B, 1, N, M] says where a query sees a key. `bias` [B, 1, 1, M] is what an additive mask adds to the
+        logarithm of a key's weight; 0 for hidden keys.
         """
         raise NotImplementedError

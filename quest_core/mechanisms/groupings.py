@@ -23,10 +23,7 @@ EQUAL = 1e-6  # norms whose spread is a smaller part of the largest are equal bu
 
 @register("gqa", source="Ainslie et al., 2023", options=(KV_HEADS, RATIO))
 class Grouped(Grouping):
-    """H/G query heads share a k/v head.
-
-    The heads of a group are consecutive.
-    """
+    """H/G query heads share a k/v head."""
 
     causal = cross = cached = reshapes = True
     reads: ClassVar[tuple[str, ...]] = ()
@@ -101,17 +98,14 @@ class MultiHead(Grouped):
 
 
 def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
-    """Return how many query heads each key/value head gets ([G], equation 3): ⌊n̂_g · H / Σ n̂⌋.
+    """Return how many of the H query heads each key/value head gets ([G], equation 3): ⌊n̂_g · H / Σ n̂⌋.
 
-    The heads that are left over go to the largest fractional parts, ties to the lower index.
+    The heads that are left over go to the largest fractional parts, ties to the lower index. All zero counts as all
+    equal. The result stays on the device of `importance`, without waiting for it.
 
     Args:
-        importance: n̂ or d, not negative, [G]. All zero counts as all equal.
-        num_heads: H.
+        importance: n̂ or d, not negative, [G].
         min_queries: heads that every key/value head gets first.
-
-    Returns:
-        sizes [G] with Σ sizes = H, on the device of `importance`, without waiting for it.
     """
     groups, importance = importance.shape[0], importance.double()
     free = num_heads - groups * min_queries
@@ -135,10 +129,7 @@ def head_index(sizes: Tensor, num_heads: int) -> Tensor:
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return n_g [B, G], the Frobenius norm of k_g [B, G, M, D] over visible tokens and features, in float64.
-
-    [G], equation 1, takes the mean over the batch.
-    """
+    """Return n_g [B, G], the norm of k [B, G, M, D] over visible tokens and features, in float64 ([G], equation 1)."""
     k = k.detach()
     tokens = torch.linalg.vector_norm(k, dim=-1, dtype=wider(k.dtype))  # [B, G, M]
     if mask is not None:
@@ -149,10 +140,7 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
 
 @register("kdgqa", source="Key-Driven GQA, equations 1-3", options=(KV_HEADS, RATIO, MIN_QUERIES))
 class KeyDriven(Grouped):
-    """k/v heads with larger key norms serve more query heads.
-
-    Each forward pass assigns them.
-    """
+    """k/v heads with larger key norms serve more query heads."""
 
     causal = cached = shares = False
     causal_reason = "its head sizes depend on all keys, those of the future too"
@@ -203,19 +191,16 @@ class KeyDriven(Grouped):
 class DynamicKeyDriven(KeyDriven):
     """as kdgqa, by how key norms evolve in training.
 
-    Sizes stay for `window` training steps.
-
-    The state lives in float32 buffers, so that it is saved and resumed, and survives averaging of checkpoints.
-    Evaluation and the second forward pass of activation checkpointing do not change it. A cache keeps the G key/value
-    heads; each step assigns them to the query heads by the current sizes.
+    Sizes stay for `window` training steps. The state lives in float32 buffers, so that it is saved and resumed, and
+    survives averaging of checkpoints. Evaluation and the second forward pass of activation checkpointing do not change
+    it. A cache keeps the G key/value heads; each step assigns them to the query heads by the current sizes.
 
     Where torch.distributed is initialized, a training step takes the mean over the batches of all ranks, so that all
-    hold the same sizes however their batches differ. Like torch.nn.SyncBatchNorm it needs every rank of the group to
-    run the layer equally often.
+    hold the same sizes. Like torch.nn.SyncBatchNorm it needs every rank of the group to run the layer equally often.
 
     Attributes:
-        process_group: the ranks that share statistics; None means all. Where ranks hold different layers (pipeline
-            parallelism), give each layer the group of ranks that hold it.
+        process_group: the ranks that share statistics; None means all. Under pipeline parallelism, give each layer the
+            group of ranks that hold it.
     """
 
     causal = cached = stateful = True
@@ -270,13 +255,10 @@ class DynamicKeyDriven(KeyDriven):
         current = torch.where(counts, current, self.norms).to(self.norms.dtype)
         first = counts & (self.steps == 0)
         due = counts & (self.steps > 0) & (self.steps % self.window == 0)
+        kept, importance = current, (current - self.norms).abs()
         if self.evolution == "ema":
-            kept = self.alpha * current + (1 - self.alpha) * self.norms
-            importance = kept
-        else:
-            kept, importance = current, (current - self.norms).abs()
-        sizes = allocate(importance, num_heads, self.min_queries)
-        self.pending.copy_(torch.where(due, sizes, self.pending))
+            kept = importance = self.alpha * current + (1 - self.alpha) * self.norms
+        self.pending.copy_(torch.where(due, allocate(importance, num_heads, self.min_queries), self.pending))
         self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
         self.steps.add_(counts)
 
@@ -307,9 +289,9 @@ class DynamicKeyDriven(KeyDriven):
 class Perturbed(Grouped):
     """gqa, minus noise of each group's mean and deviation.
 
-    The noise lets the attention maps of a group's heads grow apart. It is Gaussian with the mean and standard deviation
-    of the weights of that sample's group over its heads, queries and visible keys, without those of padding; it is zero
-    where query and key index agree and where a key is hidden. No gradient flows through it.
+    The noise is Gaussian with the mean and standard deviation of the weights of that sample's group over its heads,
+    queries and visible keys, without those of padding; it is zero where query and key index agree and where a key is
+    hidden. No gradient flows through it.
     """
 
     causal = cached = False
@@ -331,8 +313,7 @@ class Perturbed(Grouped):
                 "draw alike; say noise_in_eval=false and export the model in evaluation"
             )
         n, m = weights.shape[2:]
-        seen = torch.ones_like(weights, dtype=torch.bool)
-        seen = seen if mask is None else seen & visible(mask)
+        seen = torch.ones_like(weights, dtype=torch.bool) if mask is None else visible(mask).expand_as(weights)
         group = (2, 3, 4)  # its heads, queries and keys
         grouped = weights.detach().unflatten(1, (kv_heads, -1))  # [B, G, H/G, N, M]
         counted = seen.unflatten(1, (kv_heads, -1))

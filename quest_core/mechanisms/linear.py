@@ -1,13 +1,8 @@
 """The linear family: attention without a softmax, so that the products reassociate and no N×M weights are formed.
 
 Both compute q_i · Σ_j k_j v_jᵀ over the keys that query i sees. Without causality that sum is one D×Dv matrix. If
-causal, tokens are taken in chunks: earlier chunks reach a query through the sum at the start of its
-chunk, its own chunk through the C×C products inside. Sums are kept in float32 or wider.
-
-The weights have no logarithm that an additive mask b could be added to before an exponential. It means the same here:
-the weight of a key is multiplied by exp(b), and −inf hides the key.
-
-[R] is Your Attention Matters, [C] Cottention (Mongaras et al., 2024).
+causal, earlier chunks of tokens reach a query through the sum at the start of its chunk, its own chunk through the C×C
+products inside. Sums are kept in float32 or wider. An additive mask b multiplies the weight of a key by exp(b).
 """
 
 from __future__ import annotations

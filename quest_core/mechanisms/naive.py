@@ -1,7 +1,4 @@
-"""Helpers that several references share: plain formulas, in the dtype of their inputs, written to be read.
-
-Nothing here is fast, and the modules that tests compare with these formulas use none of it.
-"""
+"""Plain formulas that several references share, in the dtype of their inputs; the fast paths use none of them."""
 
 from __future__ import annotations
 
@@ -48,13 +45,9 @@ def gated_average(
     """Return σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt'), feature by feature (AFT, equation 2).
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, M, D], or [B, H, M, 1] if all features of a head share it.
-        v: [B, H, M, D].
+        q: [B, H, N, D], v: [B, H, M, D], and k: [B, H, M, D], or [B, H, M, 1] if all features of a head share it.
         w: [N, M] or [H, N, M], or 0.
-        seen: [B, 1, N, M].
         bias: added to the keys [B, 1, 1, M].
-        query: multiply by σ(q).
     """
     keys = (k.mT + bias)[:, :, None].expand(-1, -1, q.shape[2], v.shape[3], -1)  # [B, H, N, D, M]
     logits = keys if isinstance(w, float) else keys + w[..., None, :]

@@ -1,8 +1,4 @@
-"""Normalizers: logits to weights. [R] is Your Attention Matters, [S] Sinkformers (Sander et al., 2022).
-
-Softmax has fused kernels. Sigmoid and sinkhorn have none: large calls compute their weights in blocks of queries
-(:mod:`quest_core.ops`).
-"""
+"""Normalizers: logits to weights. Softmax has fused kernels; large calls of the others take blocks of queries."""
 
 from __future__ import annotations
 
@@ -100,11 +96,7 @@ class Softmax(Normalizer):
 class Sigmoid(Normalizer):
     """σ(l + b), b = −log of the visible keys.
 
-    Each weight is computed independently, so a row need not sum to 1.
-
-    Args:
-        bias: the constant b; None means −log of the number of keys that the row sees, which lets weights start out
-            summing to about 1.
+    Each weight is computed independently, so a row need not sum to 1. By default it sums to about 1 at first.
     """
 
     causal = cross = cached = dropout = True
@@ -152,13 +144,8 @@ class Sinkhorn(Normalizer):
     see no key and columns that no row sees are padding: they take no mass, and N and M count only the others. An odd
     number of half-steps ends on rows; one is softmax(l/ε). Additive masks are added to l, before the division by ε.
 
-    A mask of keys, [B, 1, 1, M], leaves every query a row that takes its share of each column. Where padding tokens are
-    queries too, as in self-attention, their rows must be hidden as well, because the result of the other rows depends
-    on it: `Mechanism.padding_mask` does that.
-
-    Args:
-        iterations: half-steps.
-        eps: ε, the temperature.
+    Where padding tokens are queries too, as in self-attention, `Mechanism.padding_mask` hides their rows too, because
+    each row takes its share of each column.
     """
 
     cross = dropout = True
@@ -218,12 +205,7 @@ class Sinkhorn(Normalizer):
         return z if mask is None else z.masked_fill(~visible(mask), HIDDEN)
 
     def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
-        """Return the factors of columns, after alternating between rows and columns.
-
-        Args:
-            sums: returns the log sums of columns for their factors.
-            target: the log sums that columns shall have.
-        """
+        """Return the factors of columns whose log sums are `target`; `sums` returns the log sums for factors."""
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
