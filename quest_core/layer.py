@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .cache import Cache
-from .compat import kept_whole
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, check_sizes
 from .mechanism import Mechanism, head_sizes
@@ -106,9 +104,6 @@ class Attention(Projected):
                 `is_causal`.
             UnsupportedError: as in `Mechanism.forward` and `Mechanism.decode`.
         """
-        if isinstance(x, Proxy):
-            options = {"key_mask": key_mask, "attn_mask": attn_mask, "is_causal": is_causal, "cache": cache}
-            return kept_whole(self, x, context, **options)
         for name, tokens in (("x", x), ("context", context)):
             if tokens is not None and tokens.dim() != 3:
                 raise InputError(f"{name} has shape {list(tokens.shape)}; it needs three axes: batch, tokens, features")

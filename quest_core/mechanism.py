@@ -157,8 +157,6 @@ class Mechanism(CheckpointGuard):
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        if mask is not None and is_exporting_graph():
-            mask = expand_mask(mask, q, k)
         parts = self._modules
         score, normalizer = bare(parts["score"], parts["normalizer"])
         head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups
@@ -376,6 +374,8 @@ class Mechanism(CheckpointGuard):
             self._check_shapes(q, k, v, mask, dropout_p, cached)
         if self._no_causal:
             self.refuse_future(mask, is_causal)
+        if mask is not None and self.family is None and is_exporting_graph():
+            mask = expand_mask(mask, q, k, cached)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
 
     def _check_shapes(

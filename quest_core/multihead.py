@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from .compat import kept_whole
 from .config import AttentionConfig, AttentionSpec
 from .errors import InputError
 from .mechanism import Mechanism, head_sizes
@@ -85,10 +83,6 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             The output in the layout of `query`, and the weights ([B, N, M] averaged over heads, [B, H, N, M] with
             ``average_attn_weights=False``) or None without ``need_weights``, which is the fast path.
         """
-        if isinstance(query, Proxy):
-            options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
-            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
-            return kept_whole(self, query, key, value, **masks, **options)
         if query.is_nested:
             if key is not query or value is not query or is_causal or not (attn_mask is key_padding_mask is None):
                 raise InputError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .compat import autocast_dtype, is_eager, is_tracing, may_read, until_changed, wider
+from .compat import autocast_dtype, is_eager, is_exporting_graph, is_tracing, may_read, until_changed, wider
 
 PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
@@ -111,7 +111,7 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
         shared = q.unflatten(1, (-1, q.shape[1] // k.shape[1]))  # [B, G, H/G, N, D]
         scores: Tensor = (shared @ k.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
     else:
-        scores = q @ k.transpose(-2, -1)  # not mT, which the tracing exporter to ONNX does not know
+        scores = _product(q, k.transpose(-2, -1))  # not mT, which the tracing exporter to ONNX does not know
     return scores if residual is None else scores + residual
 
 
@@ -119,10 +119,17 @@ def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
     """Return weights [B, H, N, M] times v [B, G, M, Dv], [B, H, N, Dv]; `grouped` as in `logits`."""
     weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
     if not grouped:
-        return weights @ v
+        return _product(weights, v)
     shared = weights.unflatten(1, (-1, weights.shape[1] // v.shape[1]))  # [B, G, H/G, N, M]
     out: Tensor = (shared @ v.unsqueeze(2)).flatten(1, 2)
     return out
+
+
+def _product(one: Tensor, two: Tensor) -> Tensor:
+    """Return one @ two for [B, H, ., .] each; exporters fix a B of 1 in the example where `@` may broadcast."""
+    if not is_exporting_graph():
+        return one @ two
+    return torch.bmm(one.flatten(0, 1), two.flatten(0, 1)).unflatten(0, one.shape[:2])
 
 
 def drop(weights: Tensor, dropout_p: float) -> Tensor:
@@ -144,12 +151,12 @@ def plain_mask(mask: Tensor | None) -> Tensor | None:
     return torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(shift)
 
 
-def expand_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a mask as [B, H, N, M], without copying it.
+def expand_mask(mask: Tensor, q: Tensor, k: Tensor, cached: int = 0) -> Tensor:
+    """Return a mask as [B, H, N, M], without copying it; it covers `cached` further keys before those of k.
 
     If an operation broadcasts, torch.onnx.export(dynamo=True) fixes every size that is 1 in the example.
     """
-    return mask.expand(*q.shape[:3], k.shape[2])
+    return mask.expand(*q.shape[:3], k.shape[2] + cached)
 
 
 def hide_lowest(mask: Tensor) -> Tensor:

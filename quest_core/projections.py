@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import compare_layers
-from .compat import wider
+from .compat import kept_whole, wider
 from .config import AttentionConfig
 from .drafts import assign, draft, is_draft
 from .errors import InputError, UnsupportedError
@@ -226,6 +226,11 @@ class Projected(nn.Module):
     def kv_heads(self) -> int:
         """Key/value heads G."""
         return self.head_sizes.kv_heads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; torch.fx.symbolic_trace records the call of the module instead."""
+        whole = kept_whole(self, *args, **kwargs)
+        return super().__call__(*args, **kwargs) if whole is None else whole
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         compare_layers(self, state_dict, prefix, *arguments)  # before this layer's own weights are copied

@@ -82,6 +82,30 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
         torch.testing.assert_close(torch.from_numpy(found), made(*given).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+def test_onnx_keeps_the_batch_dynamic_where_weights_are_asked_for(attention: str) -> None:
+    """The formula that returns weights fixed a batch of one, because its masks and products broadcast."""
+    import onnxruntime
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(16, 2)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            x = x.transpose(0, 1)
+            return self.inner(x, x, x, key_padding_mask=padding)[0].transpose(0, 1)
+
+    made, _ = quest_core.inject(Weighted().eval(), attention)
+    axes = {0: "batch", 1: "tokens"}
+    program = torch.onnx.export(made, inputs(1, 5), dynamo=True, dynamic_shapes=(axes, axes), verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    given = inputs(3, 7)
+    feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), given, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), made(*given), rtol=1e-5, atol=1e-5)
+
+
 # --- what scaled_dot_product_attention takes --------------------------------------------------------------------------
 
 

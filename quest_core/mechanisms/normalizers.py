@@ -77,7 +77,7 @@ class Softmax(Normalizer):
         if mask is None:
             return logits.softmax(-1)
         seen = visible(mask)
-        blind = ~seen.any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]: rows with no visible key
+        blind = ~seen.any(-1, keepdim=True).expand_as(logits)  # rows with no visible key; expanded as in `expand_mask`
         if mask.dtype == torch.bool:
             logits = logits.masked_fill(~(seen | blind), -math.inf)
         else:
