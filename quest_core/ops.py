@@ -129,7 +129,8 @@ def _product(one: Tensor, two: Tensor) -> Tensor:
     """Return one @ two for [B, H, ., .] each; exporters fix a B of 1 in the example where `@` may broadcast."""
     if not is_exporting_graph():
         return one @ two
-    return torch.bmm(one.flatten(0, 1), two.flatten(0, 1)).unflatten(0, one.shape[:2])
+    out: Tensor = torch.bmm(one.flatten(0, 1), two.flatten(0, 1)).unflatten(0, one.shape[:2])
+    return out
 
 
 def drop(weights: Tensor, dropout_p: float) -> Tensor:
