@@ -76,7 +76,12 @@ def test_gps_conv_draws_the_same_initial_weights() -> None:
         ("multihead", "qest", ConfigError, "did you mean 'quest'"),
         ("performer", "quest", UnsupportedError, "attn_type='performer' has no q.k.*; write attn_type='multihead'"),
         ("multihead", "kdgqa(kv_heads=2)", UnsupportedError, "follow the keys of the whole batch.*dgqa"),
-        ("multihead", "aft-conv", UnsupportedError, "its keys are narrower than the host.s, and it needs ordered tokens"),
+        (
+            "multihead",
+            "aft-conv",
+            UnsupportedError,
+            "its keys are narrower than the host.s, and it needs ordered tokens",
+        ),
         ("multihead", "aft-local", UnsupportedError, "needs ordered tokens"),
         ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
     ],
