@@ -12,7 +12,6 @@ from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 
-import quest_core
 from quest_core.testing import AdapterConformance
 from quest_timm import TimmAdapter
 
@@ -145,9 +144,3 @@ class TestMaxVit(Images):
 
     def make_inputs(self):
         return (torch.randn(2, 3, 64, 64),)
-
-
-def test_models_that_timm_does_not_attend_in_are_refused_by_name():
-    for name in ("resnet18", "levit_128s"):
-        with pytest.raises(quest_core.InjectionError, match="has no attention that an adapter knows"):
-            timm.create_model(name, attention="quest")

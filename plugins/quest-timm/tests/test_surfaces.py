@@ -179,33 +179,86 @@ def test_importing_the_plugin_loads_no_benchmark():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["resnet18", "levit_128s", "hiera_tiny_224", "xcit_nano_12_p16_224"])
-def test_models_without_attention_that_the_plugin_knows_are_refused_by_name(name):
+def test_a_model_without_attention_is_an_error():
+    with pytest.raises(quest_core.InjectionError, match="has no attention that an adapter knows"):
+        timm.create_model("resnet18", attention="quest")
+
+
+WRITTEN_OUT = {
+    "efficientvit_m0": 6,
+    "hiera_tiny_224": 12,
+    "levit_128s": 11,
+    "pit_ti_224": 12,
+    "tiny_vit_5m_224": 10,
+    "visformer_tiny": 8,
+    "xcit_nano_12_p16_224": 2,
+}
+"""Models whose attention only a run of them finds, with the number of its modules."""
+
+
+@pytest.mark.parametrize(("name", "count"), WRITTEN_OUT.items())
+def test_attention_that_only_a_run_finds_is_replaced(name, count):
+    """The plugin runs the model on images of its own; weights and random numbers are those of the stock model."""
+    made = []
+    for attention in (None, "standard", "quest"):
+        torch.manual_seed(0)
+        options = {} if attention is None else {"attention": attention}
+        model = timm.create_model(name, **options).eval()
+        with torch.no_grad():  # heads and branches that start at zero would hide the attention
+            made.append((model, [p.normal_(std=0.2) for p in model.parameters() if not p.any()], torch.rand(1)))
+    (stock, _, drawn), *others = made
+    x = torch.randn(1, *stock.default_cfg["input_size"])
+    with torch.no_grad():
+        expected = stock(x)
+        for (model, _, number), attention in zip(others, ("standard", "quest"), strict=True):
+            assert torch.equal(number, drawn)
+            assert len(model.attention_report.replacements) == count
+            assert all(torch.equal(y, model.state_dict()[key]) for key, y in stock.state_dict().items())
+            if attention == "standard":
+                torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+            else:
+                assert not torch.equal(model(x), expected)
+        again = timm.create_model(name, attention="quest").eval()
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(again(x), model(x))
+
+
+def test_a_model_that_does_not_run_on_the_plugins_images_is_an_error_that_says_what_to_do(monkeypatch):
+    def fails(model, x):
+        raise ValueError("needs text too")
+
+    monkeypatch.setattr(timm.models.levit.Levit, "forward", fails)
     with pytest.raises(
-        quest_core.InjectionError, match=r"has no attention that an adapter knows|leave \d+ as they are"
+        quest_core.InjectionError, match=r"images of shape \[2, 3, 224, 224\] .*needs text too.*example="
     ):
-        timm.create_model(name, attention="quest")
+        timm.create_model("levit_128s", attention="quest")
 
 
 def test_cait_needs_allow_partial():
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
-    with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are, .*TalkingHeadAttn"):
+    with pytest.raises(quest_core.UnsupportedError, match=r"TalkingHeadAttn\): it mixes the logits of its heads"):
         timm.create_model("cait_xxs24_224", attention="quest", **small)
     model = timm.create_model("cait_xxs24_224", attention="quest", allow_partial=True, **small)
     assert len(model.attention_report.replacements) == 2
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
 
 
-def test_volo_needs_allow_partial():
-    with pytest.raises(quest_core.InjectionError, match=r"leave 6 as they are, .*OutlookAttention.*ClassAttention"):
-        timm.create_model("volo_d1_224", attention="quest")
-    model = timm.create_model("volo_d1_224", attention="quest", allow_partial=True)
-    assert len(model.attention_report.replacements) == 14
+def test_volo_keeps_outlook_attention_which_has_no_keys():
+    report = timm.create_model("volo_d1_224", attention="quest").attention_report
+    assert len(report.replacements) == 16
+    assert report.left_alone == tuple(f"network.0.{i}.attn" for i in range(4))
 
 
-def test_differential_attention_is_refused_by_name():
-    with pytest.raises(quest_core.QuestError, match="DiffAttention"):
-        vit(attn_layer="diff", attention="quest")
+def test_differential_attention_attends_twice_by_the_mechanism(monkeypatch):
+    x, fused = torch.randn(2, 3, 32, 32), torch.nn.functional.scaled_dot_product_attention
+    ours = vit(attn_layer="diff", attention="quest").eval()(x)
+    stock = vit(attn_layer="diff").eval()
+
+    def on_unit_keys(q, k, v, **options):
+        return fused(q, reference.unit(k), v, scale=1.0, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", on_unit_keys)
+    torch.testing.assert_close(ours, stock(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_registered_function_that_does_not_read_it_is_refused(monkeypatch):

@@ -7,9 +7,11 @@ module that has imported it, and injects between the construction and the loadin
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from quest_core.checkpoints import CheckpointGuard, compare
@@ -18,6 +20,7 @@ from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Call, Routed, route, why_not
 from quest_core.mechanism import Mechanism
 
@@ -165,7 +168,12 @@ def _build_with_attention(
     reports = []
 
     def injected(*given: Any, **named: Any) -> nn.Module:
-        model, report = inject(model_cls(*given, **named), adapter=adapter, fresh=True, **vars(request))
+        model = model_cls(*given, **named)
+        try:
+            _, report = inject(model, adapter=adapter, fresh=True, **{**vars(request), "allow_partial": False})
+        except InjectionError:  # some of its attention is only seen when the model runs
+            owners = [adapter, TorchAdapter()]
+            _, report = inject(model, adapter=owners, fresh=True, example=_images(variant, named), **vars(request))
         reports.append(report)
         return model
 
@@ -173,6 +181,37 @@ def _build_with_attention(
     setattr(made, REPORT, reports[0])  # features_only has wrapped the model
     reports[0].announce()
     return made
+
+
+def _images(variant: str, options: Mapping[str, Any]) -> Callable[[nn.Module], None]:
+    """Return an example for `inject`: it runs a model on two images of the size of `variant`, each time on others."""
+    from timm.models import get_pretrained_cfg
+
+    known = get_pretrained_cfg(variant)
+    channels, *size = (3, 224, 224) if known is None else known.input_size
+    wanted = options.get("img_size") or size
+    height, width = (wanted, wanted) if isinstance(wanted, int) else wanted
+    calls = itertools.count()
+
+    def run(model: nn.Module) -> None:
+        weight = next(model.parameters())
+        draw = torch.Generator().manual_seed(next(calls))
+        images = torch.randn(2, options.get("in_chans", channels), height, width, generator=draw).to(weight)
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            model(images)
+        except Exception as error:  # whatever a model raises on inputs that do not suit it
+            raise InjectionError(
+                f"{variant} has attention that only a run of it finds, and does not run on images of shape "
+                f"{list(images.shape)} ({type(error).__name__}: {error}); build it without attention, and say "
+                "quest_core.inject(model, ..., example=batch)"
+            ) from error
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    return run
 
 
 def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
