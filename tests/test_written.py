@@ -634,6 +634,13 @@ def test_sinks_take_no_other_normalizer() -> None:
         quest_core.inject(model, "quest+sigmoid", example=x)
 
 
+def test_keys_that_are_not_the_last_axis_take_no_other_normalizer() -> None:
+    """Its weights would be formed along the queries."""
+    model, x = make(keys_first)
+    with pytest.raises(UnsupportedError, match="sigmoid.*logits of queries and keys only"):
+        quest_core.inject(model, "quest+sigmoid", example=x)
+
+
 def test_a_monitor_is_refused() -> None:
     model, x = injected("causal_mask")
     with quest_core.Monitor(model), pytest.raises(UnsupportedError, match="a Monitor does not see 'layers.0'"):

@@ -203,7 +203,7 @@ class _Search(Watching, Following):
                 made.axes[flow.origin] = {result[axis] for axis in _varying(flow, origin.axis or 0)}
             last = [_varying(flow, axis) for axis in (-2, -1) if flow.index is not None and out.dim() > 1]
             made.plane &= len(last) == 2 and all(len(axes) == 1 for axes in last) and last[0] != last[1]
-            made.plane &= flow.index is not None and bool((flow.index > 0).all())
+            made.plane &= flow.index is not None and bool((flow.index > 0).all()) and origin.axis == out.dim() - 1
             for one in (flow.origin, *flow.origin.mixes):
                 one.uses.append(made)
         if out.dim() > 1 and may_read(logits, waits=True):
