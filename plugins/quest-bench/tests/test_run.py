@@ -714,6 +714,7 @@ def test_kv_heads_are_checked_before_a_worker_starts(fake: Path, capfd: pytest.C
     suites = fake.parent / "site" / "fakebench" / "suites.py"
     suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "heads": 8,'))
     command = ["run", "fake/suite/one", "--out", "out", "--attention"]
-    assert app_main([*command, "quest+gqa(kv_heads=5)"]) == 2
-    assert "kv_heads is 5, which does not divide the 8 heads" in capfd.readouterr().err
+    for wrong in ("kv_heads=5", "ratio=3"):
+        assert app_main([*command, f"quest+gqa({wrong})"]) == 2
+        assert f"{wrong.replace('=', ' is ')}, which does not divide the 8 heads" in capfd.readouterr().err
     assert not Path("out").exists()

@@ -19,6 +19,7 @@ from typing import Any
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, PluginError, QuestError, one_of
+from quest_core.mechanism import count_kv_heads
 from quest_suites.contract import Cell
 
 from . import worker
@@ -433,15 +434,12 @@ def check_data(suite: Suite, data: str | None) -> Path | None:
 
 def check_heads(suite: Suite, attentions: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> None:
     """Raise ConfigError for kv_heads that do not divide the heads of the suite's model, if the suite declares them."""
-    for heads in settings.get("heads", [suite.info.get("heads")]):
+    for heads in filter(None, settings.get("heads", [suite.info.get("heads")])):
         for attention in attentions:
-            given = AttentionConfig.parse(attention).option("kv_heads")
-            if heads and given and heads % given:
-                fitting = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-                raise ConfigError(
-                    f"--attention {attention}: kv_heads is {given}, which does not divide the {heads} heads of suite "
-                    f"'{suite.name}'; choose from {fitting}"
-                )
+            try:
+                count_kv_heads(attention, heads)
+            except ConfigError as error:
+                raise ConfigError(f"--attention {attention} in suite '{suite.name}': {error}") from None
 
 
 def check_devices(suite: Suite, python: str, smoke: bool, gpus: Sequence[int] | None) -> None:
