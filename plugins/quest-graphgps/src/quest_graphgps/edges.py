@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
     """
 
     projections = Separate("lin_query", "lin_key", "lin_value")
-    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, cross=True, regroups=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, cross=True, regroups=False, independent=True)
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
@@ -29,7 +30,7 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        return Capabilities(ordered=False, cross=True, regroups=False, dropout=host.dropout > 0)
+        return replace(cls.capabilities, dropout=host.dropout > 0)
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
