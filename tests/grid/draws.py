@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,21 +19,8 @@ from quest_core.mechanisms import aft_ops, linear
 
 from .cases import BY_NAME, DTYPES, Cell, Layers, Made, bounds, compare, rough, weight_of
 
-
-class Source(Protocol):
-    """Where choices come from: the generator of a seed, or hypothesis."""
-
-    def choose(self, options: Sequence[Any]) -> Any: ...
-
-
-class Generator:
-    """Choices by a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def choose(self, options: Sequence[Any]) -> Any:
-        return self.random.choice(options)
+Pick = Callable[[Sequence[Any]], Any]
+"""Chooses one of several options."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class Example:
-    """A random cell; every field is plain, so that an example can be made simpler."""
+    """A random cell."""
 
     spec: str
     heads: int = 4
@@ -113,9 +99,8 @@ MASK_LAYOUTS = ("contiguous", "transposed", "slice", "expanded")
 GRADS = ("tokens first", "contiguous", "expanded", "features first")
 
 
-def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
+def example(pick: Pick, transforms: Sequence[str] = ("eager",)) -> Example:
     """Draw an example."""
-    pick = source.choose
     transform = pick(transforms)
     lengths = SIZES if transform == "eager" else (2, 3, 5, 7, 13, 31, 67)
     more: dict[str, Any] = {}
@@ -185,7 +170,7 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
     # Second derivatives in a narrow type are often the difference of sums that are rounded worse than it is large.
     dtype = pick({"ONNX": DTYPES[:2], "second derivative": DTYPES[:1]}.get(transform, DTYPES))
     shared = pick((True, False, False))
-    more = {name: strides(source) for name in "qkv"}
+    more = {name: strides(pick) for name in "qkv"}
     if pick((False,) * 7 + (True,)):  # of q only: PyTorch refuses a gradient by windows of k or v in bfloat16
         more["q"] = Strides(windows=pick((1, 2)))
     if transform in ("export", "ONNX"):  # PyTorch itself fixes a length where an example input has gaps in memory
@@ -203,9 +188,8 @@ def example(source: Source, transforms: Sequence[str] = ("eager",)) -> Example:
     )  # fmt: skip
 
 
-def strides(source: Source) -> Strides:
+def strides(pick: Pick) -> Strides:
     """Draw how a tensor lies in memory."""
-    pick = source.choose
     order = [0, 1, 2, 3]
     for i in (3, 2, 1):
         j = pick(range(i + 1))
@@ -378,57 +362,6 @@ def _leaf(x: Tensor, dtype: torch.dtype, want: bool) -> Tensor:
     x = x.detach().to(dtype)
     x = x.masked_fill(low, -torch.inf) if bool(low.any()) and dtype == torch.float64 else x
     return x.requires_grad_(want)
-
-
-SIMPLER: Sequence[Callable[[Example], dict[str, Any]]] = (
-    lambda one: {"transform": "eager"},
-    lambda one: {"mask": "none", "mask_shape": ()},
-    lambda one: {"mask_wide": False},
-    lambda one: {"mask_layout": "contiguous"},
-    lambda one: {"grad": "tokens first"},
-    lambda one: {"block": 0},
-    lambda one: {"dtype": torch.float64},
-    lambda one: {"dtype": torch.float32},
-    lambda one: {"q": Strides()},
-    lambda one: {"k": Strides()},
-    lambda one: {"v": Strides()},
-    lambda one: {"shared": False},
-    lambda one: {"is_causal": False},
-    lambda one: {"zeros": False},
-    lambda one: {"factor": 1.0},
-    lambda one: {"wants": (True,) * 5},
-    lambda one: {"batch": 1},
-    lambda one: {"m": one.n},
-    lambda one: {"n": 2, "m": 2},
-    lambda one: {"n": 3, "m": 2},
-    lambda one: {"n": one.n // 2, "m": one.m // 2},
-    lambda one: {"dim_v": one.dim},
-    lambda one: {"dim": 2, "dim_v": 2, "key_dim": min(one.key_dim, 2)},
-    lambda one: {"heads": one.groups} if "kv_heads" not in one.spec else {},
-    lambda one: {"heads": 1, "groups": 1} if "kv_heads" not in one.spec else {},
-)
-
-
-def simpler(one: Example, fails: Callable[[Example], bool]) -> Example:
-    """The simplest example near `one` that still fails."""
-    changed = True
-    while changed:
-        changed = False
-        for step in SIMPLER:
-            other = dataclasses.replace(one, **step(one))
-            if _size(other) < _size(one) and fails(other):
-                one, changed = other, True
-    return one
-
-
-def _size(one: Example) -> float:
-    """The most that an example has of everything; a simpler one has less."""
-    numbers = sum(x for x in dataclasses.astuple(one) if type(x) is int) - one.seed
-    layouts = sum(getattr(one, name) != Strides() for name in "qkv") + one.shared
-    kinds = 2 * DTYPES.index(one.dtype) + (one.mask != "none") + len(one.mask_shape) + one.mask_wide
-    others = one.is_causal + one.zeros + (one.factor != 1) + one.wants.count(False) + (one.transform != "eager")
-    others += (one.mask_layout != "contiguous") + (one.grad != "tokens first")
-    return numbers + 3 * (layouts + kinds + others)
 
 
 def text(one: Example) -> str:

@@ -1,7 +1,8 @@
-"""Hypothesis on top of the grid: specifications, sizes, strides, masks and wanted gradients."""
+"""Hypothesis on top of the grid: specifications, sizes, strides, masks, wanted gradients and transforms."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,46 +11,37 @@ from hypothesis import strategies as st
 
 from devtools import versions
 
-from .draws import Example, example, run, text
-from .search import settle
+from .cases import BY_NAME, judge
+from .draws import Example, MadeOf, example, run, text
+from .transforms import TRANSFORMS
+
+TRANSFORMED = ("func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "make_fx")
+"""Transforms that take no seconds."""
 
 
-class Drawn:
-    """Choices by hypothesis."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
-
-    def choose(self, options: Sequence[Any]) -> Any:
-        return self.data.draw(st.sampled_from(options))
-
-
-@given(st.data())
-def test_any_combination(data: st.DataObject) -> None:
-    one = example(Drawn(data))
+def settle(one: Example) -> None:
+    """Raise if an example is neither right nor refused by name."""
     try:
-        run(one)
+        if one.transform == "eager":
+            run(one)
+        else:
+            TRANSFORMS[one.transform](MadeOf(one))
     except AssertionError as error:
         raise AssertionError(f"{text(one)}: {error}") from error
     except Exception as error:
         if versions.lacks(error) is None:
-            raise
+            judge(BY_NAME["quest"], one.transform, error, one.spec)
 
 
-CHEAP = ["func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "make_fx"]
+@given(st.data())
+def test_any_combination(data: st.DataObject) -> None:
+    settle(example(functools.partial(draw, data)))
 
 
 @given(st.data())
 def test_any_combination_transformed(data: st.DataObject) -> None:
-    one = example(Drawn(data), CHEAP)
-    found = settle(one)
-    assert found is None, f"{text(one)}: {found}"
+    settle(example(functools.partial(draw, data), TRANSFORMED))
 
 
-def test_a_wrong_example_is_made_simpler() -> None:
-    from .draws import simpler
-
-    one = Example("quest", heads=8, groups=8, n=13, m=31, is_causal=True, mask="bias", mask_shape=(False, False))
-    assert simpler(one, lambda other: other.is_causal) == Example(
-        "quest", heads=1, groups=1, batch=1, n=0, m=0, dim=2, dim_v=2, key_dim=2, is_causal=True
-    )
+def draw(data: st.DataObject, options: Sequence[Any]) -> Any:
+    return data.draw(st.sampled_from(options))
