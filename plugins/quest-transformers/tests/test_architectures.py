@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 
@@ -296,6 +297,67 @@ def test_a_layer_that_the_checkpoint_lacks_starts_fresh(tmp_path):
     longer = hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=3, n_head=4)
     model = hf.AutoModel.from_pretrained(tmp_path, config=longer, attn_implementation="quest")
     assert len(model.attention_report.replacements) == 3
+
+
+class OwnConfig(hf.PretrainedConfig):
+    model_type = "own"
+
+
+class Own(hf.PreTrainedModel):
+    """A user's model: attention of transformers, a call of PyTorch's function, and attention that is written out.
+
+    Its config does not hold the config of the inner model.
+    """
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = hf.BertModel(hf.BertConfig(**VISION, vocab_size=50), add_pooling_layer=False)
+        self.call, self.written = (Projected(kind) for kind in ("call", "written"))
+        self.post_init()
+
+    def forward(self, ids, factor):
+        x = self.inner(ids).last_hidden_state
+        return x + self.call(x) + factor * self.written(x)
+
+
+class Projected(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.qkv = kind, torch.nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        if self.kind == "call":
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return ((q @ k.mT * 8**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
+def test_a_model_that_an_example_was_given_for_is_loaded_with_an_example(attention, tmp_path):
+    hf.AutoModel.register(OwnConfig, Own, exist_ok=True)
+    hf.AutoConfig.register("own", OwnConfig, exist_ok=True)
+    batch = {"ids": IDS, "factor": torch.rand(())}
+    model = Own(OwnConfig()).eval()
+    model.save_pretrained(tmp_path / "stock")
+    _, report = quest_core.inject(model, attention, example=batch)
+    assert len(report.replacements) == 4
+    for parameter in (p for name, p in model.named_parameters() if "mechanism" in name):
+        torch.nn.init.uniform_(parameter, 0.5, 2)
+    model.save_pretrained(tmp_path / "quest")
+    refused = contextlib.nullcontext()  # standard attention has the numbers of the host's
+    if attention != "standard":
+        refused = pytest.raises(CheckpointError, match=r"from_pretrained\(\.\.\., example=batch\)")
+    with refused:
+        Own.from_pretrained(tmp_path / "quest")
+    for kind, example in ((Own, batch), (hf.AutoModel, tuple(batch.values()))):
+        again = kind.from_pretrained(tmp_path / "quest", example=example)
+        assert again.attention_report.attention == attention
+        torch.testing.assert_close(again(**batch), model(**batch))
+    options = {"attn_implementation": attention, "attention_from": "standard"}
+    other = Own.from_pretrained(tmp_path / "stock", example=batch, **options)
+    assert len(other.attention_report.replacements) == 4
 
 
 class Transformers4Attention(torch.nn.Module):

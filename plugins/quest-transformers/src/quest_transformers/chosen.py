@@ -18,7 +18,7 @@ from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
 from .choice import Choice
-from .configs import attention_of, choice_of
+from .configs import attention_of, choice_for, choice_of
 from .examples import Example
 from .layers import is_attention, role
 
@@ -81,6 +81,7 @@ def fulfil(
     choice: Choice | None = None,
     parts: Mapping[str, Choice] | None = None,
     runs: bool = True,
+    example: Any = None,
     **options: Any,
 ) -> bool:
     """Put into a model what its configs ask for; return whether a module was replaced.
@@ -94,6 +95,7 @@ def fulfil(
         parts: the same for the attention modules with these paths.
         runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
             what adapters know is replaced.
+        example: inputs of the caller's for that run; see quest_core.inject.
         options: `attention_from` and `allow_partial` of quest_core.inject.
 
     Raises:
@@ -108,7 +110,7 @@ def fulfil(
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        own = choice or (parts or {}).get(site.path) or (choice_of(module.config) if held is None else None)
+        own = choice or (parts or {}).get(site.path) or (choice_for(model, module) if held is None else None)
         if own is None and held is None:
             kept.append(site.path)
             continue
@@ -119,7 +121,9 @@ def fulfil(
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *kept, *(site.path for one in others for site in one.sites(model))]
     unknown = [] if asked is None else unknown_attention(model, known)
-    if asked is not None and (unknown or not known) and runs:
+    if asked is not None and example is not None and runs:
+        options["example"] = example
+    elif asked is not None and (unknown or not known) and runs:
         try:
             options["example"] = Example(model, unknown)
         except InjectionError:

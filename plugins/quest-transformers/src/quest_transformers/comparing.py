@@ -19,7 +19,7 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
 
-from .configs import choice_of
+from .configs import choice_for, choice_of
 from .layers import has_mechanism, is_attention, role
 
 
@@ -35,7 +35,7 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     Raises:
         CheckpointError: the checkpoint has another attention, which `attention_from` does not name.
     """
-    choices = [(part, choice_of(part.config)) for part in model.modules() if is_attention(part)]
+    choices = [(part, choice_for(model, part)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
     if not choices and (choice := choice_of(model.config)) is not None:
         wanted = {choice.decoder}
@@ -83,7 +83,10 @@ def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set
         part = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
         mechanism = getattr(model.get_submodule(path), "mechanism", None)
         if mechanism is None:
-            raise unexpected_entry(prefix + ENTRY, part.get(ENTRY, next(iter(part.values()))), "the host")
+            raise CheckpointError(
+                f"the checkpoint has an attention of quest in '{path}', which only a run of the model finds; say "
+                "from_pretrained(..., example=batch) with the inputs that quest_core.inject was given"
+            )
         mechanism.load_state_dict(part)
     new = [path for path, part in model.named_modules() if isinstance(part, Mechanism) and path not in known]
     if stored:

@@ -94,6 +94,15 @@ def choice_of(config: Any) -> Choice | None:
     return None if text is None else Choice.parse(text)
 
 
+def choice_for(model: Any, module: Any) -> Choice | None:
+    """Return what the configs of a model ask for one of its attention modules.
+
+    The config of the model decides if it does not hold the module's, which a constructor has made then.
+    """
+    held = {type(part) for part in parts_of(model.config)}
+    return choice_of(module.config) or (None if type(module.config) in held else choice_of(model.config))
+
+
 def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
     """Make every config of a model say the attention that its modules will have.
 

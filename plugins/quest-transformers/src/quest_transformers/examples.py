@@ -55,7 +55,8 @@ class Example:
         raise InjectionError(
             f"{type(parts[-1]).__name__} has attention that only a run of it finds, and does not run on the inputs "
             f"that the plugin makes ({'; '.join(why)}); build it without attn_implementation, and say "
-            "quest_core.inject(model, 'quest', example=batch)"
+            "quest_core.inject(model, 'quest', example=batch); to load what was saved after that, say "
+            "from_pretrained(..., example=batch)"
         )
 
     def __call__(self, model: nn.Module) -> None:

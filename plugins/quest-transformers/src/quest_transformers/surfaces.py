@@ -38,7 +38,7 @@ class Loading:
     """One call of from_pretrained.
 
     Attributes:
-        attention_from, allow_partial: see quest_core.inject.
+        attention_from, allow_partial, example: see quest_core.inject.
         pending: the checkpoint has another attention, so modules are replaced once their weights are loaded.
         stored: tensors of mechanisms in the checkpoint, of modules that only a run of the loaded model finds.
         missing: keys of the model that the checkpoint lacks.
@@ -47,6 +47,7 @@ class Loading:
 
     attention_from: AttentionConfig | None
     allow_partial: bool
+    example: Any = None
     pending: bool = False
     stored: dict[str, Tensor] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
@@ -55,7 +56,8 @@ class Loading:
     @property
     def options(self) -> dict[str, Any]:
         """The options of quest_core.inject."""
-        return {"attention_from": self.attention_from, "allow_partial": self.allow_partial}
+        options = ("attention_from", "allow_partial", "example")
+        return {name: getattr(self, name) for name in options}
 
 
 _loading: ContextVar[Loading | None] = ContextVar("loading", default=None)
@@ -166,7 +168,7 @@ def _refuse_nothing(model: Any) -> None:
                 f"attention '{attention_of(part.config)}' was given to {type(part).__name__}, and no module of it was "
                 "replaced: its constructor does not end with post_init, or its weights were loaded in a way that this "
                 "plugin does not know; build it without attn_implementation, and say quest_core.inject(model, 'quest', "
-                "example=batch)"
+                "example=batch), or from_pretrained(..., example=batch)"
             )
 
 
@@ -262,7 +264,7 @@ def _kept(config: Any, value: Any) -> UnsupportedError:
 
 
 def _remember_loading(stock: Any) -> Any:
-    """Wrap from_pretrained: its options `attention_from` and `allow_partial` are ours."""
+    """Wrap from_pretrained: its options `attention_from`, `allow_partial` and `example` are ours."""
 
     @functools.wraps(stock)
     def from_pretrained(
@@ -270,10 +272,11 @@ def _remember_loading(stock: Any) -> Any:
         *arguments: Any,
         attention_from: AttentionSpec | None = None,
         allow_partial: bool = False,
+        example: Any = None,
         **options: Any,
     ) -> Any:
         trained = None if attention_from is None else AttentionConfig.parse(attention_from)
-        token = _loading.set(Loading(trained, allow_partial))
+        token = _loading.set(Loading(trained, allow_partial, example))
         try:
             made = stock(cls, *arguments, **options)
         finally:
@@ -339,7 +342,7 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
         loading = _loading.get()
         late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
         known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
-        if loading is not None and (loading.pending or loading.stored or late):
+        if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
             fulfil(adapter, model, fresh=False, **loading.options)
             load_mechanisms(model, loading.stored, loading.missing, known)
         if loading is not None:
