@@ -1,33 +1,45 @@
-"""Try `attn_implementation="quest"` on every model type of the installed transformers, with tiny random configs.
+"""Try QUEST on every model of the installed packages; write docs/coverage.csv and the page that shows it.
 
-python docs/coverage.py llama gemma3             # these types
-python docs/coverage.py --out coverage.jsonl     # all types, a line of JSON for each
+python docs/coverage.py                             # every model that the data lacks, and the page
+python docs/coverage.py transformers                # of one package
+python docs/coverage.py --again transformers/llama  # rows that exist already
+python docs/coverage.py --page                      # the page only
 
-It says what was replaced. It does not compare numbers.
+Models are tiny, or built on the meta device where they cannot be, and have random weights. Each is tried in a process
+of its own with a time limit. The exit status is 1 if a model is lost that the data had as taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import csv
+import importlib
+import importlib.metadata
+import importlib.util
 import io
 import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import nn
-from transformers import AutoModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-import quest_core
-import quest_transformers  # noqa: F401 - it makes transformers accept the name
+DOCS = Path(__file__).parent
+DATA, PAGE = DOCS / "coverage.csv", DOCS / "coverage.md"
+LIMIT = 240
+"""Seconds for one model."""
+MOST = 600_000_000
+"""Parameters of a model that is built with values; a larger one is built on the meta device."""
+LONGEST = 260
+"""Characters of a reason."""
 
 TINY = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"), 4),
@@ -39,26 +51,75 @@ TINY = {
     **{"num_key_value_heads": 2, "head_dim": 16},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
 }
-"""Sizes of a tiny model, by the attribute of a config that holds them."""
+"""Sizes of a tiny model of transformers, by the attribute of a config that holds them."""
+SMALL = re.compile("atto|femto|pico|nano|tiny|mini|xx?s|small")
+"""Names of small models of timm."""
 FEW = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
-MOST = 600_000_000
-"""Parameters of a model that is built with values; a larger one is built on the meta device."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """What happened to one model type: `kind` is taken, none, error or unbuilt."""
+    """What happened to one model.
 
-    model_type: str
-    kind: str
-    ways: dict[str, int]
-    left: int = 0
+    Attributes:
+        package, version, name: which model.
+        outcome: "taken"; "none", which has no softmax attention; "not", with a reason; "unbuilt", also by the host.
+        ways: the adapters that replaced modules, each with their number, as "transformers 4, universal 1".
+        kept: modules that look like attention and are none.
+        reason: of "not" and "unbuilt": the first line of the error.
+    """
+
+    package: str
+    version: str
+    name: str
+    outcome: str
+    ways: str = ""
+    kept: int = 0
     reason: str = ""
-    size: str = "tiny"
 
 
-def sizes(config: Any, names: Any) -> dict[str, Any]:
+# --- one model --------------------------------------------------------------------------------------------------------
+
+
+def judge(build: Callable[[], Any]) -> dict[str, Any]:
+    """Return the outcome of building a model with quest: some fields of a `Row`."""
+    from quest_core.errors import QuestError
+
+    try:
+        model = build()
+    except QuestError as error:
+        text = " ".join(str(error).split())
+        if "no softmax of q·k" in text:  # a run reached none
+            return {"outcome": "none"}
+        return {"outcome": "not", "reason": text}
+    except Exception as error:
+        return {"outcome": "not", "reason": f"raw {type(error).__name__}: {' '.join(str(error).split())}"}
+    report: Any = getattr(model, "attention_report", None)
+    if report is None:
+        return {"outcome": "not", "reason": "silent: nothing was replaced and nothing said"}
+    ways = Counter(one.adapter for one in report.replacements)
+    return {
+        "outcome": "taken",
+        "ways": ", ".join(f"{way} {count}" for way, count in sorted(ways.items())),
+        "kept": len(report.left_alone),
+    }
+
+
+def _configs(model_type: str) -> Iterator[Any]:
+    """Yield configs of a model type of transformers, the smallest first."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    widths = [name for name in TINY if name != "head_dim"]
+    for names in (TINY, widths, FEW, ()):
+        with contextlib.suppress(Exception):
+            made = kind()
+            yield kind(**_sizes(made, names)) if names else made
+
+
+def _sizes(config: Any, names: Any) -> dict[str, Any]:
     """Return the arguments that make a config small; those of its parts are mappings."""
     made: dict[str, Any] = {}
     for name, value in TINY.items():
@@ -68,96 +129,265 @@ def sizes(config: Any, names: Any) -> dict[str, Any]:
         part = getattr(config, name, None)
         if part is not None:
             kind = {"model_type": part.model_type} if part.model_type else {}
-            made[name] = {**kind, **sizes(part, names)}
+            made[name] = {**kind, **_sizes(part, names)}
     return made
 
 
-def configs(model_type: str) -> Any:
-    """Yield configs of a model type, the smallest first, with a word for their size."""
-    kind = CONFIG_MAPPING[model_type]
-    widths = [name for name in TINY if name != "head_dim"]
-    for names, word in ((TINY, "tiny"), (widths, "tiny"), (FEW, "few layers"), ((), "default")):
-        with contextlib.suppress(Exception):
-            made = kind()
-            yield (kind(**sizes(made, names)) if names else made), word
+def try_transformers(model_type: str) -> dict[str, Any]:
+    """Return what `attn_implementation="quest"` does to a model type of transformers."""
+    import torch
+    from transformers import AutoModel
 
+    import quest_transformers  # noqa: F401 - it makes transformers accept the name
 
-def count(config: Any) -> int:
-    """Return the number of parameters of a model with the host's attention."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModel.from_config(config).parameters())
-
-
-def build(config: Any, **options: Any) -> nn.Module:
-    """Return a model on the CPU, or on the meta device if it is large."""
-    with torch.device("meta") if count(config) > MOST else contextlib.nullcontext():
-        return AutoModel.from_config(config, **options).eval()
-
-
-def attempt(model_type: str) -> Row:
-    """Return what `attn_implementation="quest"` does to a model type."""
-    error: Any = "no config of this type can be built"
-    failed: Row | None = None
-    for config, size in configs(model_type):
+    why, failed = "no config of this type can be built", None
+    for config in _configs(model_type):
         try:
-            build(config)
-        except Exception as raised:
-            error = raised
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
-        try:
-            model = build(config, attn_implementation="quest")
-        except quest_core.errors.QuestError as raised:
-            text = " ".join(str(raised).split())
-            row = Row(model_type, "none" if "no softmax of q·k" in text else "error", {}, reason=text, size=size)
-            if "only a run of it finds" in text:  # these sizes may not fit together, or are too large
-                failed = failed or row
-                continue
-            return row
-        except Exception as raised:
-            text = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
-            return Row(model_type, "error", {}, reason=f"raw {text}", size=size)
-        report: Any = getattr(model, "attention_report", None)
-        if report is None:
-            return Row(model_type, "error", {}, reason="silent: nothing was replaced and nothing said", size=size)
-        ways = Counter(replacement.adapter for replacement in report.replacements)
-        return Row(model_type, "taken", dict(ways), len(report.left_alone), size=size)
-    return failed or Row(
-        model_type, "unbuilt", {}, reason=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-    )
+        with torch.device("meta") if size > MOST else contextlib.nullcontext():
+            made = judge(lambda config=config: AutoModel.from_config(config, attn_implementation="quest"))  # type: ignore[misc]
+        if made["outcome"] != "none" and "only a run of it finds" not in made.get("reason", ""):
+            return made
+        if failed is None or made["outcome"] == "none":
+            failed = made  # these sizes may not fit together, or be too small for a layer with attention
+    return failed or {"outcome": "unbuilt", "reason": why}
 
 
-def types() -> list[str]:
+def transformers_names() -> list[str]:
     """Return the model types that AutoModel builds."""
-    return sorted(name for name in CONFIG_MAPPING_NAMES if _known(name))
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    def known(name: str) -> bool:
+        try:
+            return CONFIG_MAPPING[name] in MODEL_MAPPING
+        except Exception:
+            return False
+
+    return sorted(filter(known, CONFIG_MAPPING_NAMES))
 
 
-def _known(name: str) -> bool:
-    try:
-        return CONFIG_MAPPING[name] in MODEL_MAPPING
-    except Exception:
-        return False
+def timm_names() -> list[str]:
+    """Return the modules of timm that register models."""
+    import timm
+
+    return sorted(name for name in timm.list_modules() if timm.list_models(module=name))
 
 
-def main(chosen: list[str], path: Path | None) -> None:
-    rows = []
-    with (path or Path("/dev/null")).open("a") as lines:
-        for name in chosen:
-            torch.manual_seed(0)
-            with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-                warnings.simplefilter("ignore")
-                row = attempt(name)
-            rows.append(row)
-            print(f"{name}: {row.kind} {row.ways} left {row.left} ({row.size}) {row.reason[:500]}", flush=True)
-            lines.write(json.dumps(asdict(row)) + "\n")
-            lines.flush()
-            gc.collect()
-    print(Counter(row.kind for row in rows))
+def try_timm(family: str) -> dict[str, Any]:
+    """Return what `attention="quest"` does to a small model of a family of timm."""
+    import timm
+    import torch
+
+    import quest_timm  # noqa: F401 - it makes timm accept the option
+
+    for name in sorted(timm.list_models(module=family), key=lambda name: not SMALL.search(name)):
+        with contextlib.suppress(Exception), torch.device("meta"):
+            timm.create_model(name)
+            break
+    else:
+        return {"outcome": "unbuilt", "reason": "no model of this family can be built on the meta device"}
+    return judge(lambda: timm.create_model(name, attention="quest"))
+
+
+def torchvision_names() -> list[str]:
+    """Return the classifiers of torchvision, one of each module."""
+    from torchvision import models
+
+    smallest: dict[str, str] = {}
+    for name in models.list_models(module=models):
+        smallest.setdefault(models.get_model_builder(name).__module__.rpartition(".")[2], name)
+    return sorted(smallest.values())
+
+
+def try_torchvision(name: str) -> dict[str, Any]:
+    """Return what `inject` with an example does to a model of torchvision."""
+    import torch
+    from torchvision import models
+
+    from quest_core import inject
+
+    model = models.get_model(name, weights=None).eval()
+    return judge(lambda: inject(model, "quest", example=lambda m: m(torch.randn(2, 3, 224, 224)))[0])
+
+
+PACKAGES: dict[str, tuple[Callable[[], list[str]], Callable[[str], dict[str, Any]], str]] = {
+    "transformers": (
+        transformers_names,
+        try_transformers,
+        '`AutoModel.from_config(config, attn_implementation="quest")`',
+    ),
+    "timm": (timm_names, try_timm, '`timm.create_model(name, attention="quest")`, a small model of each family'),
+    "torchvision": (torchvision_names, try_torchvision, '`quest_core.inject(model, "quest", example=images)`'),
+}
+"""Package -> its names, what tries one, and what that says."""
+
+
+# --- all models -------------------------------------------------------------------------------------------------------
+
+
+def attempt(package: str, name: str) -> Row:
+    """Return the row of one model, tried in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        made = PACKAGES[package][1](name)
+    reason = re.sub(r"(https?://\S+|/\S+/\S+)", "…", made.pop("reason", ""))  # no path of this machine
+    return Row(package, importlib.metadata.version(package), name, **made, reason=reason[:LONGEST])
+
+
+def _send(package: str, name: str, to: Connection) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LIMIT)  # ends this process
+    with contextlib.redirect_stdout(io.StringIO()):
+        to.send(asdict(attempt(package, name)))
+
+
+def measure(models: Iterable[tuple[str, str]], jobs: int) -> Iterator[Row]:
+    """Try models, each in a process of its own; yield their rows as they come."""
+    context = multiprocessing.get_context("fork")  # nothing is imported again
+    waiting = iter(models)
+    running: dict[int, tuple[Any, Any, str, str]] = {}
+    while True:
+        for package, name in waiting:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(package, name, sender))
+            process.start()
+            sender.close()
+            running[process.sentinel] = (process, receiver, package, name)
+            if len(running) >= jobs:
+                break
+        if not running:
+            return
+        for sentinel in wait(list(running)):
+            process, receiver, package, name = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            try:
+                yield Row(**receiver.recv())
+            except EOFError:
+                took = f"took more than {LIMIT} s" if process.exitcode == -signal.SIGALRM else "its process ended"
+                yield Row(package, importlib.metadata.version(package), name, "not", reason=took)
+
+
+def read() -> dict[tuple[str, str], Row]:
+    """Return the rows of the data by package and name."""
+    if not DATA.exists():
+        return {}
+    with DATA.open(newline="") as lines:
+        rows = [Row(**{**line, "kept": int(line["kept"])}) for line in csv.DictReader(lines)]
+    return {(row.package, row.name): row for row in rows}
+
+
+def write(rows: dict[tuple[str, str], Row]) -> None:
+    """Write the data, sorted; an interruption leaves the old file."""
+    new = DATA.with_suffix(".new")
+    with new.open("w", newline="") as file:
+        lines = csv.DictWriter(file, [one.name for one in fields(Row)], lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(asdict(rows[key]) for key in sorted(rows))
+    os.replace(new, DATA)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+HEAD = """<!-- Made by docs/coverage.py from docs/coverage.csv. -->
+# Coverage
+
+Which models take QUEST with one line, tried with random weights. **Taken**: all softmax attention of the model was
+replaced. **No softmax attention**: the model holds none. **Not**: an error, with its first words. **Not built**: the
+host itself builds no model from a default or tiny config.
+
+`transformers`, `timm` and `torch` count classes that an adapter knows, `universal` calls of an attention function of
+PyTorch, and `written out` attention that is written out. A run of the model found the last two.
+"""
+
+
+def render(rows: Iterable[Row]) -> str:
+    """Return the page."""
+    rows = list(rows)
+    counts = {package: Counter(row.outcome for row in rows if row.package == package) for package in PACKAGES}
+    text = HEAD + "\n| package | taken | not | no softmax attention | not built |\n|---|---|---|---|---|\n"
+    for package, count in counts.items():
+        if count:
+            version = next(row.version for row in rows if row.package == package)
+            cells = (count[outcome] for outcome in ("taken", "not", "none", "unbuilt"))
+            text += f"| [{package}](#{package}) {version} | {' | '.join(map(str, cells))} |\n"
+    for package, count in counts.items():
+        if not count:
+            continue
+        text += f"\n## {package}\n\n{PACKAGES[package][2]}\n"
+        own = [row for row in rows if row.package == package]
+        for outcome, title in (("not", "Not"), ("unbuilt", "Not built")):
+            if count[outcome]:
+                text += f"\n{title}:\n\n| model | reason |\n|---|---|\n"
+                text += "".join(f"| {row.name} | {_cell(row.reason)} |\n" for row in own if row.outcome == outcome)
+        if count["none"]:
+            text += f"\nNo softmax attention: {', '.join(row.name for row in own if row.outcome == 'none')}.\n"
+        if count["taken"]:
+            text += "\nTaken:\n\n| model | modules |\n|---|---|\n"
+            text += "".join(
+                f"| {row.name} | {row.ways}{f'; {row.kept} are none' if row.kept else ''} |\n"
+                for row in own
+                if row.outcome == "taken"
+            )
+    return text
+
+
+def _cell(text: str) -> str:
+    """Return a text as one that Markdown shows as it is."""
+    return re.sub(r"([\\`*_{}<>|\[\]])", r"\\\1", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("which", nargs="*", help="packages, or models as package/name; all by default")
+    parser.add_argument("--again", action="store_true", help="also rows that the data has")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    given = parser.parse_args()
+    rows, lost = read(), []
+    if not given.page:
+        import torch
+
+        torch.set_num_threads(1)
+        for package in PACKAGES:
+            chosen = [one.partition("/")[2] for one in given.which if one.partition("/")[0] == package]
+            if (given.which and not chosen) or not importlib.util.find_spec(package):
+                continue
+            importlib.import_module(
+                {"transformers": "quest_transformers"}.get(package, "quest_core")
+            )  # before the fork
+            version = importlib.metadata.version(package)
+            names = PACKAGES[package][0]() if "" in chosen or not chosen else chosen
+            models = [(package, name) for name in names]
+            if not given.again:
+                models = [key for key in models if key not in rows or rows[key].version != version]
+            for row in measure(models, given.jobs):
+                before = rows.get((package, row.name))
+                if before is not None and before.outcome == "taken" != row.outcome:
+                    lost.append(f"{package}/{row.name}")
+                rows[row.package, row.name] = row
+                write(rows)
+                print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
+            if names is not chosen:  # models that the installed version no longer has
+                rows = {key: row for key, row in rows.items() if key[0] != package or key[1] in names}
+                write(rows)
+    PAGE.write_text(render(rows.values()))
+    if lost:
+        print(f"no longer taken: {', '.join(lost)}")
+    return int(bool(lost))
 
 
 if __name__ == "__main__":
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL + 10)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("types", nargs="*", help="model types; all by default")
-    parser.add_argument("--out", type=Path, help="file to which a line of JSON for each type is appended")
-    given = parser.parse_args()
-    main(given.types or types(), given.out)
+    if importlib.util.find_spec("transformers"):
+        import transformers
+
+        transformers.logging.set_verbosity(transformers.logging.CRITICAL + 10)
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""docs/coverage.md: the page and its data agree, and a process that ends without a row becomes one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def coverage() -> ModuleType:
+    spec: Any = importlib.util.spec_from_file_location("docs_coverage", DOCS / "coverage.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_that_of_the_data(coverage: Any) -> None:
+    rows = coverage.read()
+    assert rows
+    assert {row.outcome for row in rows.values()} <= {"taken", "none", "not", "unbuilt"}
+    assert all(bool(row.reason) == (row.outcome in ("not", "unbuilt")) for row in rows.values())
+    assert coverage.PAGE.read_text() == coverage.render(rows.values()), "run python docs/coverage.py --page"
+
+
+def test_no_model_is_left_silently(coverage: Any) -> None:
+    silent = [key for key, row in coverage.read().items() if "silent:" in row.reason]
+    assert not silent
+
+
+def test_a_model_that_fails_hangs_or_ends_its_process_is_a_row(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(name: str) -> dict[str, Any]:
+        def model() -> object:
+            if name == "raises":
+                raise RuntimeError("no /such/file")
+            while name == "hangs":
+                pass
+            sys.exit(3)
+
+        return coverage.judge(model)
+
+    monkeypatch.setitem(coverage.PACKAGES, "torch", (list, build, ""))
+    monkeypatch.setattr(coverage, "LIMIT", 1)
+    made = {row.name: row for row in coverage.measure((("torch", name) for name in ("raises", "hangs", "ends")), 2)}
+    assert {row.outcome for row in made.values()} == {"not"}
+    assert made["raises"].reason == "raw RuntimeError: no …"
+    assert (made["hangs"].reason, made["ends"].reason) == ("took more than 1 s", "its process ended")
