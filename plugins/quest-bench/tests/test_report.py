@@ -231,7 +231,7 @@ def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:
     """Whatever seeds the standard attention of each folder has."""
     write_results(Path("a"), [], {"standard": [1.0, math.nan, 3.0], "quest": [40.0, 90.0, 42.0]})
     write_results(Path("b[c]"), [], {"standard": [1.0, 2.0, math.nan], "quest": [41.0, math.nan, 44.0]})
-    table, _ = compare_runs(Path("a"), Path("b[c]"), "")
+    table = compare_runs(Path("a"), Path("b[c]"))
     assert str(table.columns[4].header) == "b[c]"
     assert isinstance(table.columns[4].header, Text)  # not markup
     cells = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))

@@ -298,7 +298,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "none",
         "also": [{"metric": "forward time of sdpa"}],
         "jobs": 1,
-        "device": "cuda",
         "options": [
             _choice("dtype", ("bfloat16", "float16", "float32"), "type of the tensors"),
             _whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),

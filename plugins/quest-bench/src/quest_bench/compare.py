@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from quest_core.errors import ConfigError, one_of
+from quest_core.errors import ConfigError
 
 from .groups import Group, Row, interval, number, read_groups, signed
-from .stats import Comparison, compare, correct, estimate, verdict
+from .stats import compare, correct, estimate, verdict
 from .worker import encode
 
-CONDITIONS = ("worse", "failed", "missing")
 
-
-def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[str]]:
+def compare_runs(first: Path, second: Path) -> Table:
     """Compare each row of `second` with the same row of `first`.
 
-    Args:
-        fail_on: comma-separated conditions: "worse" (after Holm's correction), "failed" (more failed seeds), "missing"
-            (a row or seed that only `first` has).
-
     Returns:
-        The table, whose means cover the seeds that are finite in both, and a sentence for each condition that is met.
+        A table, whose means cover the seeds that are finite in both.
 
     Raises:
-        ConfigError: an unknown condition, or folders without a common row.
+        ConfigError: the folders have no common row.
     """
-    conditions = [*filter(None, map(str.strip, fail_on.split(",")))]
-    for name in conditions:
-        if name not in CONDITIONS:
-            raise ConfigError(f"--fail-on has no condition '{name}'; {one_of(name, CONDITIONS)}")
     sides = []
     for folder in (first, second):
         groups = read_groups(folder, "standard")
@@ -50,7 +39,6 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("task", "attention", "seeds", str(first), str(second), "difference, paired", "in words"):
         table.add_column(Text(heading), overflow="fold")  # a folder may be called a[b]
-    problems: list[str] = []
     for key, one in zip(shared, found, strict=True):
         (group, old), (_, new) = before[key], after[key]
         gap = f"{signed(one.difference.mean)} [{interval(one.difference, signs=True)}]"
@@ -58,25 +46,10 @@ def compare_runs(first: Path, second: Path, fail_on: str) -> tuple[Table, list[s
         means = [number(estimate([row.values[seed] for seed in both]).mean) for row in (old, new)]
         cells = (group.title, new.attention, str(one.seeds), *means, gap)
         table.add_row(*map(Text, (*cells, verdict(one, str(first)))))
-        problems += _met(conditions, f"{group.title} · {new.attention}", old, new, one)
-    if "missing" in conditions:
-        problems += [f"{before[key][0].title} · {before[key][1].attention}: missing in {second}"
-                     for key in before if key not in after]  # fmt: skip
-    return table, problems
+    return table
 
 
 def _key(group: Group, row: Row) -> str:
     cell = group.cells[0].cell
     same = [cell["suite"], cell["task"], cell["smoke"], cell["data"], cell["options"], group.suite.metric]
     return json.dumps(encode([*same, row.attention]), sort_keys=True)
-
-
-def _met(conditions: Sequence[str], name: str, old: Row, new: Row, one: Comparison) -> list[str]:
-    problems = []
-    if "worse" in conditions and one.mark == "▼":
-        problems.append(f"{name}: worse")
-    if "failed" in conditions and one.failed > one.baseline_failed:
-        problems.append(f"{name}: {one.failed} of {one.seeds} seeds failed, {one.baseline_failed} before")
-    if "missing" in conditions and old.values.keys() - new.values.keys():
-        problems.append(f"{name}: seeds {sorted(old.values.keys() - new.values.keys())} are missing")
-    return problems

@@ -51,7 +51,6 @@ class Row:
     comparison: Comparison | None
     verdict: str
     seconds: float
-    peak_rss_mib: float | None
     paper: float | None
     paper_spread: float | None
     command: str
@@ -282,7 +281,6 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
             shared = {seed: own[seed] for seed in own if math.isfinite(own[seed] - reference.get(seed, math.nan))}
             if shared and shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
                 there = estimate([reference[seed] for seed in shared])
-        peaks = [r["peak_rss_mib"] for r in done if r.get("peak_rss_mib") is not None]
         finite = sum(map(math.isfinite, own.values()))
         seeds = {c.cell["seed"] for c in by_attention[attention]}
         rows.append(
@@ -296,7 +294,6 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
                 comparison,
                 words,
                 estimate([r["seconds"] for r in done]).mean,
-                max(peaks, default=None),
                 suite.printed(first["task"], attention).get("value"),
                 suite.printed(first["task"], attention).get("spread"),
                 reproduce({**first, "attention": attention}, seeds, suite),

@@ -61,7 +61,6 @@ class Suite:
     data_files: Sequence[str] = ()  # patterns below a data folder, one of which has a match; empty: not checked
     also: Sequence[Mapping[str, Any]] = ()  # further metrics of the same cells, with what differs from the first
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
-    device: str = ""  # "cuda": a run without --smoke needs one
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""
@@ -283,18 +282,18 @@ def parse_attentions(text: str) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def parse_seeds(text: str, option: str = "--seeds") -> list[int]:
+def parse_seeds(text: str) -> list[int]:
     """'0-4,7' -> [0, 1, 2, 3, 4, 7]; raises ConfigError for anything else."""
     seeds: list[int] = []
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         if not match or (match[2] and int(match[2]) < int(match[1])):
             raise ConfigError(
-                f"{option} is {text!r}: {item!r} is neither a number nor a rising range; write 0-4 or 0,3,7"
+                f"--seeds is {text!r}: {item!r} is neither a number nor a rising range; write 0-4 or 0,3,7"
             )
         seeds.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if not seeds:
-        raise ConfigError(f"{option} is empty; write 0-4 or 0,3,7")
+        raise ConfigError("--seeds is empty; write 0-4 or 0,3,7")
     return list(dict.fromkeys(seeds))
 
 
@@ -440,25 +439,6 @@ def check_heads(suite: Suite, attentions: Sequence[str], settings: Mapping[str, 
                 count_kv_heads(attention, heads)
             except ConfigError as error:
                 raise ConfigError(f"--attention {attention} in suite '{suite.name}': {error}") from None
-
-
-def check_devices(suite: Suite, python: str, smoke: bool, gpus: Sequence[int] | None) -> None:
-    """Raise ConfigError if `python`, which runs the cells, lacks a GPU of `--gpus`, or one that a suite needs."""
-    needed = suite.device == "cuda" and not smoke
-    if not (needed or gpus):
-        return
-    code = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    count = int(done.stdout) if done.stdout.strip().isdigit() else 0
-    why = (done.stderr.strip().splitlines() or [f"its PyTorch sees {count} GPUs"])[-1]
-    if needed and not count:
-        raise ConfigError(
-            f"suite '{suite.name}' measures on a GPU, and {python} has none: {why}; --smoke tries it on the CPU"
-        )
-    missing = [gpu for gpu in gpus or () if gpu >= count]
-    if missing:
-        fix = f"choose from 0-{count - 1}" if count else "leave --gpus out, and cells run on the CPU"
-        raise ConfigError(f"--gpus names {write_seeds(missing)}, which {python} lacks: {why}; {fix}")
 
 
 def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite) -> str:

@@ -37,17 +37,14 @@ class Outcome:
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived."""
-
-    def __init__(self, number: int) -> None:
-        self.signal = signal.Signals(number)
+    """SIGTERM arrived."""
 
 
 class _Running:
-    """The process of a cell, with its place among the jobs and what it has said."""
+    """The process of a cell, and what it has said."""
 
-    def __init__(self, cell: Cell, place: int, process: subprocess.Popen[bytes]) -> None:
-        self.cell, self.place, self.process = cell, place, process
+    def __init__(self, cell: Cell, process: subprocess.Popen[bytes]) -> None:
+        self.cell, self.process = cell, process
         assert process.stdout is not None
         self.channel = process.stdout
         os.set_blocking(self.channel.fileno(), False)
@@ -139,34 +136,30 @@ class Display:
 
 def signal_of(stop: KeyboardInterrupt) -> signal.Signals:
     """The signal that ends a run."""
-    return stop.signal if isinstance(stop, Stopped) else signal.SIGINT
+    return signal.SIGTERM if isinstance(stop, Stopped) else signal.SIGINT
 
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a run as Ctrl-C does; under nohup, SIGHUP stays ignored."""
+    """Let SIGTERM end a run as Ctrl-C does."""
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(number)
+        raise Stopped
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 class Runner:
     """Runs cells of one suite, each in a process of its own: `jobs` at a time with `threads` threads each.
 
     Args:
-        gpus: numbers of devices among those that this process sees; place i sees only ``gpus[i % len(gpus)]``. None
-            leaves devices as they are.
         timeout: seconds after which a cell is ended and counts as failed; None waits.
     """
 
@@ -178,37 +171,30 @@ class Runner:
         *,
         jobs: int,
         threads: int,
-        gpus: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> None:
         self.suite, self.python, self.console = suite, python, console
         self.jobs, self.threads, self.timeout = jobs, threads, timeout
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-        common = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
-        self.environments = [dict(common) for _ in range(jobs)]
-        visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))  # as Slurm deals them
-        for place, environment in enumerate(self.environments):
-            if gpus:
-                gpu = gpus[place % len(gpus)]
-                environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
+        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", **{name: str(threads) for name in names}}
 
     def run(self, cells: Sequence[Cell]) -> Outcome:
         """Run every cell that has no result yet. `quest_bench.store.prepare` has made their folders.
 
-        A cell that another command runs, or has ended meanwhile, is left to it. Ctrl-C, or in `signals` SIGTERM or
-        SIGHUP, ends the processes and returns with `stopped` set; finished results stay.
+        A cell that another command runs, or has ended meanwhile, is left to it. Ctrl-C, or in `signals` SIGTERM,
+        ends the processes and returns with `stopped` set; finished results stay.
         """
         before = {cell.workdir: store.state(cell) for cell in cells}
         outcome = Outcome()
         waiting = deque(cell for cell in cells if before[cell.workdir] != "done")
-        free, running = deque(range(self.jobs)), list[_Running]()
+        running: list[_Running] = []
         try:
             with Display(self.console, len(waiting)) as display:
                 while waiting or running:
-                    while waiting and free:
+                    while waiting and len(running) < self.jobs:
                         cell = waiting.popleft()
                         if store.state(cell) == before[cell.workdir]:
-                            running.append(self._start(cell, free.popleft()))
+                            running.append(self._start(cell))
                             display.start(cell)
                     select.select([one.channel for one in running if not one.closed], [], [], 0.1)
                     for one in list(running):
@@ -221,7 +207,6 @@ class Runner:
                             continue
                         one.end()
                         running.remove(one)
-                        free.append(one.place)
                         self._finish(one, outcome, display)
         except KeyboardInterrupt as stop:
             outcome.stopped = signal_of(stop)
@@ -232,7 +217,7 @@ class Runner:
                 one.end()
         return outcome
 
-    def _start(self, cell: Cell, place: int) -> _Running:
+    def _start(self, cell: Cell) -> _Running:
         path = cell.workdir.with_name("cell.json")
         with path.with_name("log.txt").open("ab") as log:  # appended to, because another orchestrator may run the cell
             process = subprocess.Popen(
@@ -241,10 +226,10 @@ class Runner:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
-                env=self.environments[place],
+                env=self.environment,
                 start_new_session=True,  # Ctrl-C reaches only the orchestrator
             )
-        return _Running(cell, place, process)
+        return _Running(cell, process)
 
     def _finish(self, one: _Running, outcome: Outcome, display: Display) -> None:
         """Take in a cell whose process has ended."""

@@ -405,8 +405,6 @@ def describe_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {str(error).strip()}".rstrip(": ")  # only its first line is shown in tables
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         return f"{text.splitlines()[0]}; the cell ran out of memory: try fewer --jobs, or a smaller batch"
-    if "inline_container" in text:  # torch.save drops the system's own error
-        return f"{text.splitlines()[0]}; torch.save could not write, so the disk may be full: free some space"
     return text
 
 
