@@ -38,8 +38,11 @@ from .registry import list_mechanisms as list_mechanisms
 from .registry import register as register
 from .tools.calibration import CalibrationReport as CalibrationReport
 from .tools.calibration import calibrate as calibrate
+from .tools.clip import QKClip as QKClip
+from .tools.maps import attention_maps as attention_maps
 from .tools.monitor import Monitor as Monitor
 from .tools.packing import PackingPlan as PackingPlan
 from .tools.packing import attention_packed as attention_packed
+from .tools.watch import Watch as Watch
 
 __version__ = "0.1.0"

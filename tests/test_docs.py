@@ -107,6 +107,7 @@ model, batch = Own(), torch.randn(2, 5, 16)
 FROM_TOP_TO_BOTTOM = {
     "quick-start.md": "",
     "start.md": "",
+    "watching.md": "",
     "concepts.md": "import torch, quest_core\n",
     "checkpoints.md": "import quest_core\n" + ENCODER,
     "universal.md": CALLING,

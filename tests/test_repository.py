@@ -162,12 +162,12 @@ def test_workflows_call_commands_of_dev_that_exist() -> None:
 
 def test_core_depends_on_torch_and_packaging() -> None:
     allowed = {*sys.stdlib_module_names, "quest_core", "torch", "packaging"}
-    testing = {"pytest", "hypothesis"}
+    extras = {"testing": {"pytest", "hypothesis"}, "curves.py": {"matplotlib"}}  # the extras `test` and `watch`
     foreign = {
         (str(path.relative_to(ROOT)), name)
         for path in (ROOT / "quest_core").rglob("*.py")
         for name in top_level_imports(path)
-        if name not in (allowed | testing if "testing" in path.parts else allowed)
+        if name not in allowed.union(*(more for part, more in extras.items() if part in path.parts))
     }
     assert foreign == set()
 

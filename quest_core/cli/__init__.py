@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import QuestError
-from . import doctor, mechanisms, run
+from . import doctor, mechanisms, run, watch
 from .new import EXAMPLES, new
 
 EPILOG = """examples:
@@ -20,6 +20,7 @@ EPILOG = """examples:
   quest check --mechanism quest               does the mechanism keep what it declares?
   quest doctor                                which plugins work here, and how to fix the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
+  quest watch -- python train.py ...          any training script, with its largest logits and entropies
   quest new-mechanism mine                    copy an example: a mechanism with its reference and tests
   quest new-plugin mylab                      copy an example: a plugin for a framework, with its tests
   quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
@@ -46,6 +47,8 @@ def _run(arguments: list[str]) -> int:
     command = arguments[0] if arguments else ""
     if command == "run":  # the words after our options belong to the user's command
         run.main(arguments[1:])
+    if command == "watch":
+        return watch.main(arguments[1:])
     if command in others:
         return int(others[command].load()(arguments[1:]))
     chosen = _parser(others).parse_args(arguments)
@@ -74,6 +77,7 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     examine = add("doctor", "which plugins work here, and how to fix the others")
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     add("run", "start a training command with the plugins installed (quest run --help)")
+    add("watch", "start a training command and measure its attention (quest watch --help)")
     for kind in EXAMPLES:
         copied = add(f"new-{kind}", f"copy an example of a {kind}, with tests that pass")
         copied.add_argument("name", metavar="NAME", help="the new distribution is quest-NAME")
@@ -95,6 +99,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _check,
     "doctor": lambda given: doctor.main(given.timeout),
     "run": lambda _: 0,  # not reached: the process becomes the command
+    "watch": lambda _: 0,
     "new-mechanism": lambda given: new("mechanism", given.name, given.out),
     "new-plugin": lambda given: new("plugin", given.name, given.out),
 }

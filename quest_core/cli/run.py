@@ -45,13 +45,16 @@ def main(argv: Sequence[str]) -> NoReturn:
     run(command, given.host)
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return our own options, and the command: the words after '--', or from the first word that is not an option."""
+def split(argv: Sequence[str], valued: Sequence[str] = ("--host",)) -> tuple[list[str], list[str]]:
+    """Return our own options, and the command: the words after '--', or from the first word that is not an option.
+
+    A word after one of the `valued` options is the option's value.
+    """
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":
             return words[:i], words[i + 1 :]
-        value = i > 0 and words[i - 1] == "--host"
+        value = i > 0 and words[i - 1] in valued
         if word == "-m" or not (value or word.startswith("-")):
             return words[:i], words[i:]
     return words, []

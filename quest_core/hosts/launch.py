@@ -39,11 +39,15 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
         PluginError: a named plugin is missing or its host cannot be used, or no plugin can be used.
         QuestError: the program does not exist, or Python ignores the environment.
     """
-    variables = environment(wanted(hosts), required=hosts is not None)
+    start(command, wanted(hosts), required=hosts is not None)
+
+
+def start(command: Sequence[str], chosen: Sequence[Plugin], *, required: bool = False, **variables: str) -> NoReturn:
+    """Replace this process by a command, with `variables` in its environment; else as in `environment` and `run`."""
     words = complete(command)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(words[0], words, variables)
+    os.execve(words[0], words, environment(chosen, required) | variables)
 
 
 def wanted(hosts: Sequence[str] | None) -> list[Plugin]:

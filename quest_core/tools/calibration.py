@@ -135,7 +135,7 @@ def calibrate(
 def refuse_uncalibratable(target: AttentionConfig) -> None:
     """Raise ConfigError unless `calibrate` can fit this attention to standard attention."""
     mixing = [part.name for part in target.components if "heads" in part.reads]
-    if not (target.components[0].unit_keys and _leaves(target, "query")):
+    if not (target.components[0].unit_keys and leaves(target, "query")):
         raise _uncalibratable(target, "its score is not quest")
     if mixing:
         raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
@@ -153,7 +153,7 @@ def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
 def _source(model: nn.Module) -> AttentionConfig:
     """Return the attention that the model has now: standard, with the options that an injection gave it."""
     found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
-    if len(found) > 1 or not all(_leaves(config, "query") and _leaves(config, "key") for config in found):
+    if len(found) > 1 or not all(leaves(config, "query") and leaves(config, "key") for config in found):
         raise ConfigError(
             "calibrate starts from a model with one standard attention, but this one has: "
             f"{', '.join(sorted(map(str, found)))}; give it the model as it was pretrained"
@@ -161,7 +161,7 @@ def _source(model: nn.Module) -> AttentionConfig:
     return found.pop() if found else STANDARD
 
 
-def _leaves(config: AttentionConfig, role: str) -> bool:
+def leaves(config: AttentionConfig, role: str) -> bool:
     """Return whether the dot products take "query" or "key" as the projections made it."""
     part, x = config.components[0], torch.ones(1, 1, 1, 1)
     pointwise = part.axis == "score" and not part.reads

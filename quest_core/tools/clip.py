@@ -1,0 +1,87 @@
+"""QK-clip: scale the queries of heads whose logits grow beyond a threshold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, UnsupportedError
+from ..hosts.inject import REPORT, inject
+from ..hosts.plugins import adapter
+from ..mechanism import Mechanism
+from ..projections import Projected
+from .calibration import leaves
+from .monitor import Monitor
+
+
+class QKClip:
+    """Bounds the attention logits of a training step, as Kimi K2's MuonClip does (arXiv:2507.20534, section 2.1).
+
+    >>> clip = quest_core.QKClip(model, threshold=100)
+    >>> for batch in batches:
+    ...     train_step(model, batch)  # forward, backward, optimizer.step()
+    ...     clip.step()
+
+    Where the largest logit S of a head in the step's forward passes is above the threshold τ, the head's query
+    projection is multiplied by τ / S, so that the same inputs reach τ at most. (Kimi K2 gives √(τ/S) to the queries and
+    √(τ/S) to the keys; the logits are the same.) Attention that is not of quest_core gets the mechanism `standard`,
+    which computes what the host computes.
+
+    The logits are formed once more in every step (see :class:`quest_core.Monitor`); `quest` bounds them by its
+    queries without that.
+
+    Args:
+        model: a model whose attention an adapter knows.
+        threshold: τ, positive.
+
+    Raises:
+        ConfigError: τ is not positive, or a score normalizes queries, so that their scale does not matter.
+        InjectionError: no attention was found.
+    """
+
+    def __init__(self, model: nn.Module, threshold: float = 100) -> None:
+        if not threshold > 0:
+            raise ConfigError(f"threshold is {threshold}; expected a positive number")
+        if not any(isinstance(module, Mechanism) for module in model.modules()):
+            inject(model, "standard")
+        for module in model.modules():
+            if isinstance(module, Mechanism) and not leaves(module.config, "query"):
+                raise ConfigError(
+                    f"attention '{module.config}' does not keep the scale of queries, so QK-clip has no effect; train "
+                    "without it"
+                )
+        self.model, self.threshold = model, threshold
+        self._monitor = Monitor(model)
+
+    def step(self) -> dict[str, list[float]]:
+        """Clip what the forward passes since the last call exceeded.
+
+        Returns:
+            {path: [the factor of each head]} of the layers that were clipped.
+
+        Raises:
+            UnsupportedError: it is not known which projection makes a layer's queries; nothing of the layer changed.
+        """
+        clipped = {}
+        for path, seen in self._monitor.collect().items():
+            factor = (self.threshold / torch.tensor(seen["max_logit"], dtype=torch.float64)).clamp(max=1)
+            factor = torch.where(factor > 0, factor, 1)  # NaN: the head saw no pair
+            if bool((factor < 1).any()):
+                self._scale(path, factor)
+                clipped[path] = factor.tolist()
+        return clipped
+
+    def _scale(self, path: str, factor: torch.Tensor) -> None:
+        module = self.model.get_submodule(path)
+        if isinstance(module, Projected):
+            module.projections.scale(module, module.head_sizes, "q", factor)
+            return
+        rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
+        for row in rows:
+            if row.path == path:
+                return adapter(row.adapter).scale_queries(module, factor)
+        raise UnsupportedError(f"QK-clip does not know which projection makes the queries of '{path}'")
+
+    def close(self) -> None:
+        """Stop measuring; the model keeps its attention."""
+        self._monitor.remove()

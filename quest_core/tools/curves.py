@@ -1,0 +1,65 @@
+"""The page of quest watch: curves of what was measured, and what the latest values mean."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from .watch import LARGE, PAGE, remarks
+
+RECORD = "watch.jsonl"
+"""A line for each measurement: {"step": 100, "layers": what `Monitor.collect` returned}."""
+PANELS = {
+    "max_logit": "largest logit",
+    "entropy": "entropy of the weights, in nats",
+    "query_norm_max": "largest norm of a query",
+    "key_norm_max": "largest norm of a key",
+}
+STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}svg{max-width:100%;height:auto}"
+
+
+def draw(folder: Path) -> Path | None:
+    """Write ``watch.html`` beside the measurements in `folder`; return it, or None if nothing was measured."""
+    path = folder / RECORD
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not records:
+        return None
+    latest = [(record["step"], record["layers"]) for record in records[-2:]]
+    words = remarks(latest[-1], latest[0] if len(latest) > 1 else None)
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in words) or f"<li>No logit is above {LARGE}.</li>"
+    page = folder / "watch.html"
+    page.write_text(
+        f"<!doctype html><meta charset=utf-8><title>Attention while training</title><style>{STYLE}</style>"
+        f"<h1>Attention while training</h1><p>Step {latest[-1][0]}. <a href='{PAGE}'>What the numbers mean</a></p>"
+        f"<ul>{said}</ul>{_svg(records)}"
+    )
+    return page
+
+
+def _svg(records: list[dict[str, Any]]) -> str:
+    """Return a panel for each number: a line for each layer, the head with the largest value (entropy: the least)."""
+    out = io.StringIO()
+    figure(records).savefig(out, format="svg")
+    return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def figure(records: list[dict[str, Any]]) -> Any:
+    """Return the curves as a matplotlib Figure; `records` are the lines of watch.jsonl."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(10, 7), layout="constrained")
+    paths = list(records[-1]["layers"])
+    for axes, (name, title) in zip(made.subplots(2, 2).flat, PANELS.items(), strict=True):
+        pick = min if name == "entropy" else max
+        for i, path in enumerate(paths):
+            values = [(record["step"], record["layers"].get(path, {}).get(name)) for record in records]
+            points = [(step, pick(heads)) for step, heads in values if heads]
+            if points:
+                axes.plot(*zip(*points, strict=True), ".-", color=colormaps["viridis"](i / len(paths)), label=path)
+        axes.set(title=title, xlabel="step", yscale="linear" if name == "entropy" else "log")
+    made.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    return made

@@ -1,0 +1,139 @@
+"""Watch: what attention does while a model trains, measured at every n-th step, for loggers and in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..hosts.inject import inject, uninject
+from ..mechanism import Mechanism
+from .monitor import Monitor
+
+LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
+SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
+PAGE = "https://quest-attention.github.io/quest/watching/"
+
+
+class Watch:
+    """Measures the attention of a model at every n-th step of its training.
+
+    >>> with quest_core.Watch(model, every=100) as watch:
+    ...     for batch in batches:
+    ...         train_step(model, batch)
+    ...         logger.log(watch.step())  # {} between; else {"attention/layers.0.self_attn/max_logit/max": 31.2, ...}
+
+    Attention that is not of quest_core gets the mechanism `standard` meanwhile, which computes what the host computes.
+    The steps that are not measured run without hooks. What is measured stands at :class:`quest_core.Monitor`.
+
+    Args:
+        model: the model itself, without DistributedDataParallel or torch.compile around it.
+        every: the first of every so many steps is measured.
+        example: as in :func:`quest_core.inject`, for attention that no adapter knows.
+
+    Raises:
+        ConfigError: `every` is not a positive whole number.
+        InjectionError: the model has no attention that can be measured.
+
+    Attributes:
+        steps: how many steps were taken.
+        history: what was measured: (step, {path: {name: [a float per head]}}), the oldest first.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 100, example: Any = None) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
+        self.model, self.every, self.steps = model, every, 0
+        self.history: list[tuple[int, dict[str, Any]]] = []
+        self._borrowed = not any(isinstance(module, Mechanism) for module in model.modules())
+        if self._borrowed:
+            inject(model, "standard", example=example, allow_partial=True)
+        self._monitor: Monitor | None = Monitor(model)
+
+    def step(self) -> dict[str, float]:
+        """Say that a step has ended; return what was measured in it, or {}.
+
+        Returns:
+            {"attention/path/name/min": float, and the same with mean and max}, over the heads of a layer.
+        """
+        self.steps += 1
+        values = {}
+        if self._monitor is not None:
+            seen = self._monitor.collect()
+            self._stop()
+            if seen:
+                self.history.append((self.steps, seen))
+                values = summary(seen)
+        if self.steps % self.every == 0:
+            self._monitor = Monitor(self.model)
+        return values
+
+    def remarks(self) -> list[str]:
+        """Return what the latest measurement means, in words: a line for each layer whose logits are large or grow."""
+        if not self.history:
+            return []
+        before = self.history[-2] if len(self.history) > 1 else None
+        return remarks(self.history[-1], before)
+
+    def close(self) -> None:
+        """Stop, and leave the model as it was. `history` stays."""
+        self._stop()
+        if self._borrowed:
+            uninject(self.model)
+            self._borrowed = False
+
+    def _stop(self) -> None:
+        if self._monitor is not None:
+            self._monitor.remove()
+            self._monitor = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def summary(seen: dict[str, Any]) -> dict[str, float]:
+    """Return the least, mean and largest value over the heads of what `Monitor.collect` returned, as loggers take it.
+
+    Heads without a visible pair do not count.
+    """
+    out: dict[str, float] = {}
+    for path, names in seen.items():
+        for name, heads in names.items():
+            finite = [value for value in heads if not math.isnan(value)]
+            if finite:
+                key = f"attention/{path}/{name}"
+                out |= {f"{key}/min": min(finite), f"{key}/mean": sum(finite) / len(finite), f"{key}/max": max(finite)}
+    return out
+
+
+def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] | None = None) -> list[str]:
+    """Return a line for each layer whose logits are large, or whose weights are saturated.
+
+    Args:
+        now: (step, what `Monitor.collect` returned).
+        before: the same of an earlier step, to say how fast the largest logit grows.
+    """
+    step, layers = now
+    lines = []
+    for path, names in layers.items():
+        logits, entropy = names.get("max_logit", [math.nan]), names.get("entropy", [])
+        head = max(range(len(logits)), key=lambda h: -math.inf if math.isnan(logits[h]) else logits[h])
+        top, low = logits[head], entropy[head] if entropy else math.nan
+        large, saturated = top > LARGE or math.isinf(top), low < SATURATED
+        if not large and not saturated:
+            continue
+        words = f"{path}, head {head}: the largest logit is {top:.4g}"
+        if before is not None and path in before[1] and (old := before[1][path]["max_logit"][head]) > 0 < top:
+            growth = (top / old) ** (1 / (step - before[0])) - 1
+            words += f" ({growth:+.2%} a step)"
+        if saturated:
+            words += f"; the softmax is saturated (entropy {low:.2g} nats)"
+        if "logit_bound" not in names and (norms := names.get("query_norm_max")):
+            words += f"; with unit keys (quest) it would be at most {norms[head]:.4g}"
+        lines.append(words)
+    return lines

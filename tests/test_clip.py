@@ -1,0 +1,59 @@
+"""quest_core.QKClip: after a step the same inputs give at most the threshold."""
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+
+
+def model(attention=None, width=16):
+    torch.manual_seed(0)
+    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 2, 32, batch_first=True, dropout=0), 2)
+    for layer in made.layers:
+        nn.init.normal_(layer.self_attn.in_proj_weight, std=2)
+    if attention:
+        quest_core.inject(made, attention)
+    return made
+
+
+def largest(made, x):
+    """The largest logit of each head of the first layer, from its own inputs."""
+    with quest_core.Monitor(made.layers[0].self_attn) as monitor:
+        made.layers[0].self_attn(x, x, x, need_weights=False)
+        return torch.tensor(next(iter(monitor.collect().values()))["max_logit"])
+
+
+@pytest.mark.parametrize("attention", [None, "quest", "quest+gqa(kv_heads=1)", "standard+sigmoid"])
+def test_the_same_inputs_reach_the_threshold_and_no_more(attention):
+    made, x = model(attention), torch.randn(3, 5, 16)
+    clip = quest_core.QKClip(made, threshold=2)
+    made.layers[0].self_attn(x, x, x, need_weights=False)
+    factors = clip.step()["layers.0.self_attn"]
+    clip.close()
+    after = largest(made, x)
+    for factor, top in zip(factors, after.tolist(), strict=True):
+        assert top == pytest.approx(2, rel=1e-4) if factor < 1 else top <= 2
+    assert min(factors) < 1
+
+
+def test_heads_below_the_threshold_keep_their_weights():
+    made, x = model(), torch.randn(3, 5, 16)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    clip = quest_core.QKClip(made, threshold=1e6)
+    made(x)
+    assert clip.step() == {}
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("attention", "threshold", "words"),
+    [
+        ("qknorm-hs", 100, "does not keep the scale of queries"),
+        (None, 0, "threshold is 0"),
+        (None, float("nan"), "nan"),
+    ],
+)
+def test_errors(attention, threshold, words):
+    with pytest.raises(quest_core.ConfigError, match=words):
+        quest_core.QKClip(model(attention), threshold)

@@ -1,0 +1,73 @@
+"""quest_core.attention_maps: the weights that the outputs were made of."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+
+
+def layer(attention=None):
+    torch.manual_seed(0)
+    made = nn.MultiheadAttention(16, 4, batch_first=True)
+    if attention:
+        quest_core.inject(made, attention)
+    return made
+
+
+class Model(nn.Module):
+    def __init__(self, attention=None):
+        super().__init__()
+        self.attn = layer(attention)
+
+    def forward(self, x, mask=None, is_causal=False):
+        return self.attn(x, x, x, need_weights=False, attn_mask=mask, is_causal=is_causal)[0]
+
+
+@pytest.mark.parametrize("queries", [None, [2, 0]])
+@pytest.mark.parametrize("attention", [None, "quest", "quest+sigmoid", "standard+sinkhorn", "quest+gqa(kv_heads=2)"])
+def test_weights_equal_those_that_the_layer_returns(attention, queries):
+    model, x = Model(attention).eval(), torch.randn(2, 6, 16)
+    _, wanted = layer(attention).eval()(x, x, x, need_weights=True, average_attn_weights=False)  # [B, H, N, M]
+    found = quest_core.attention_maps(model, (x,), queries=queries)
+    assert list(found) == ["attn"]
+    torch.testing.assert_close(found["attn"], wanted if queries is None else wanted[:, :, queries])
+    assert type(model.attn) is nn.MultiheadAttention or attention
+
+
+@pytest.mark.parametrize("queries", [None, [4, 1]])
+def test_causal_weights_equal_float64(queries):
+    model, x = Model("quest").eval(), torch.randn(2, 6, 16)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    found = quest_core.attention_maps(model, {"x": x, "mask": hidden, "is_causal": True}, queries=queries)["attn"]
+    q, k, _ = nn.functional.linear(x, model.attn.in_proj_weight, model.attn.in_proj_bias).double().chunk(3, -1)
+    q, k = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in (q, k))  # [B, H, N, D]
+    wanted = (q @ nn.functional.normalize(k, dim=-1).mT).masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(
+        found.double(), wanted if queries is None else wanted[:, :, queries], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_training_and_its_random_numbers_go_on_as_before():
+    x = torch.randn(2, 6, 16)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).train()
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    quest_core.attention_maps(model, x)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_layer_that_runs_twice_is_there_twice():
+    shared = Model("quest").eval()
+    found = quest_core.attention_maps(nn.Sequential(shared, shared), (torch.randn(2, 6, 16),))
+    assert list(found) == ["0.attn", "0.attn#2"]
+
+
+def test_errors():
+    with pytest.raises(quest_core.UnsupportedError, match=r"'attn' is attention 'linear', which forms no weights"):
+        quest_core.attention_maps(Model("linear"), (torch.randn(2, 6, 16),))
+    with pytest.raises(quest_core.InjectionError):
+        quest_core.attention_maps(nn.Linear(2, 2), (torch.randn(2, 2),))

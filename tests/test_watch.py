@@ -1,0 +1,198 @@
+"""quest_core.Watch: what it measures, what it leaves, and what it says."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quest_core
+from quest_core.cli import main
+from quest_core.tools.script import Script
+from quest_core.tools.watch import remarks, summary
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0, **options), 2)
+
+
+def train(model, steps, after=lambda: None):
+    """Return the losses of some steps on fixed data."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 16)  # [B, N, E]
+    losses = []
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        after()
+    return losses
+
+
+def test_a_stock_model_trains_as_before_and_is_given_back():
+    stock, watched = encoder(), encoder()
+    kinds = [type(module) for module in watched.modules()]
+    losses = train(stock, 5)
+    seen = []
+    with quest_core.Watch(watched, every=2) as watch:
+        assert train(watched, 5, lambda: seen.append(watch.step())) == losses
+    assert [bool(values) for values in seen] == [True, False, True, False, True]
+    assert [step for step, _ in watch.history] == [1, 3, 5]
+    assert [type(module) for module in watched.modules()] == kinds
+    for own, other in zip(stock.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("attention", [None, "quest", "quest+gqa(kv_heads=1)"])
+def test_values_equal_float64(attention):
+    model = encoder()
+    if attention:
+        quest_core.inject(model, attention)
+    x = torch.randn(3, 5, 16)
+    with quest_core.Watch(model) as watch:
+        model.train()(x)
+        values = watch.step()
+    layer = model.layers[0].self_attn
+    if not attention:
+        q, k, _ = nn.functional.linear(x.double(), layer.in_proj_weight.double(), layer.in_proj_bias.double()).chunk(
+            3, -1
+        )
+        q, k = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k))  # [B, H, N, D]
+        z = q @ k.mT / math.sqrt(8)
+        assert values["attention/layers.0.self_attn/max_logit/max"] == pytest.approx(z.max().item(), rel=1e-5)
+        p = z.softmax(-1)
+        entropy = -(p * p.log()).sum(-1).mean((0, 2))  # [H]
+        assert values["attention/layers.0.self_attn/entropy/min"] == pytest.approx(entropy.min().item(), rel=1e-4)
+    else:
+        bound = values["attention/layers.0.self_attn/logit_bound/max"]
+        assert values["attention/layers.0.self_attn/max_logit/max"] <= bound * (1 + 1e-6)
+    assert any(isinstance(m, quest_core.Mechanism) for m in model.modules()) == bool(attention)
+
+
+def test_a_model_that_cannot_be_measured_stays_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(quest_core.InjectionError):
+        quest_core.Watch(model)
+    with pytest.raises(quest_core.ConfigError, match="every is 0"):
+        quest_core.Watch(encoder(), every=0)
+
+
+def test_summary_leaves_out_heads_that_saw_nothing():
+    seen = {"a": {"entropy": [1.0, math.nan, 3.0], "max_logit": [math.nan, math.nan, math.nan]}}
+    assert summary(seen) == {"attention/a/entropy/min": 1, "attention/a/entropy/mean": 2, "attention/a/entropy/max": 3}
+
+
+def test_remarks_say_what_grows_and_what_unit_keys_bound():
+    quiet = {"max_logit": [3.0, 4.0], "entropy": [1.0, 1.2], "query_norm_max": [2.0, 2.0]}
+    before = {"a": {**quiet, "max_logit": [100.0, 50.0]}, "b": quiet}
+    now = {"a": {"max_logit": [121.0, 50.0], "entropy": [0.01, 1.0], "query_norm_max": [7.0, 2.0]}, "b": quiet}
+    assert remarks((12, now), (10, before)) == [
+        "a, head 0: the largest logit is 121 (+10.00% a step); the softmax is saturated (entropy 0.01 nats); with unit "
+        "keys (quest) it would be at most 7"
+    ]
+    assert remarks((10, before)) == []  # 100 is the limit itself
+
+
+def test_logits_that_became_infinite_are_remarked():
+    now = {"a": {"max_logit": [math.inf], "entropy": [math.nan], "query_norm_max": [math.inf]}}
+    assert "inf" in remarks((1, now))[0]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x, *, scale):
+        return self.head(self.body(x)) * scale
+
+torch.manual_seed(0)
+model, critic = Model(), nn.Linear(1, 1)
+one, other = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+for _ in range(12):
+    loss = critic(model(torch.randn(2, 5, 16), scale=2.0)).square().mean()
+    loss.backward()
+    one.step(), other.step(), one.zero_grad(), other.zero_grad()
+print("loss", loss.item())
+"""
+
+
+def test_a_script_is_measured_and_computes_what_it_did(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    exec(SCRIPT, {})
+    alone = capsys.readouterr().out
+    script = Script(5, tmp_path / "seen")
+    try:
+        exec(SCRIPT, {})
+    finally:
+        script.close()
+    out, said = capsys.readouterr()
+    assert out == alone
+    assert "step 11: largest logit" in said
+    lines = [json.loads(line) for line in (tmp_path / "seen" / "watch.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 6, 11]  # the step before the first showed which model is trained
+    assert {*lines[0]["layers"]} == {"body.layers.0.self_attn", "body.layers.1.self_attn"}
+    assert "<svg" in (tmp_path / "seen" / "watch.html").read_text()
+
+
+def test_a_script_without_attention_runs_as_it_is(tmp_path, capsys):
+    script = Script(1, tmp_path / "seen")
+    try:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            model(torch.randn(2, 2)).sum().backward()
+            optimizer.step()
+    finally:
+        script.close()
+    assert "Linear is not watched" in capsys.readouterr().err
+    assert not (tmp_path / "seen").exists()
+
+
+def quest(folder, *words):
+    """Run the quest command in a folder."""
+    code = "import sys; from quest_core.cli import main; sys.exit(main())"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_the_command_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "train.py").write_text(f"{SCRIPT}\nimport os\nos.kill(os.getpid(), 9)")
+    assert quest(tmp_path, "watch", "--out", "seen", "--", "python", "train.py").returncode == -9
+    assert quest(tmp_path, "watch", "--draw", "seen").returncode == 0
+    assert (tmp_path / "seen" / "watch.html").exists()
+    again = quest(tmp_path, "watch", "--out", "seen", "train.py")
+    assert again.returncode == 2
+    assert "not empty" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(["--draw", "."], "holds no measurement"), ([], "nothing to run"), (["--every", "0", "train.py"], "--every is 0")],
+)
+def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, words, found):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(SystemExit):  # argparse's, after its own message
+        main(["watch", *words])
+    assert found in capsys.readouterr().err
