@@ -154,15 +154,19 @@ def test_uninstall_gives_timm_back():
     assert vit(attention="quest").attention_report.attention == "quest"
 
 
-@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm-ds", "cosine"])
-def test_learned_scales_have_no_weight_decay(attention):
-    """As the scales of timm's own norms of queries and keys have none."""
+@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm-ds", "qknorm", "cosine", "aft-full"])
+@pytest.mark.parametrize("layers", [None, 0.75])
+def test_what_a_mechanism_learns_has_no_weight_decay(attention, layers):
+    """As the scales of timm's own norms of queries and keys have none; timm decays other parameters with two axes."""
     model = timm.create_model("vit_tiny_patch16_224", depth=1, attention=attention)
-    optimizer = optim.create_optimizer_v2(model, "adamw", weight_decay=0.05)
-    groups = {group["weight_decay"]: set(map(id, group["params"])) for group in optimizer.param_groups}
-    scales = {id(p) for name, p in model.named_parameters() if ".mechanism." in name}
-    assert scales
-    assert scales <= groups[0.0]
+    optimizer = optim.create_optimizer_v2(model, "adamw", weight_decay=0.05, layer_decay=layers)
+    learned = {id(p) for name, p in model.named_parameters() if ".mechanism." in name}
+    assert learned
+    for groups in (optimizer.param_groups, optim.param_groups_weight_decay(model, 0.05, True, ["head.weight"])):
+        kept = {id(p) for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+        assert learned <= kept
+        assert id(model.blocks[0].mlp.fc1.weight) not in kept
+    assert id(model.head.weight) in kept
 
 
 def test_importing_the_plugin_loads_no_benchmark():

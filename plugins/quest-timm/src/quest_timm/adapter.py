@@ -7,6 +7,7 @@ module that has imported it, and injects between the construction and the loadin
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -118,12 +119,15 @@ class TimmAdapter(Adapter):
         from timm.models import _builder, _factory, register_notrace_module
         from timm.models.naflexvit import NaFlexVit
         from timm.models.vision_transformer import VisionTransformer
+        from timm.optim import _param_groups
 
         change = functools.partial(_build_with_attention, self)
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
         self.patches.around(_factory, "create_model", _create_with_attention, everywhere=True)
         for kind in (NaFlexVit, VisionTransformer):
             self.patches.around(kind, "load_pretrained", _compare_arrays)
+        for name in ("param_groups_weight_decay", "param_groups_layer_decay"):
+            self.patches.around(_param_groups, name, _decay_no_mechanism, everywhere=True)
         for leaf in (Mechanism, Routed):  # timm's fx graphs call them: their code reads shapes and argument types
             register_notrace_module(leaf)
 
@@ -212,6 +216,14 @@ def _images(variant: str, options: Mapping[str, Any]) -> Callable[[nn.Module], N
                 module.training = mode
 
     return run
+
+
+def _decay_no_mechanism(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Run a function that groups parameters; timm decays those with two axes, which scales of mechanisms may have."""
+    given = inspect.signature(stock).bind(model, *arguments, **options)
+    learned = {name for name, _ in model.named_parameters() if "mechanism" in name.split(".")}
+    given.arguments["no_weight_decay_list"] = learned.union(given.arguments.get("no_weight_decay_list", ()))
+    return stock(*given.args, **given.kwargs)
 
 
 def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
