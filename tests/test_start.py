@@ -247,7 +247,7 @@ def test_a_config_of_quest_offers_the_same_attention_with_a_start(path: Path) ->
 
 
 def test_every_plugin_has_configs_or_a_readme_that_offer_a_start() -> None:
-    assert len(CONFIGS) > 30
+    assert len(CONFIGS) > 5
     for page in ROOT.glob("plugins/quest-*/README.md"):
         if page.parent.name not in ("quest-bench", "quest-suites"):
             text = page.read_text()

@@ -117,7 +117,8 @@ class Request:
             near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.8)
             if near and name not in KEYS:
                 raise ConfigError(f"{where} has no option {name!r}; did you mean {near[0]!r}?")
-        attention, trained, partial = (options.get(key) for key in KEYS)
+        given = map(options.get, KEYS)
+        attention, trained, partial = (None if x == "None" else x for x in given)  # the text is of a command line
         if attention is None:
             for key in KEYS[1:]:
                 if options.get(key):

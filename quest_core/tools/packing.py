@@ -352,20 +352,31 @@ def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
 def _varlen_applies(
     q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool, dropout_p: float
 ) -> bool:
-    """Return whether the variable-length kernels compute this mechanism."""
+    """Return whether the variable-length kernels compute this call."""
+    dtype = autocast_dtype(q.device.type) or q.dtype
     return (
-        flash_runs(q.device, autocast_dtype(q.device.type) or q.dtype)
+        varlen_computes(mechanism, q.device, dtype, q.shape[-1], dropout_p)
+        and mechanism.monitor is None
+        and min(q.shape[0], k.shape[0]) > 0
+        and q.shape[-1] == v.shape[-1]
+        # Kernels differ in where the diagonal of a causal mask begins when n ≠ m.
+        and (plan.is_self or not is_causal)
+    )
+
+
+def varlen_computes(
+    mechanism: Mechanism, device: torch.device, dtype: torch.dtype, head_dim: int, dropout_p: float = 0.0
+) -> bool:
+    """Return whether the variable-length kernels compute a mechanism in `dtype` on `device`."""
+    return (
+        flash_runs(device, dtype)
         and _varlen_attn() is not None
         and mechanism.fused
         and not mechanism.reads
-        and mechanism.monitor is None
         and dropout_p == 0
-        and min(q.shape[0], k.shape[0]) > 0
-        and mechanism.score.scale(q.shape[-1]) > 0
-        and q.shape[-1] == v.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0  # rows of 16 bytes, which the kernels take for granted
-        # Kernels differ in where the diagonal of a causal mask begins when n ≠ m.
-        and (plan.is_self or not is_causal)
+        and mechanism.score.scale(head_dim) > 0
+        and head_dim <= 256
+        and head_dim % 8 == 0  # rows of 16 bytes, which the kernels take for granted
     )
 
 

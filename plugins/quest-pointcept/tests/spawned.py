@@ -25,10 +25,3 @@ def torch_pointcloud_model(config: Config, answers: Any) -> None:
     from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Encoder
 
     answers.put((known, str(PointTransformerV3Encoder(**config.options).attention_report)))
-
-
-def pointcept_model(config: Any, answers: Any) -> None:
-    """Build Pointcept's model from its own Config, as tools/train.py does in a child, and say what its attention is."""
-    from pointcept.models import build_model
-
-    answers.put((True, str(build_model(config.model).attention_report)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import multiprocessing
 import os
 import shutil
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -17,12 +15,10 @@ import pytest
 import torch
 from clouds import clouds
 from conftest import NOT_RUN, ROOT
-from spawned import pointcept_model
 
 if not ROOT:
     pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and a checkout is missing, needed to run {NOT_RUN}", pytrace=False)
 
-import peft
 import real_pointcept
 from outcomes import PAGE, check
 from pointcept.engines.defaults import default_config_parser
@@ -36,11 +32,9 @@ import quest_core
 import quest_pointcept  # noqa: F401
 from devtools import matrix
 from quest_core import Mechanism
-from quest_core.checkpoints import ENTRY
 from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
-from quest_pointcept.configs import install_configs
 from quest_suites.contract import Cell
 from quest_suites.pointcept.own import run_own
 
@@ -63,7 +57,6 @@ SMALL = {
 }
 
 
-LORA = peft.LoraConfig(r=2, target_modules=["qkv"])
 CRITERIA = [{"type": "CrossEntropyLoss", "loss_weight": 1.0, "ignore_index": -1}]
 
 
@@ -160,11 +153,6 @@ def test_flash_is_not_needed():
     assert model(data(70, 9, 33)).feat.isfinite().all()
 
 
-def test_what_flash_excludes_is_refused():
-    with pytest.raises(quest_core.UnsupportedError, match="rpe has no fused kernel; build with enable_flash=False"):
-        build("PT-v3m1", enable_flash=True, enable_rpe=True, attention="quest")
-
-
 def test_a_misspelling_is_refused_through_the_registry():
     """Which builds from nested configurations and passes on what went wrong in its own words."""
     backbone = {"type": "PT-v3m1", **SMALL, "attention": "quset"}
@@ -217,18 +205,6 @@ def test_initialization_is_the_hosts(attention):
     assert 0.015 < weight.std().item() < 0.025
 
 
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "qknorm-hs"])
-def test_lora_on_qkv(attention):
-    model = build("PT-v3m1", attention=attention)
-    wrapped = peft.get_peft_model(model.enc, LORA)
-    trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]
-    assert len(trained) == 8
-    assert all(".qkv.lora_" in name for name in trained)
-    model.enc = wrapped
-    model(data(70, 45, 33)).feat.square().sum().backward()
-    assert all(p.grad is not None for p in wrapped.parameters() if p.requires_grad)
-
-
 def test_patches_of_two_sizes():
     """Pointcept lays a decoder out with its encoder's patches; here each has its own."""
     torch.manual_seed(0)
@@ -246,21 +222,6 @@ def test_what_is_kept_with_the_points_survives_a_copy():
     again = Point(point)
     assert again["quest_counts"] == point["quest_counts"]
     assert again["quest_patches_16"] is point["quest_patches_16"]
-
-
-# --- child processes --------------------------------------------------------------------------------------------------
-
-
-def test_a_spawned_child_knows_the_plugin():
-    """As Pointcept's launcher does it: the Config is pickled, and the child never reads its file."""
-    config = Config({"model": {"type": "PT-v3m1", **SMALL, "attention": "quest"}})
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    child = context.Process(target=pointcept_model, args=(config, answers))
-    child.start()
-    child.join(300)
-    assert child.exitcode == 0
-    assert answers.get()[1].startswith("attention=quest in 6 modules")
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -397,15 +358,6 @@ def test_the_table_has_these_loaders():
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_checkpoint_of_another_attention(name, tmp_path):
     check("Pointcept", name, LOADERS[name], build_segmentor, tmp_path)
-
-
-@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=1)"])
-@pytest.mark.parametrize("name", ["PT-v3m1", "PT-v3m2", "PT-v3m3"])
-def test_attention_from_is_silent(name, attention):
-    stock = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-        build(name, attention=attention, attention_from="standard").load_state_dict(stock.state_dict(), strict=False)
 
 
 def test_lora_learns_from_a_checkpoint(tmp_path):
@@ -587,36 +539,6 @@ def test_the_launcher_of_several_processes(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes(dataset, tmp_path):
-    """SIGKILL in the second epoch: the first one's checkpoint is resumed with the same attention, and with no other."""
-    root, folder = Path(ROOT), tmp_path / "run"
-    config = real_pointcept.config(root, "PT-v3m1", "qknorm-hs", dataset, folder)
-    (killed,) = real_pointcept.train(root, config, killed_after="Train: [2/2][4/8]")
-    assert 12 <= len(killed.losses) < 16
-    path = folder / "exp/model/model_last.pth"
-    assert torch.load(path, weights_only=False)["epoch"] == 1
-
-    resume = (f"weight={path}", "resume=True")
-    with pytest.raises(RuntimeError, match="trained with attention 'qknorm-hs', and the model has 'quest'"):
-        real_pointcept.train(root, real_pointcept.config(root, "PT-v3m1", "quest", dataset, folder), options=resume)
-    assert torch.load(path, weights_only=False)["epoch"] == 1  # what was refused has not written over it
-
-    config = real_pointcept.config(root, "PT-v3m1", "qknorm-hs", dataset, folder)
-    (resumed,) = real_pointcept.train(root, config, options=resume)
-    assert any("Resuming train at eval epoch: 1" in line for line in resumed.lines)
-    trained = [line.partition("Train: ")[2][:10] for line in resumed.lines if "Train: [" in line]
-    assert trained == [f"[2/2][{i}/8]" for i in range(1, 9)]
-    assert len(resumed.mious) == 1
-    ended = torch.load(path, weights_only=False)
-    assert ended["epoch"] == 2
-    assert ended["scheduler"]["last_epoch"] == 16
-    learned = [name for name in ended["state_dict"] if ".mechanism." in name and not name.endswith(ENTRY)]
-    assert len(learned) == 8
-    # The optimizer goes on with what it knew of them.
-    assert {int(state["step"]) for state in ended["optimizer"]["state"].values()} == {16}
-
-
-@pytest.mark.slow
 def test_the_suite_trains_nuscenes(dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
     reported = []
@@ -630,19 +552,3 @@ def test_the_suite_trains_nuscenes(dataset, tmp_path, monkeypatch):
     assert result.details["injected"].startswith("attention=quest in 5 modules")
     assert 0 <= result.metrics["mIoU"] <= 100
     assert reported
-
-
-# --- configurations ---------------------------------------------------------------------------------------------------
-
-
-def test_every_configuration_is_read_by_pointcept(tmp_path):
-    shutil.copytree(Path(ROOT) / "configs", tmp_path / "configs")
-    for path in install_configs(tmp_path):
-        config = Config.fromfile(str(path))
-        backbone = config.model.backbone
-        assert backbone.attention
-        assert backbone.type in ("PT-v3m1", "PT-v3m2")
-        # Only these set the samples of an update and the schedule; 8 processes cannot share 12.
-        assert (config.batch_size, config.gradient_accumulation_steps) == (12, 1)
-        assert (config.batch_size_val, config.batch_size_test) == (None, None)
-        assert (config.enable_amp, config.amp_dtype) == (True, "float16")

@@ -1,19 +1,11 @@
-"""What users touch: `attention` in torch-pointcloud, training, checkpoints, every mechanism, child processes."""
+"""What users touch: `attention` in torch-pointcloud, training, flash, parts, calibration, and wrong keys."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import functools
-import importlib
-import inspect
 import multiprocessing
-import os
-import shutil
-import subprocess
-import sys
 import warnings
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -33,48 +25,43 @@ from torch_pointcloud.models.sonata import SonataSegmentation
 from torch_pointcloud.models.utonia import UtoniaSegmentation
 
 import quest_core
-import quest_pointcept
 from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
 from quest_core.mechanisms import elliptical
 from quest_core.registry import mechanisms as registered
 from quest_pointcept import PointceptAdapter
-from quest_pointcept.configs import HERE as CONFIGS
-from quest_pointcept.configs import install_configs
-from quest_pointcept.hosts import build, check, reduce
+from quest_pointcept.hosts import BATCHES, build, calibrate_what_was_loaded, check, reduce
 
 ENCODER = {
-    "in_channels": 4,
-    "strides": (2,),
-    "encoder_depths": (2, 2),
-    "encoder_channels": (16, 32),
-    "encoder_num_heads": (2, 4),
-    "encoder_patch_size": (8, 8),
-    "drop_path": 0.0,
-    "use_flash_attn": False,
-}
+    "in_channels": 4, "strides": (2,), "encoder_depths": (2, 2), "encoder_channels": (16, 32),
+    "encoder_num_heads": (2, 4), "encoder_patch_size": (8, 8), "drop_path": 0.0, "use_flash_attn": False,
+}  # fmt: skip
 SEGMENTATION = {
-    **ENCODER,
-    "num_classes": 5,
-    "decoder_depths": (1,),
-    "decoder_channels": (16,),
-    "decoder_num_heads": (2,),
+    **ENCODER, "num_classes": 5, "decoder_depths": (1,), "decoder_channels": (16,), "decoder_num_heads": (2,),
     "decoder_patch_size": (8,),
-}
+}  # fmt: skip
 
 
 def mechanisms(model):
     return [part for part in model.modules() if isinstance(part, Mechanism)]
 
 
+def segmentation(seed=0, **options):
+    torch.manual_seed(seed)
+    return PointTransformerV3Segmentation(**SEGMENTATION | options)
+
+
+def injected(attention, **options):
+    torch.manual_seed(0)
+    fresh = {"fresh": True} if "init" in attention else {}
+    return quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter(), **fresh)[0]
+
+
 # --- torch-pointcloud, end to end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "attention", ["standard", "quest", "quest+gqa(kv_heads=1)", "aft-local(max_length=8, window=3, rank=4)"]
-)
+@pytest.mark.parametrize("attention", ["quest", "quest+gqa(ratio=2)", "aft-local(max_length=8, window=3, rank=4)"])
 def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
-    torch.manual_seed(0)
-    model = PointTransformerV3Segmentation(**SEGMENTATION, attention=attention)
+    model = segmentation(attention=attention)
     assert [str(m.config) for m in mechanisms(model)] == [str(quest_core.AttentionConfig.parse(attention))] * 5
     x, grid, batch = clouds(60, 45, 5)
     label = (grid[:, 0] > 7).long() + 2 * (grid[:, 1] > 7)
@@ -88,37 +75,37 @@ def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-    trained = dict(model.named_parameters())
-    still = [name for name, p in trained.items() if torch.equal(p, before[name]) and "attn" in name]
-    assert still == []
-    model.eval()
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name]) and "attn" in name]
     torch.save(model.state_dict(), tmp_path / "model.pth")
-    again = PointTransformerV3Segmentation(**SEGMENTATION, attention=attention).eval()
+    again = segmentation(1, attention=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
         again.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True), strict=True)
-    torch.manual_seed(1)  # the orders are shuffled in evaluation, too
-    want = model(x, grid, batch)
-    torch.manual_seed(1)
-    torch.testing.assert_close(again(x, grid, batch), want)
+    outputs = []
+    for one in (model.eval(), again.eval()):
+        torch.manual_seed(1)  # the orders are shuffled in evaluation, too
+        outputs.append(one(x, grid, batch))
+    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "sites"),
+    ("kind", "options"),
     [
-        (PointTransformerV3Encoder, ENCODER, 4),
-        (PointTransformerV3Classification, {**ENCODER, "num_classes": 3}, 4),
-        (SonataSegmentation, {**ENCODER, "num_classes": 3}, 4),
-        (ConcertoSegmentation, {**ENCODER, "num_classes": 3}, 4),
-        (UtoniaSegmentation, {**ENCODER, "encoder_channels": (24, 48), "num_classes": 3}, 4),
+        (PointTransformerV3Encoder, ENCODER),
+        (PointTransformerV3Classification, {**ENCODER, "num_classes": 3}),
+        (SonataSegmentation, {**ENCODER, "num_classes": 3}),
+        (ConcertoSegmentation, {**ENCODER, "num_classes": 3}),
+        (UtoniaSegmentation, {**ENCODER, "encoder_channels": (24, 48), "num_classes": 3}),
     ],
 )
-def test_every_model_takes_the_key(kind, options, sites, capsys):
+def test_every_model_takes_the_key(kind, options, capsys):
     model = kind(**options, attention="quest")
-    assert len(mechanisms(model)) == sites
+    assert len(mechanisms(model)) == 4
     shown = capsys.readouterr().err
     assert shown.count("attention=quest in 4 modules") == 1
     assert str(model.attention_report) in shown
+    for none in (None, "None"):  # the text is of a command line
+        assert not mechanisms(kind(**options, attention=none))
 
 
 def test_the_registry_of_models_takes_the_key():
@@ -128,38 +115,70 @@ def test_the_registry_of_models_takes_the_key():
     assert all(site.module.packed for site in sites)
 
 
-def test_a_misspelling_is_refused_before_anything_is_built():
-    with pytest.raises(ConfigError, match="did you mean 'quest'"):
-        PointTransformerV3Encoder(**ENCODER, attention="quset")
+# --- parts and kernels ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("attention", "why"),
+    ("attention", "encoder", "decoder"),
     [
-        (3, "attention is 3 .int.; write a name such as 'quest'"),
-        (True, "attention is True .bool.; write a name"),
-        (["quest"], "attention is .'quest'. .list.; write a name"),
-        ({"nme": "quest"}, "has no 'name'"),
-        ({"name": "quest", "scal": 2}, "'quest' has no option 'scal'.*did you mean 'scale'"),
-        ("quest+gqa(kv_heads=3)", "kv_heads is 3, which does not divide the 2 heads; choose from: 1, 2"),
+        ({"enc": "quest"}, ["quest", "quest"], "standard"),
+        ({"enc": "sigmoid", "dec": {"name": "quest", "ratio": 2}}, ["sigmoid", "sigmoid"], "quest+gqa(ratio=2)"),
+        ({"stages": ["quest", None]}, ["quest", "standard"], "quest"),  # the decoder's stage is the finest
     ],
 )
-def test_what_is_no_attention_is_refused(attention, why):
-    with pytest.raises(ConfigError, match=why):
-        PointTransformerV3Encoder(**ENCODER, attention=attention)
+def test_each_part_has_an_attention_of_its_own(attention, encoder, decoder, capsys):
+    model = segmentation(attention=attention)
+    assert [str(m.config) for m in mechanisms(model)] == [encoder[0]] * 2 + [encoder[1]] * 2 + [decoder]
+    assert "in 5 modules" in capsys.readouterr().err
+    assert [row.path for row in model.attention_report.replacements] == [
+        s.path for s in PointceptAdapter().sites(model)
+    ]
+    model(*clouds(30, 20)).sum().backward()
+    with pytest.raises(quest_core.CheckpointError):
+        segmentation(attention="qnorm").load_state_dict(model.state_dict())
 
 
-def test_the_plugin_may_be_imported_again():
-    wrapped = PointTransformerV3Encoder.__init__
-    importlib.reload(quest_pointcept)
-    PointceptAdapter().install()
-    assert PointTransformerV3Encoder.__init__ is wrapped
+@pytest.mark.parametrize(
+    ("attention", "options", "capability", "kernel"),
+    [
+        ("quest", {"use_flash_attn": True}, (8, 0), "varlen"),
+        ("quest", {"use_flash_attn": True}, (7, 0), "buckets"),  # V100
+        ("quest", {"use_flash_attn": True}, None, "buckets"),
+        ("sinkhorn", {"use_flash_attn": True}, (8, 0), "buckets"),
+        ("quest", {"use_flash_attn": True, "attn_drop": 0.1}, (8, 0), "buckets"),
+        ("elliptical", {"use_flash_attn": True}, (8, 0), "dense"),
+        ("quest", {}, (8, 0), "dense"),
+    ],
+)
+def test_the_report_says_which_kernel_runs(attention, options, capability, kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    kind = {**ENCODER, **options, "encoder_channels": (16, 32)}
+    assert f"kernel={kernel}" in str(PointTransformerV3Encoder(**kind, attention=attention).attention_report)
 
 
-def test_the_hosts_own_call_is_unchanged():
-    torch.manual_seed(0)
-    model = PointTransformerV3Encoder(**ENCODER)
-    assert mechanisms(model) == []
+def test_calibration_after_a_checkpoint_is_loaded(tmp_path, capsys):
+    """As Pointcept's CheckpointLoader calls it; its trainer loads and calibrates in test_pointcept.py."""
+    stock = segmentation().eval()
+    model = segmentation(1, attention={"name": "quest", "calibrate": 2}, attention_from="standard")
+    assert vars(model)[BATCHES] == 2
+    (tmp_path / "model.pth").touch()
+    batches = [dict(zip(("x", "grid", "batch"), clouds(40, 20), strict=True)) for _ in range(3)]
+    cfg = SimpleNamespace(weight=str(tmp_path / "model.pth"), resume=False)
+    trainer = SimpleNamespace(cfg=cfg, model=model, train_loader=batches)
+    model.load_state_dict(stock.state_dict())
+    loaded, model.forward = copy.deepcopy(model.state_dict()), functools.partial(_of_a_mapping, model.forward)
+    calibrate_what_was_loaded(PointceptAdapter(), lambda hook: None, SimpleNamespace(trainer=trainer))
+    assert "attention=quest calibrated in 5 modules" in capsys.readouterr().err
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, loaded[name])}
+    assert changed == {name for name in loaded if ".qkv." in name}
+    cfg.resume, calibrated = True, copy.deepcopy(model.state_dict())
+    calibrate_what_was_loaded(PointceptAdapter(), lambda hook: None, SimpleNamespace(trainer=trainer))
+    assert all(torch.equal(x, calibrated[name]) for name, x in model.state_dict().items())
+
+
+def _of_a_mapping(forward, batch):
+    return forward(*batch.values())
 
 
 # --- without flash-attn -----------------------------------------------------------------------------------------------
@@ -168,16 +187,14 @@ def test_the_hosts_own_call_is_unchanged():
 def test_flash_is_not_needed():
     """The default of torch-pointcloud cannot be built without flash-attn; with an attention it can and runs."""
     with pytest.raises(ImportError, match="flash_attn"):
-        PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True})
-    torch.manual_seed(0)
-    model = PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True}, attention="standard").eval()
-    torch.manual_seed(0)
-    stock = PointTransformerV3Segmentation(**SEGMENTATION).eval()
+        segmentation(use_flash_attn=True)
+    models = segmentation(use_flash_attn=True, attention="standard").eval(), segmentation().eval()
     whole = clouds(64, 40)  # no cloud smaller than a patch: there both layouts are the same
-    torch.manual_seed(1)
-    want = stock(*whole)
-    torch.manual_seed(1)
-    torch.testing.assert_close(model(*whole), want, rtol=1e-5, atol=1e-5)
+    outputs = []
+    for model in models:
+        torch.manual_seed(1)
+        outputs.append(model(*whole))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
 def test_with_flash_a_small_cloud_is_a_shorter_patch():
@@ -189,21 +206,23 @@ def test_with_flash_a_small_cloud_is_a_shorter_patch():
     torch.testing.assert_close(attention(x, None, torch.zeros(5, dtype=torch.long)), attention.proj(attended))
 
 
-@pytest.mark.parametrize("option", [{"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True}])
-def test_what_flash_excludes_is_refused(option):
-    with pytest.raises(UnsupportedError, match="has no fused kernel; build with use_flash_attn=False"):
-        PointTransformerV3Segmentation(**{**SEGMENTATION, "use_flash_attn": True, **option}, attention="quest")
-
-
-def test_a_small_cloud_attends_to_itself_alone():
-    """With its own length, a small cloud gives the same in a batch of one and with others."""
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(enable_flash=True), "quest", adapter=PointceptAdapter())[0].eval()
-    x, grid, batch = clouds(40, 5)
-    small = batch == 1
-    together = model(x, grid, batch)[-2:]
-    alone = model(x[small], grid[small], batch[small] - 1)[-2:]
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ("attention", "options", "counts", "cloud"),
+    [
+        ("quest", {"enable_flash": True}, (40, 5), 1),
+        # Without flash the host's patches shrink to the smallest cloud; learned positions keep patches of one size.
+        ("aft-full(max_length=8)", {}, (40, 5), 0),
+    ],
+)
+def test_a_cloud_attends_to_itself_alone(attention, options, counts, cloud):
+    """A cloud gives the same in a batch of one and with others."""
+    model = injected(attention, **options).eval()
+    x, grid, batch = clouds(*counts)
+    own = batch == cloud
+    together, alone = model(x, grid, batch), model(x[own], grid[own], torch.zeros_like(batch[own]))
+    torch.testing.assert_close(
+        together[-len(alone) :] if cloud else together[: len(alone)], alone, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +232,7 @@ def test_a_small_cloud_attends_to_itself_alone():
 def test_half_precision_on_a_gpu_is_only_for_the_hosts_flash_path(attention, flash, half, monkeypatch):
     """Also where learned positions keep the patches that flash would have, without flash."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    model = quest_core.inject(Stages(enable_flash=flash), attention, adapter=PointceptAdapter())[0]
+    model = injected(attention, enable_flash=flash)
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no CUDA here
@@ -223,85 +242,21 @@ def test_half_precision_on_a_gpu_is_only_for_the_hosts_flash_path(attention, fla
 
 # --- every mechanism --------------------------------------------------------------------------------------------------
 
-NEEDS = {
-    "gqa": "(kv_heads=2)",
-    "kdgqa": "(kv_heads=2)",
-    "dgqa": "(kv_heads=2)",
-    "pgqa": "(kv_heads=2)",
-    "aft-conv": "(dims=1, window=5)",
-}
-SCORES = [part.name for part in registered().values() if part.axis == "score"]
-NORMALISERS = [part.name for part in registered().values() if part.axis == "normalizer"]
-GROUPINGS = [part.name for part in registered().values() if part.axis == "grouping"]
-FAMILIES = [part.name for part in registered().values() if part.axis == "family"]
-
-
-def spelt(name):
-    return name + NEEDS.get(name, "")
+NEEDS = {"aft-conv": "(dims=1, window=5)"} | dict.fromkeys(("gqa", "kdgqa", "dgqa", "pgqa"), "(kv_heads=2)")
+EVERY = [
+    ("quest+" if part.axis in ("normalizer", "grouping") else "") + part.name + NEEDS.get(part.name, "")
+    for part in registered().values()
+]
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("name", [*SCORES, *(f"quest+{name}" for name in NORMALISERS + GROUPINGS), *FAMILIES])
-def test_every_mechanism_trains(name, flash):
-    head, _, tail = name.partition("+")
-    attention = f"{head}+{spelt(tail)}" if tail else spelt(name)
-    torch.manual_seed(0)
-    stages = Stages(enable_flash=flash, heads=(4, 4))
-    model = quest_core.inject(stages, attention, adapter=PointceptAdapter(), fresh=True)[0]
+@pytest.mark.parametrize("attention", EVERY)
+def test_every_mechanism_trains(attention, flash):
+    model = injected(attention, enable_flash=flash, heads=(4, 4))
     out = model(*clouds(37, 12, 6))
     out.square().sum().backward()
     assert out.isfinite().all()
-    assert all(p.grad is not None and p.grad.isfinite().all() for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("score", ["standard", "quest", "qknorm", "elliptical-quest"])
-@pytest.mark.parametrize("normalizer", NORMALISERS)
-@pytest.mark.parametrize("grouping", GROUPINGS)
-def test_the_axes_combine(score, normalizer, grouping):
-    attention = f"{score}+{normalizer}+{spelt(grouping)}"
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(enable_flash=True, heads=(4, 4)), attention, adapter=PointceptAdapter())[0]
-    model(*clouds(20, 5)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("attention", "options", "why"),
-    [
-        ("aft-conv", {}, r"lie on a line; write aft-conv\(dims=1\)"),
-        ("aft-conv(dims=1, prefix=1)", {}, "without grid and prefix"),
-        ("aft-local(max_length=7)", {}, r"patches have 8 points and max_length is 7; write aft-local\(max_length=8\)"),
-        ("aft-simple", {"enable_rpe": True}, "relative position bias is added to scores"),
-        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
-        ("aft-full", {"rotary": True}, "queries do not meet keys, where rotary positions act"),
-        ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(attention, options, why):
-    with pytest.raises(UnsupportedError, match=f"{why}.*Possible here: .*quest"):
-        quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
-
-
-def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match="kv_heads is 3"):
-        quest_core.inject(Stages(), "gqa(kv_heads=3)", adapter=PointceptAdapter())
-
-
-def test_pooled_keys_cannot_be_spread_again():
-    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter())[0]
-    with pytest.raises(quest_core.InputError, match="its keys and values were reduced already. Build the model again"):
-        quest_core.inject(model, "quest", adapter=PointceptAdapter())
-    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter())
-
-
-def test_learned_positions_see_patches_of_one_size():
-    """Without flash the host's patches shrink to the smallest cloud; positions would then mean something else."""
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(patch_size=8), "aft-full(max_length=8)", adapter=PointceptAdapter())[0].eval()
-    x, grid, batch = clouds(40, 5)
-    large = batch == 0
-    together, alone = model(x, grid, batch), model(x[large], grid[large], batch[large])
-    torch.testing.assert_close(together[:20], alone, rtol=1e-5, atol=1e-5)
 
 
 # --- elliptical -------------------------------------------------------------------------------------------------------
@@ -310,8 +265,7 @@ def test_learned_positions_see_patches_of_one_size():
 @pytest.mark.parametrize("flash", [False, True])
 def test_elliptical_compares_each_point_with_itself(flash, monkeypatch):
     """Blocks follow other curves, so a point lies in another patch; its values are still compared with its own."""
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(enable_flash=flash), "elliptical", adapter=PointceptAdapter())[0].double().eval()
+    model = injected("elliptical", enable_flash=flash).double().eval()
     first, second = (model.enc0[name].attn for name in ("block0", "block1"))
     values, got = {}, {}
     for name, attention in (("before", first), ("own", second)):
@@ -345,27 +299,12 @@ def test_elliptical_compares_each_point_with_itself(flash, monkeypatch):
 
 def test_elliptical_is_plain_at_the_border_of_a_stage():
     """Also where the next stage happens to have the same numbers of points, heads and features."""
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(heads=(4, 4), alike=True), "elliptical", adapter=PointceptAdapter())[0]
+    model = injected("elliptical", heads=(4, 4), alike=True)
     follows = [site.module.mechanism.score._previous[0] is not None for site in PointceptAdapter().sites(model)]
     assert follows == [False, True, False, True]
 
 
-def test_elliptical_needs_two_blocks_in_a_stage():
-    with pytest.raises(quest_core.InjectionError, match="no layer follows another"):
-        PointTransformerV3Encoder(**{**ENCODER, "encoder_depths": (1, 1)}, attention="elliptical")
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=2)"])
-def test_what_was_frozen_stays_frozen(attention):
-    stages = Stages(heads=(4, 4))
-    stages.enc0.requires_grad_(False)
-    model = quest_core.inject(stages, attention, adapter=PointceptAdapter())[0]
-    assert not any(p.requires_grad for p in model.enc0.parameters())
-    assert all(p.requires_grad for p in model.enc1.parameters())
 
 
 def test_a_wrapped_qkv_is_kept():
@@ -394,24 +333,13 @@ def test_a_wrapped_qkv_is_kept():
     assert all(site.module.qkv.extra.grad.abs().sum() > 0 for site in PointceptAdapter().sites(model))
 
 
-def test_a_stock_checkpoint_is_pooled_on_load():
-    torch.manual_seed(0)
-    stock, model = Stages(), Stages()
-    quest_core.inject(model, "standard+gqa(kv_heads=2)", adapter=PointceptAdapter(), attention_from="standard")
-    model.load_state_dict(stock.state_dict(), strict=True)
-    theirs, ours = stock.enc0["block0"].attn.qkv.weight, model.enc0["block0"].attn.qkv.weight
-    q, k, v = theirs.view(3, 4, 6, 24)
-    pooled = [part.view(2, 2, 6, 24).mean(1).flatten(0, 1) for part in (k, v)]
-    torch.testing.assert_close(ours, torch.cat([q.flatten(0, 1), *pooled]))
-
-
-def test_the_keys_of_aft_conv_are_pooled_on_load():
-    """One feature a head: the mean of the host's. Loading before injecting, or after, comes to the same."""
+def test_the_keys_of_aft_conv_are_pooled():
+    """One feature per head: the mean of the host's. Loading before injecting, or after, gives the same."""
     torch.manual_seed(0)
     stock = Stages()
-    model = quest_core.inject(
+    model, _ = quest_core.inject(
         Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter(), attention_from="standard"
-    )[0]
+    )
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
     assert unexpected == []
     assert all(".mechanism." in name for name in missing)
@@ -422,110 +350,77 @@ def test_the_keys_of_aft_conv_are_pooled_on_load():
     torch.testing.assert_close(stock.enc0["block0"].attn.qkv.weight.detach(), want)
 
 
-@pytest.mark.parametrize("other", ["quest+gqa(kv_heads=1)", "aft-conv(dims=1)"])
-def test_weights_of_another_shape_are_refused(other):
-    """Also if attention_from accepts them and the loader is not strict."""
-    trained = quest_core.inject(Stages(), other, adapter=PointceptAdapter())[0]
-    model = quest_core.inject(Stages(), "quest+gqa(kv_heads=2)", adapter=PointceptAdapter(), attention_from=other)[0]
-    with pytest.raises(RuntimeError, match=r"size mismatch for enc0.block0.attn.qkv.weight"):
-        model.load_state_dict(OrderedDict(trained.state_dict().items()), strict=False)
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ({"attention": "quset"}, "did you mean 'quest'"),
+    ({"attention": ""}, "cannot be read"),
+    ({"attention": 3}, "attention is 3 .int.; write a name such as 'quest'"),
+    ({"attention": True}, "attention is True .bool.; write a name"),
+    ({"attention": ["quest"]}, "attention is .'quest'. .list.; write a name"),
+    ({"attention": {}}, "has no 'name'"),
+    ({"attention": {"nme": "quest"}}, "has no 'name'"),
+    ({"attention": {"name": "quest", "scal": 2}}, "'quest' has no option 'scal'.*did you mean 'scale'"),
+    ({"attention": "quest(init=no)"}, "option 'init' is 'no', but takes a number"),
+    ({"attention": "quest(init=5;init=6)"}, "given twice"),
+    ({"attention": "quest+qnorm"}, "two choices for the score"),
+    ({"attention": "linear+gqa(kv_heads=1)"}, "is not combined"),
+    ({"attention": {"encoder": "quest"}}, "has no 'name'"),
+    ({"attention": {"enc": "quset"}}, "did you mean 'quest'"),
+    ({"attention": {"enc": "quest", "decoder": "quest"}}, r"keys 'enc', 'decoder'; write dict\(enc=..., dec=...\)"),
+    ({"attention": {"name": "quest", "enc": "quest"}}, "keys 'name', 'enc'; write"),
+    ({"attention": {"stages": "quest"}}, "an attention for each stage, the finest first"),
+    ({"attention": {"stages": ["quest"]}}, "has 1 entries; the model has 2 stages"),
+    ({"attention": {"name": "quest", "calibrate": "yes"}}, "calibrate is 'yes'; write a number of batches"),
+    ({"attention": {"name": "quest", "calibrate": 8}}, "add attention_from='standard'"),
+    ({"attention": {"name": "qnorm", "calibrate": 8}, "attention_from": "standard"}, "cannot be calibrated"),
+    ({"attention": {"enc": "quest", "calibrate": 8}}, "leave out enc, dec and stages"),
+    ({"attention": {"name": "quest", "init": 5, "calibrate": 8}, "attention_from": "standard"}, "leave out init"),
+    ({"attention": "quest", "attention_from": "standrad"}, "did you mean 'standard'"),
+    ({"attention": "quest", "allow_partial": "yes"}, "allow_partial='yes' must be true or false"),
+    ({"attention_from": "standard"}, "PointTransformerV3Encoder: attention_from='standard' is given without attention"),
+    ({"allow_partial": True}, "is given without attention"),
+]
 
 
-def test_calibration_scales_the_queries():
-    torch.manual_seed(0)
-    model = quest_core.inject(Stages(), "standard", adapter=PointceptAdapter())[0].eval()
-    _, report = quest_core.calibrate(model, [clouds(40, 20), clouds(30)], forward=lambda m, batch: m(*batch))
-    assert len(report.layers) == 4
-    assert {str(m.config) for m in mechanisms(model)} == {"quest"}
-
-
-# --- Pointcept's Config ----------------------------------------------------------------------------------------------
-
-
-class Backbone:
-    def __init__(self, attention=None):
-        pass
-
-
-class Segmentor:
-    def __init__(self, backbone=None):
-        pass
-
-
-REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({"attention": "quest"}, "^attention='quest' is not read by Pointcept; .* as in model.backbone.attention"),
-        ({"backbone": {"attention": "quest"}}, "^backbone.attention='quest' is not read by Pointcept"),
-        ({"attention_from": "standard"}, "^attention_from='standard' is not read"),
-        ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
-        ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
-        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quset"}}}, "did you mean 'quest'"),
-        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quest(inti=5)"}}}, "did you mean 'init'"),
-        ({"model": {"backbone": {"type": "PT-v3m1", "attention": "quest(init=no)"}}}, "init"),
-        (
-            {"model": {"backbone": {"type": "PT-v3m1", "atention": "quest"}}},
-            "no option 'atention'; did you mean 'attention'",
-        ),
-        (
-            {"model": {"backbone": {"type": "PT-v3m1", "attention_from": "quest"}}},
-            "^model.backbone: attention_from='.*' is given without",
-        ),
-        (
-            {"model": {"backbone": {"type": "PT-v3m1", "attention": "quest", "attention_from": "standrad"}}},
-            "did you mean 'standard'",
-        ),
-    ],
-)
-def test_a_config_is_refused_before_anything_is_built(config, why):
+@pytest.mark.parametrize(("options", "why"), WRONG)
+def test_a_wrong_key_is_one_error_before_anything_is_built(options, why):
+    before = torch.get_rng_state()
     with pytest.raises(ConfigError, match=why):
-        check(config, REGISTRY)
+        PointTransformerV3Encoder(**ENCODER, **options)
+    assert torch.equal(torch.get_rng_state(), before)  # building draws numbers
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("attention", "options", "why"),
     [
-        {},
-        {"model": {"type": "Segmentor", "backbone": {"type": "PT-v3m1", "attention": "quest"}}, "hooks": [{"type": 1}]},
-        {"model": {"backbone": {"type": "PT-v3m1", "attention": {"name": "quest"}, "attention_from": "standard"}}},
-        {"model": {"backbone": {"type": "PT-v3m1", "attention": None}}},
-        {"model": {"backbone": {"type": "Other", "attention": "its own"}}},
-        {"model": {"type": "Segmentor", "image": {"attention": "what an image encoder reads"}}},
-        {"data": {"type": "Dataset", "attention": "its own"}},
+        ("aft-conv", {}, r"lie on a line; write aft-conv\(dims=1\)"),
+        ("aft-conv(dims=1, prefix=1)", {}, "without grid and prefix"),
+        ("aft-local(max_length=7)", {}, r"patches have 8 points and max_length is 7; write aft-local\(max_length=8\)"),
+        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
+        ("aft-full", {"rotary": True}, "queries do not meet keys, where rotary positions act"),
+        ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
     ],
 )
-def test_other_configs_are_left_to_their_readers(config):
-    check(config, REGISTRY)
+def test_what_a_site_cannot_honour(attention, options, why):
+    with pytest.raises(UnsupportedError, match=f"{why}.*Possible here: .*quest"):
+        quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
 
 
-# --- install and uninstall -------------------------------------------------------------------------------------------
-
-
-def test_after_uninstall_a_model_is_stock():
-    adapter = PointceptAdapter()
-    adapter.uninstall()
-    try:
-        assert mechanisms(PointTransformerV3Encoder(**ENCODER)) == []
-        with pytest.raises(TypeError, match="attention"):
-            PointTransformerV3Encoder(**ENCODER, attention="quest")
-        assert "attention" not in inspect.signature(PointTransformerV3Encoder).parameters
-    finally:
-        adapter.install()
-    assert len(mechanisms(PointTransformerV3Encoder(**ENCODER, attention="quest"))) == 4
-
-
-@pytest.mark.parametrize("options", [{"attention_from": "standard"}, {"allow_partial": True}])
-def test_a_key_without_attention_is_refused(options):
-    with pytest.raises(ConfigError, match="PointTransformerV3Encoder: .* is given without attention"):
-        PointTransformerV3Encoder(**ENCODER, **options)
-
-
-def test_a_misspelt_attention_from_is_refused_before_anything_is_built():
-    with pytest.raises(ConfigError, match="did you mean 'standard'"):
-        PointTransformerV3Encoder(**ENCODER, attention="quest", attention_from="standrad")
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"attention": "gqa(kv_heads=3)"}, ConfigError, "kv_heads is 3, which does not divide the 2 heads"),
+        ({"attention": "elliptical", "encoder_depths": (1, 1)}, quest_core.InjectionError, "no layer follows another"),
+        *(
+            ({"attention": "quest", "use_flash_attn": True, **one}, UnsupportedError, "build with use_flash_attn=False")
+            for one in ({"attn_kind": "rpe"}, {"upcast_attn": True}, {"upcast_softmax": True})
+        ),
+    ],
+)
+def test_what_a_model_cannot_honour(options, error, why):
+    with pytest.raises(error, match=why):
+        segmentation(**options)
 
 
 def test_an_attention_that_is_not_replaced_needs_allow_partial():
@@ -548,9 +443,81 @@ def test_an_attention_that_is_not_replaced_needs_allow_partial():
     assert Encoder(attention="quest", allow_partial=True).attention_report.left_alone == ("mixer",)
 
 
-# --- child processes and configurations -------------------------------------------------------------------------------
+# --- Pointcept's Config ----------------------------------------------------------------------------------------------
 
 
+class Backbone:
+    def __init__(self, attention=None, attention_from=None, fits=True):
+        if not fits:
+            raise UnsupportedError("does not fit")
+        if attention == "linear":
+            raise KeyError("an error of the host's, which raises it when it builds the model")
+
+
+class Segmentor:
+    def __init__(self, backbone=None):
+        pass
+
+
+REGISTRY = {"PT-v3m1": Backbone, "Other": Backbone, "Segmentor": Segmentor}
+
+
+def backbone(**options):
+    return {"model": {"backbone": {"type": "PT-v3m1", **options}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"attention": "quest"}, "^attention='quest' is not read by Pointcept; .* as in model.backbone.attention"),
+        ({"backbone": {"attention": "quest"}}, "^backbone.attention='quest' is not read by Pointcept"),
+        ({"attention_from": "standard"}, "^attention_from='standard' is not read"),
+        ({"model": {"type": "Segmentor", "attention": "quest"}}, "^model.attention='quest' is not read by Segmentor"),
+        ({"model": {"parts": [{"type": Segmentor, "attention": "quest"}]}}, "^model.parts.0.attention='quest'"),
+        (backbone(attention="quest(inti=5)"), "did you mean 'init'"),
+        (backbone(atention="quest"), "no option 'atention'; did you mean 'attention'"),
+        (backbone(attention="quest", kv_heads=2), "no option 'kv_heads'; write attention={"),
+        (backbone(attention_from="quest"), "^model.backbone: attention_from='.*' is given without"),
+        (backbone(attention="quest", fits=False), "does not fit"),
+    ],
+)
+def test_a_config_is_refused_before_a_file_is_written(config, why):
+    with pytest.raises((ConfigError, UnsupportedError), match=why):
+        check(config, REGISTRY)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model": {"type": "Segmentor", "backbone": {"type": "PT-v3m1", "attention": "quest"}}, "hooks": [{"type": 1}]},
+        backbone(attention={"name": "quest"}, attention_from="standard"),
+        backbone(attention=None),
+        backbone(attention="linear"),
+        {"model": {"backbone": {"type": "Other", "attention": "its own"}}},
+        {"model": {"type": "Segmentor", "image": {"attention": "what an image encoder reads"}}},
+        {"data": {"type": "Dataset", "attention": "its own"}},
+    ],
+)
+def test_other_configs_are_left_to_their_readers(config):
+    check(config, REGISTRY)
+
+
+# --- uninstall and child processes -----------------------------------------------------------------------------------
+
+
+def test_after_uninstall_a_model_is_stock():
+    adapter = PointceptAdapter()
+    adapter.uninstall()
+    try:
+        assert mechanisms(PointTransformerV3Encoder(**ENCODER)) == []
+        with pytest.raises(TypeError, match="attention"):
+            PointTransformerV3Encoder(**ENCODER, attention="quest")
+    finally:
+        adapter.install()
+    assert len(mechanisms(PointTransformerV3Encoder(**ENCODER, attention="quest"))) == 4
+
+
+@pytest.mark.slow
 def test_a_spawned_child_knows_the_plugin():
     """The Config that it is handed imports the plugin, though the child never imported it."""
     PointceptAdapter.patches.put(Config, "__reduce__", reduce)
@@ -563,71 +530,3 @@ def test_a_spawned_child_knows_the_plugin():
     known, report = answers.get()
     assert known
     assert report.startswith("attention=quest in 4 modules")
-
-
-def test_every_configuration_is_its_base_and_three_lines(tmp_path):
-    paths = sorted(CONFIGS.glob("*/*.py"))
-    assert {path.parent.name for path in paths} == {"nuscenes", "scannet", "s3dis", "waymo"}
-    for path in paths:
-        assert len([line for line in path.read_text().splitlines() if not line.startswith("#")]) == 3
-        scope: dict = {}
-        exec(path.read_text(), scope)
-        assert scope["custom_imports"] == {"imports": ["quest_pointcept"], "allow_failed_imports": False}
-        attention = quest_core.AttentionConfig.parse(scope["model"]["backbone"]["attention"])
-        (base,) = scope["_base_"]
-        assert path.stem.startswith(os.path.splitext(base)[0].removeprefix("./"))
-        assert path.stem.removesuffix(attention.name.replace("+", "-")) != path.stem
-    with pytest.raises(ConfigError, match="is it Pointcept's checkout"):
-        install_configs(tmp_path)
-    for path in paths:
-        scope = {}
-        exec(path.read_text(), scope)
-        base = tmp_path / "configs" / path.parent.name / scope["_base_"][0]
-        base.parent.mkdir(parents=True, exist_ok=True)
-        base.touch()
-    made = install_configs(tmp_path)
-    assert [path.relative_to(tmp_path / "configs") for path in made] == [path.relative_to(CONFIGS) for path in paths]
-    assert all(path.is_file() for path in made)
-    edited = made[0]
-    edited.write_text("# mine")
-    with pytest.raises(ConfigError, match=f"{edited.name} differ.*--force"):
-        install_configs(tmp_path)
-    assert edited.read_text() == "# mine"
-    install_configs(tmp_path, force=True)
-    assert edited.read_bytes() == paths[0].read_bytes()
-
-
-def test_configurations_are_installed_whole_or_not_at_all(tmp_path, monkeypatch):
-    sources = sorted(CONFIGS.glob("*/*.py"))
-    for source in sources:
-        scope: dict = {}
-        exec(source.read_text(), scope)
-        base = tmp_path / "configs" / source.parent.name / scope["_base_"][0]
-        base.parent.mkdir(parents=True, exist_ok=True)
-        base.touch()
-    before = sorted(tmp_path.rglob("*"))
-    copied = []
-
-    def fill(source, target):
-        target.write_bytes(source.read_bytes()[:20])
-        copied.append(target)
-        if len(copied) == len(sources):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", fill)
-        with pytest.raises(OSError, match="No space left"):
-            install_configs(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before
-    made = install_configs(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, *made])
-
-
-def test_the_installer_imports_no_host(tmp_path) -> None:
-    for host in ("pointcept", "torch_pointcloud"):
-        (tmp_path / f"{host}.py").write_text(f"raise SystemExit('{host} was imported')")
-    command = [sys.executable, "-m", "quest_pointcept", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "is it Pointcept's checkout?" in done.stderr

@@ -13,11 +13,7 @@ With torch-pointcloud:
 
 from __future__ import annotations
 
-import sys
-
 from .adapter import PointceptAdapter as PointceptAdapter
 from .on_cpu import train_on_cpu as train_on_cpu
 
-# While Python locates a module to run: `python -m quest_pointcept` copies files, without a host.
-if sys.argv[:1] != ["-m"]:
-    PointceptAdapter().install()
+PointceptAdapter().install()

@@ -13,11 +13,11 @@ from quest_core.drafts import host_class
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
 
 from . import hosts
-from .layers import PointAttention, TensorAttention
+from .layers import LiteAttention, PointAttention, TensorAttention
 
 
 class PointceptAdapter(Adapter):
-    """Every serialized attention of Point Transformer V3, in Pointcept, torch-pointcloud and standalone copies."""
+    """Every serialized attention of Point Transformer V3 and LitePT: Pointcept's, torch-pointcloud's and copies."""
 
     name: ClassVar[str] = "pointcept"
     capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
@@ -30,12 +30,9 @@ class PointceptAdapter(Adapter):
         kind: Any = host_class(module)
         if kind.__module__ == hosts.TORCH_POINTCLOUD and kind.__name__ in hosts.ATTENTION[hosts.TORCH_POINTCLOUD]:
             return TensorAttention
-        if kind.__name__ == "SerializedAttention" and [*inspect.signature(kind.forward).parameters] == [
-            "self",
-            "point",
-        ]:
-            return PointAttention
-        return None
+        named = {"SerializedAttention": PointAttention, "PointROPEAttention": LiteAttention}.get(kind.__name__)
+        called_with_a_point = named and [*inspect.signature(kind.forward).parameters] == ["self", "point"]
+        return named if called_with_a_point else None
 
     def site(self, path: str, module: nn.Module, kind: type[HostAttention], model: nn.Module) -> Site:
         """Return a site. The blocks of a stage are a stack: they have the same points and the same number of heads."""

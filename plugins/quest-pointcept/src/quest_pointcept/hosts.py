@@ -10,27 +10,39 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, unexpected_entry
-from quest_core.errors import CheckpointError, ConfigError
+from quest_core.checkpoints import ENTRY, compare_before_loading, unexpected_entry
+from quest_core.config import STANDARD
+from quest_core.errors import CheckpointError, ConfigError, QuestError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.inject import KEYS, Request
+from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject
+from quest_core.mechanism import Mechanism
+from quest_core.notices import say
+from quest_core.tools.calibration import calibrate, refuse_uncalibratable
 
 from .layers import FLASH, SerializedAttention
 
 POINTCEPT = [
     f"pointcept.models.point_transformer_v3.point_transformer_v3{m}" for m in ("m1_base", "m2_sonata", "m3_utonia")
 ]
-POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")  # names in Pointcept's registry
+LITEPT = "pointcept.models.litept.litept_v1"
+POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3", "LitePT-v1")  # names in Pointcept's registry
 TORCH_POINTCLOUD = "torch_pointcloud.layers.serialized_attention"
 
 MODELS = {
     **dict.fromkeys(POINTCEPT, ("PointTransformerV3",)),
+    LITEPT: ("LitePT",),
     "torch_pointcloud.models.point_transformer_v3": tuple(
         f"PointTransformerV3{part}" for part in ("Encoder", "Decoder", "Classification", "Segmentation")
     ),
@@ -41,22 +53,27 @@ MODELS = {
 """Module -> its models whose constructor reads the keys."""
 ATTENTION = {
     **dict.fromkeys(POINTCEPT, ("SerializedAttention",)),
+    LITEPT: ("PointROPEAttention",),
     TORCH_POINTCLOUD: ("SerializedAttention", "SerializedAttentionRPE", "SerializedAttentionRoPE"),
 }
 """Module -> the hosts' own attention in it."""
 
+
+REHEARSAL: ContextVar[bool] = ContextVar("REHEARSAL", default=False)
+"""Whether a model is only built to see if it can be."""
 
 Stock = Callable[..., Any]
 
 
 def install(adapter: Adapter) -> None:
     """Change every host, each module as soon as it is imported."""
-    patches = adapter.patches
+    patches, loader = adapter.patches, functools.partial(calibrate_what_was_loaded, adapter)
     for kinds, name, change in (
         (MODELS, "__init__", functools.partial(build, adapter)),
         (ATTENTION, "_load_from_state_dict", refuse_others),
         ({"pointcept.utils.config": ("Config",)}, "__init__", check_when_filled),
         ({"pointcept.utils.config": ("Config",)}, "merge_from_dict", check_when_filled),
+        ({"pointcept.engines.hooks.misc": ("CheckpointLoader",)}, "before_train", loader),
     ):
         for module, classes in kinds.items():
             for kind in classes:
@@ -64,8 +81,8 @@ def install(adapter: Adapter) -> None:
     patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
     if importlib.util.find_spec("torch_pointcloud"):
         for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
-            loader = functools.partial(load_attention_first, adapter)
-            patches.around(importlib.import_module(module), "load_state_dict", loader)
+            load = functools.partial(load_attention_first, adapter)
+            patches.around(importlib.import_module(module), "load_state_dict", load)
 
 
 def _change_processes_and_logs(adapter: Adapter) -> None:
@@ -77,24 +94,142 @@ def _change_processes_and_logs(adapter: Adapter) -> None:
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
+PARTS = {"enc", "dec", "stages"}
+DEPTHS = ("enc_depths", "encoder_depths")
+"""The hosts' names of the option that has an entry for each stage."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The keys of a model, checked before anything is built.
+
+    Attributes:
+        parts: the request of each part of the model: "" is all of it, "enc" and "dec" are parts, "0" and so on are stages.
+        batches: to calibrate with after Pointcept has loaded a checkpoint of standard attention; 0 for none.
+    """
+
+    parts: Mapping[str, Request]
+    batches: int = 0
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Asked | None:
+        """Return what `options` ask for, or None; arguments and errors as of `Request.read`."""
+        attention = options.get("attention")
+        if not isinstance(attention, Mapping):
+            request = Request.read(options, where, others)
+            return request and cls({"": request})
+        given = dict(attention)
+        batches, parts, stages = given.pop("calibrate", 0), {"": given}, given.get("stages")
+        if given.keys() <= {"enc", "dec"} and given:
+            parts = {name: given.get(name, "standard") for name in ("enc", "dec")}
+        elif given.keys() == {"stages"} and isinstance(stages, list | tuple):
+            parts = {str(i): one for i, one in enumerate(stages)}
+        elif given.keys() & PARTS:
+            raise ConfigError(
+                f"{where}.attention has the keys {', '.join(map(repr, given))}; write dict(enc=..., dec=...), or "
+                "dict(stages=[...]) with an attention for each stage, the finest first"
+            )
+        read = {name: Request.read({**options, "attention": one}, where, others) for name, one in parts.items()}
+        requests = {name: Request(STANDARD) if one is None else one for name, one in read.items()}
+        if batches:
+            _refuse_calibration(where, batches, requests)
+        return cls(requests, batches)
+
+    def roots(self, model: nn.Module, adapter: Adapter, stages: int) -> dict[str, Request]:
+        """Return the module of each stage -> what it gets; the model itself if all of it gets one attention."""
+        if "" in self.parts:
+            return {"": self.parts[""]}
+        found = {}
+        for site in adapter.sites(model):
+            stage = re.match(r"(enc|dec)(?:\.\1|oder\.blocks\.)(\d+)(?=\.)", site.path)
+            assert stage is not None  # the models of `MODELS` with stages have no others
+            number = int(stage[2])
+            if stage[0].startswith("decoder"):  # torch-pointcloud's begins with the coarsest
+                number = stages - 2 - number
+            found[stage[0]] = self.parts[stage[1] if "enc" in self.parts else str(number)]
+        return found
+
+    def apply(self, model: nn.Module, adapter: Adapter, stages: int) -> None:
+        """Inject into a fresh model, and report what was replaced and what computes it."""
+        rows, reports = [], []
+        for root, request in self.roots(model, adapter, stages).items():
+            _, report = inject(model.get_submodule(root), adapter=adapter, fresh=True, **vars(request))
+            reports.append(report)
+            rows += [replace(row, path=f"{root}.{row.path}".strip(".")) for row in report.replacements]
+        kernels = [f"kernel={model.get_submodule(row.path).kernel}" for row in rows]
+        rows = [replace(row, note=kernel) for row, kernel in zip(rows, kernels, strict=True)]
+        said = "; ".join(f"{name}: {one.attention}".removeprefix(": ") for name, one in self.parts.items())
+        left = tuple(path for report in reports for path in report.left_alone)
+        whole = Report(said, tuple(rows), left, any(report.started for report in reports))
+        compare_before_loading(model)
+        vars(model).update({REPORT: whole, BATCHES: self.batches})
+        if not REHEARSAL.get():
+            whole.announce()
+
+
+def _refuse_calibration(where: str, batches: Any, parts: Mapping[str, Request]) -> None:
+    """Raise ConfigError unless `calibrate=batches` can be done."""
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 0:
+        raise ConfigError(f"{where}.attention.calibrate is {batches!r}; write a number of batches, such as 8")
+    if "" not in parts:
+        raise ConfigError(f"{where}: calibrate fits one attention of the whole model; leave out enc, dec and stages")
+    request = parts[""]
+    if request.attention_from != STANDARD:
+        raise ConfigError(
+            f"{where}: calibrate starts from weights of standard attention; add attention_from='standard'"
+        )
+    if request.attention.initial_norms:
+        raise ConfigError(f"{where}: calibrate sets the norm of the queries; leave out init and key_init")
+    refuse_uncalibratable(request.attention)
+
 
 def build(adapter: Adapter, stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
     """Build a stock model, then replace its attention if `options` ask for another one.
 
     flash-attn is not required, because the attention is replaced, so the stock model is built without it.
     """
-    request = Request.read(options, type(self).__name__)
+    name = type(self).__name__
+    asked = Asked.read(options, name)
     options = {name: value for name, value in options.items() if name not in KEYS}
-    if request is None:
+    if asked is None:
         return stock(self, *arguments, **options)
     given = inspect.signature(stock).bind(self, *arguments, **options)
     given.apply_defaults()
-    (flash,) = [name for name in FLASH if name in given.arguments]
-    packed, given.arguments[flash] = given.arguments[flash], False
+    stages = next((len(given.arguments[key]) for key in DEPTHS if key in given.arguments), 0)
+    if "" not in asked.parts and not ("enc" in asked.parts or len(asked.parts) == stages):
+        raise ConfigError(f"{name}.attention.stages has {len(asked.parts)} entries; the model has {stages} stages")
+    packed = {key: given.arguments[key] for key in FLASH if key in given.arguments}
+    given.arguments.update(dict.fromkeys(packed, False))
     stock(*given.args, **given.kwargs)
     for site in adapter.sites(self):
-        setattr(site.module, flash, packed)
-    request.apply(self, adapter)
+        vars(site.module).update(packed)
+    asked.apply(self, adapter, stages)
+
+
+BATCHES = "calibration_batches"
+"""The attribute of a model of Pointcept that says with how many batches its attention is calibrated."""
+
+
+def calibrate_what_was_loaded(adapter: Adapter, stock: Stock, hook: Any) -> None:
+    """Load a checkpoint before training, then calibrate the attention if its config asks for that."""
+    stock(hook)
+    trainer, cfg = hook.trainer, hook.trainer.cfg
+    model = getattr(trainer.model, "module", trainer.model)  # of DistributedDataParallel
+    batches = max(vars(part).get(BATCHES, 0) for part in model.modules())
+    if not batches or cfg.resume or not os.path.isfile(cfg.weight or ""):
+        return
+    attention = next(part.config for part in model.modules() if isinstance(part, Mechanism))
+    device = next(model.parameters()).device
+    seen = [
+        {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+        for batch in itertools.islice(trainer.train_loader, batches)
+    ]
+    inject(model, STANDARD, adapter=adapter)
+    _, report = calibrate(model, seen, attention, adapter=adapter, forward=lambda model, batch: model(dict(batch)))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for parameter in model.parameters():  # each process has seen other batches
+            torch.distributed.broadcast(parameter.data, 0)
+    say(str(report))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -142,7 +277,7 @@ def load_attention_first(
 
 
 def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) -> None:
-    """Fill a Config, and refuse a wrong `attention` before a run's files are written."""
+    """Fill a Config, and refuse an attention that is wrong or does not fit before a run's files are written."""
     from pointcept.models.builder import MODELS as registry
 
     stock(self, *arguments, **options)
@@ -150,17 +285,23 @@ def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) 
 
 
 def check(config: Mapping[str, Any], models: Any) -> None:
-    """Raise ConfigError if `config` asks for an attention that is misspelt, or in a place that no model reads.
+    """Raise if `config` asks for an attention that is misspelt, that no model reads, or that its model cannot have.
 
     Args:
         config: a whole configuration; the model is under "model".
         models: Pointcept's registry of models.
+
+    Raises:
+        ConfigError: it is misspelt or misplaced, or its key/value heads or stages do not fit the model.
+        UnsupportedError: the model cannot have it.
     """
     for path, section in _sections(config, ""):
         kind = section.get("type")
         model = models.get(kind) if isinstance(kind, str) else kind
         if kind in POINTCEPT_MODELS and model is not None:
-            Request.read(section, path, section.keys() - inspect.signature(model).parameters - {"type"})
+            asked = Asked.read(section, path, section.keys() - inspect.signature(model).parameters - {"type"})
+            if asked is not None:
+                _build_once(model, {key: value for key, value in section.items() if key != "type"})
             continue
         if model is None and (kind is not None or path.startswith("model.")):
             continue  # another registry's, or options that a model passes on
@@ -170,6 +311,20 @@ def check(config: Mapping[str, Any], models: Any) -> None:
                     f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {kind or 'Pointcept'}; write "
                     f"it into the backbone of type {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
                 )
+
+
+def _build_once(model: Any, options: Mapping[str, Any]) -> None:
+    """Build a model and throw it away. Errors of the host are left to the host, which builds it again."""
+    rehearsal = REHEARSAL.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model(**options)
+    except QuestError:
+        raise
+    except Exception:  # the host builds the model again, and raises it there
+        return
+    finally:
+        REHEARSAL.reset(rehearsal)
 
 
 def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -24,7 +24,7 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import InputError
 from quest_core.hosts.adapter import Capabilities, HostAttention, rate
 from quest_core.projections import Packed
-from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs
+from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs, varlen_computes
 
 from .layout import Patches, counts_of, patches_of
 
@@ -50,6 +50,11 @@ class SerializedAttention(HostAttention):
         """Return the heads and the factor on q·k."""
         heads = {"num_heads": host.num_heads, "head_dim": host.channels // host.num_heads}
         return {**heads, "standard_scale": host.scale}
+
+    @classmethod
+    def half(cls, host: Any) -> torch.dtype:
+        """Return the type in which a module calls flash-attn, if it does; Pointcept's newest says it."""
+        return getattr(host, "flash_dtype", None) or torch.bfloat16
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
@@ -82,14 +87,31 @@ class SerializedAttention(HostAttention):
         made.patch_size = getattr(made, "patch_size_max", made.patch_size)
         made.upcast = any(getattr(made, name, False) for name in ("upcast_attention", "upcast_attn"))
         made.rpe, made.rope = getattr(made, "rpe", None), getattr(made, "rope", None)
-        half = torch.float16 if hasattr(made, "use_flash_attn") and made.rope is None else torch.bfloat16
-        made.flash_dtype = half if any(getattr(made, name, False) for name in FLASH) else None
+        made.flash_dtype = cls.half(host) if any(getattr(made, name, False) for name in FLASH) else None
         # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
         # to the smallest cloud of the batch.
         ordered = hasattr(made, "enable_flash") and any("order" in part.reads for part in config.components)
         made.packed = ordered or made.flash_dtype is not None
         made.chained = any(part.chained for part in config.components)
         return made
+
+    @property
+    def kernel(self) -> str:
+        """What attends in training on this machine.
+
+        "varlen" is PyTorch's variable-length flash kernel, "buckets" are batches of patches of similar length, and
+        "dense" is one batch of all patches.
+        """
+        if self.chained or not self.packed:
+            return "dense"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = self.flash_dtype or self.proj.weight.dtype
+        drop = rate(self.attn_drop)
+        return "varlen" if varlen_computes(self.mechanism, device, dtype, self.head_sizes.head_dim, drop) else "buckets"
+
+    def rotate(self, q: Tensor, k: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q [S, H, D] and k [S, G, D] turned by positions [S, 3]."""
+        return self.rope(q, k, coord)  # type: ignore[misc,no-any-return]
 
     def attend_to_patches(
         self,
@@ -121,7 +143,7 @@ class SerializedAttention(HostAttention):
         qkv = self.qkv(x)[take]  # [S, rows]
         q, k, v = (part.transpose(0, 1) for part in self.split_packed(qkv))  # q [S, H, D], k [S, G, Dk], v [S, G, D]
         if self.rope is not None:
-            q, k = self.rope(q, k, coord[take])  # type: ignore[index]
+            q, k = self.rotate(q, k, coord[take])  # type: ignore[index]
             v = v.to(q.dtype)  # the angles are float32, whatever the features are
         dropout_p = rate(self.attn_drop) if self.training else 0.0
         with self._precision(q), self._arranged(take, give, patches):
@@ -179,12 +201,13 @@ class PointAttention(SerializedAttention):
         if self.rpe is not None:
             grid = point["grid_coord"][order[patches.slots]].unflatten(0, (-1, size))  # [P, K, 3]
             bias = self.rpe(grid[:, :, None] - grid[:, None])
-        coord = None if self.rope is None else self._augmented(point["coord"])
+        coord = None if self.rope is None else self.positions(point)
         point.feat = self.attend_to_patches(point.feat, patches, order, inverse, coord=coord, bias=bias)
         return point
 
-    def _augmented(self, coord: Tensor) -> Tensor:
-        """Coordinates [N, 3] for rotary positions: in training shifted, stretched and scaled as the host does."""
+    def positions(self, point: Any) -> Tensor:
+        """Return coordinates [N, 3] for rotary positions: in training shifted, stretched and scaled as PT-v3m3 does."""
+        coord: Tensor = point["coord"]
         if not self.training:
             return coord
 
@@ -200,8 +223,39 @@ class PointAttention(SerializedAttention):
         return coord
 
 
+class LiteAttention(PointAttention):
+    """For LitePT's PointROPEAttention, which always calls flash-attn, and turns q and k by grid coordinates."""
+
+    @classmethod
+    def half(cls, host: Any) -> torch.dtype:
+        """Return float16."""
+        return torch.float16
+
+    @classmethod
+    def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
+        """Return the draft of a replacement; see `HostAttention.adopt`."""
+        made = super().adopt(host, config, **sizes)
+        made.flash_dtype, made.packed = cls.half(host), True
+        return made
+
+    def positions(self, point: Any) -> Tensor:
+        """Return whole numbers [N, 3]."""
+        return point["grid_coord"]  # type: ignore[no-any-return]
+
+    def rotate(self, q: Tensor, k: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32, as LitePT turns them; its CUDA kernel writes into what it is given."""
+        turned = (self.rope(x.float().transpose(0, 1)[None].clone(), coord[None])[0] for x in (q, k))  # type: ignore[misc]
+        q, k = (x.transpose(0, 1) for x in turned)
+        return q, k
+
+
 class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
+
+    @classmethod
+    def half(cls, host: Any) -> torch.dtype:
+        """Return float16, or bfloat16 with rotary positions."""
+        return torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
 
     def patch_layout(self, batch: Tensor) -> MutableMapping[str, Any]:
         """torch-pointcloud's layout of its points, which the first block of a stage makes for all of them.

@@ -1,3 +1,0 @@
-_base_ = ["./semseg-pt-v3m1-0-base.py"]
-custom_imports = dict(imports=["quest_pointcept"], allow_failed_imports=False)
-model = dict(backbone=dict(attention="qknorm-ds"))
