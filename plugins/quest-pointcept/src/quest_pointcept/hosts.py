@@ -104,7 +104,7 @@ class Asked:
     """The keys of a model, checked before anything is built.
 
     Attributes:
-        parts: the request of each part of the model: "" is all of it, "enc" and "dec" are parts, "0" and so on are stages.
+        parts: the request of each part of the model: "" is all of it, "enc" and "dec" are parts, "0" and so on stages.
         batches: to calibrate with after Pointcept has loaded a checkpoint of standard attention; 0 for none.
     """
 
