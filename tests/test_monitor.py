@@ -518,6 +518,7 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
     q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)
     monitor = Monitor(m)
     with Largest() as largest:
-        monitor._layers["mechanism"]._count(q, k, (q, k), None, causal)
+        layer = monitor._layers["mechanism"]
+        layer._count(q, k, None, causal, (1, H, 256, 256), layer._formed(q, k, 1.0))
     assert largest.largest <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

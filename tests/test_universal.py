@@ -420,6 +420,33 @@ def test_flex_attention_keeps_its_score_mod_and_block_mask() -> None:
         torch.testing.assert_close(compiled(q, k, v), wanted)
 
 
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_a_monitor_sees_the_logits_of_flex_attention(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quest_core.tools.monitor, "BLOCK", 2**15)
+    q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
+    model = nn.Sequential(FlexAttention())
+    run = lambda m: m[0](q, k, v)  # noqa: E731
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quest_core.inject(model, attention, example=run)
+        with quest_core.Monitor(model) as monitor:
+            run(model)
+            seen = monitor.collect()["0"]
+            torch.compile(model[0], backend="eager")(q, k, v)
+            assert monitor.collect()["0"] == seen
+    keys = k.double() / 4 if attention == "standard" else reference.unit(k.double())
+    place = torch.arange(128.0)
+    bias = (place[:, None] - place) / 8
+    logits = q.double() @ keys.repeat_interleave(2, 1).mT + bias.masked_fill(bias < 0, -math.inf)
+    entropy = -torch.special.xlogy(logits.softmax(-1), logits.softmax(-1)).sum(-1).mean((0, 2))
+    assert seen["max_logit"] == pytest.approx(logits.amax((0, 2, 3)).tolist(), rel=1e-5)
+    assert seen["entropy"] == pytest.approx(entropy.tolist(), rel=1e-5)
+    assert seen["key_norm_max"] == pytest.approx(k.norm(dim=-1).amax((0, 2)).tolist())
+    assert seen["query_norm_mean"] == pytest.approx(q.norm(dim=-1).mean((0, 2)).tolist())
+    assert "logit_bound" not in seen
+
+
 # --- what users do with a model ---------------------------------------------------------------------------------------
 
 

@@ -184,6 +184,12 @@ def einsum_heads_last(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @right()
+def heads_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, B, N, D]
+    return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(0, 1)
+
+
+@right()
 def keys_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     w = (k @ q.mT * D**-0.5).softmax(-2)  # [B, H, M, N]
     return w.mT @ v
@@ -634,14 +640,81 @@ def test_sinks_take_no_other_normalizer() -> None:
         quest_core.inject(model, "quest+sigmoid", example=x)
 
 
-def test_keys_that_are_not_the_last_axis_take_no_other_normalizer() -> None:
-    """Its weights would be formed along the queries."""
-    model, x = make(keys_first)
-    with pytest.raises(UnsupportedError, match="sigmoid.*logits of queries and keys only"):
-        quest_core.inject(model, "quest+sigmoid", example=x)
+@pytest.mark.parametrize(
+    "name", ["keys_first", "einsum_heads_last", "shared_keys", "one_key_head", "relative_positions"]
+)
+def test_another_normalizer_finds_the_axes_of_queries_and_keys(name: str) -> None:
+    def logistic(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if name == "shared_keys":
+            k, v = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+        if name == "one_key_head":
+            k, v = k[:, :1], v[:, :1]
+        bias = (q @ positions(m).mT) * D**-0.5 if name == "relative_positions" else 0.0
+        return (q @ (k / k.norm(dim=-1, keepdim=True)).mT + bias - math.log(N)).sigmoid() @ v
+
+    model, x = injected(name, "quest+sigmoid")
+    by_hand = make(logistic)[0].eval()
+    torch.testing.assert_close(model(x), by_hand(x))
 
 
-def test_a_monitor_is_refused() -> None:
+WATCHED: dict[str, tuple[bool, Callable[..., Tensor | float]]] = {
+    "scale_after_product": (True, lambda m, q: 0.0),
+    "scale_on_queries": (True, lambda m, q: 0.0),
+    "scale_on_both": (True, lambda m, q: 0.0),
+    "causal_mask": (True, lambda m, q: causal()),
+    "mask_by_a_number_and_linear_bias": (True, lambda m, q: causal() + torch.outer(torch.arange(N), torch.arange(N))),
+    "bias_and_setitem": (False, lambda m, q: m.bias),
+    "relative_positions": (True, lambda m, q: (q @ positions(m).mT) * D**-0.5),
+    "einsum_heads_last": (True, lambda m, q: 0.0),
+    "heads_first": (True, lambda m, q: 0.0),
+    "keys_first": (True, lambda m, q: 0.0),
+    "baddbmm_with_alpha": (False, lambda m, q: m.bias),
+    "one_loop_per_head": (False, lambda m, q: 0.0),
+}
+"""Spellings whose logits are those of q and k plus a bias, each with whether the axis of heads is known."""
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_monitor_sees_the_logits_of_the_host(name: str, attention: str) -> None:
+    heads, bias = WATCHED[name]
+    model, x = make(RIGHT[name][0])
+    if "sigmoid" in attention and name == "bias_and_setitem":
+        return
+    wanted: list[dict[str, Any]] = []
+
+    def by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = k * D**-0.5 if attention == "standard" else k / k.norm(dim=-1, keepdim=True)
+        logits = q @ keys.mT + bias(m, q)
+        seen = (logits > -math.inf).sum(-1, keepdim=True)
+        w = (logits - seen.log()).sigmoid() if "sigmoid" in attention else logits.softmax(-1)
+        share = w / w.sum(-1, keepdim=True)
+        sizes = {"query_norm": q.norm(dim=-1), "key_norm": k.norm(dim=-1)}
+        rows = {"entropy": -torch.special.xlogy(share, share).sum(-1), **sizes}
+        over = (0, 2) if heads else (0, 1, 2)
+        each = {f"{n}_mean".replace("entropy_mean", "entropy"): r.mean(over) for n, r in rows.items()}
+        each |= {f"{n}_max": r.amax(over) for n, r in sizes.items()} | {"max_logit": logits.amax((*over, 3))}
+        wanted.append({n: pytest.approx(r.reshape(-1).tolist(), rel=2e-5, abs=2e-6) for n, r in each.items()})
+        return w @ v
+
+    stock = copy.deepcopy(model).eval().double()
+    for layer in stock.layers:
+        layer.spelling = by_hand
+    stock(x.double())
+    plain, _ = quest_core.inject(model.eval(), attention, example=x)
+    out = plain(x)
+    with quest_core.Monitor(plain) as monitor:
+        assert torch.equal(plain(x), out)
+        assert [*monitor.collect().values()] == wanted
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of function modes")
+def test_a_monitor_watches_compiled_models() -> None:
     model, x = injected("causal_mask")
-    with quest_core.Monitor(model), pytest.raises(UnsupportedError, match="a Monitor does not see 'layers.0'"):
+    compiled = torch.compile(model, backend="eager")
+    wanted = compiled(x)
+    with quest_core.Monitor(model) as monitor:
+        torch.testing.assert_close(compiled(x), wanted)
+        found = monitor.collect(flat=True)
         model(x)
+        assert found == pytest.approx(monitor.collect(flat=True))

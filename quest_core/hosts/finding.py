@@ -56,7 +56,6 @@ class _Softmax:
     axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
     plain: bool  # whether its logits come from a projection, as far as they come from no product
     causal: bool = False
-    plane: bool = True
 
 
 @dataclass(frozen=True)
@@ -201,9 +200,6 @@ class _Search(Watching, Following):
             result = flow.origin.equation[2]
             if flow.index is not None and result:
                 made.axes[flow.origin] = {result[axis] for axis in _varying(flow, origin.axis or 0)}
-            last = [_varying(flow, axis) for axis in (-2, -1) if flow.index is not None and out.dim() > 1]
-            made.plane &= len(last) == 2 and all(len(axes) == 1 for axes in last) and last[0] != last[1]
-            made.plane &= flow.index is not None and bool((flow.index > 0).all()) and origin.axis == out.dim() - 1
             for one in (flow.origin, *flow.origin.mixes):
                 one.uses.append(made)
         if out.dim() > 1 and may_read(logits, waits=True):
@@ -230,6 +226,19 @@ def _varying(flow: Flow, dim: int) -> set[int]:
         if bool((most > least).any()):
             found.add(axis)
     return found
+
+
+def _layout(flow: Flow) -> str | None:
+    """Return the letters of a product in the order in which logits hold its entries; None if they hold others too."""
+    shape, result, index = flow.origin.shape, flow.origin.equation[2], flow.index
+    if index is None or index.numel() != math.prod(shape):
+        return None
+    order = "".join(result[i] for axis in range(index.dim()) for i in sorted(_varying(flow, axis)))
+    order = "".join(dict.fromkeys(order))
+    for place, letter in enumerate(result):  # an axis of one entry varies nowhere
+        order = order if letter in order else order[:place] + letter + order[place:]
+    entries = torch.arange(1, index.numel() + 1).view(shape).permute([result.index(s) for s in order])
+    return order if torch.equal(entries.reshape(index.shape), index.long()) else None
 
 
 def _common_norm(vectors: Tensor, tolerance: float) -> float | None:
@@ -367,7 +376,7 @@ class _Judge:
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
         product = Product(letters, query, (q.factor, k.factor, flow.factor), q.norm is not None)
-        if len(split) == 1 and len(letters[query]) == 4:
+        if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
         return product, Written(
@@ -379,7 +388,7 @@ class _Judge:
             head_dim=q.sizes[feature],
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
-            plane=softmax.plane and len(softmax.terms) == 1,
+            layout=_layout(flow) if over == {*product.axes[3]} else None,
             note=_note(q, k, product),
         )
 
@@ -483,6 +492,6 @@ class WrittenAdapter(Adapter):
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
             if part.learnable and len(written.sites) > 1:
                 return f"one forward has {len(written.sites)} products, and '{part.name}' keeps something for each"
-            if part.axis == "normalizer" and not part.fused and not written.plane:
+            if part.axis == "normalizer" and not part.fused and written.layout is None:
                 return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
         return refusal(config, site.capabilities)

@@ -59,6 +59,8 @@ class FoundSite(nn.Module):
         """
         if (whole := kept_whole(self, *args, **kwargs)) is not None:
             return whole
+        if self.mechanism.monitor is not None and torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(FoundSite.forward)(self, *args, **kwargs)
         mode = self.attention_mode()
         if mode is None:
             return super().forward(*args, **kwargs)

@@ -306,9 +306,12 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         return FLEX_ATTENTION(query, key, value, *others)
     score_mod, block_mask, scale, *rest = others
     _check(site, query.shape[1], query.shape[-1], scale)
-    if site.mechanism.monitor is not None:
-        raise UnsupportedError(f"a Monitor does not see '{site.routed_call.path}', which calls flex_attention")
     query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
+    if (monitor := site.mechanism.monitor) is not None:
+        of_score, of_mask = rest[-2:]
+        sizes = next(x.shape[:2] for x in block_mask if isinstance(x, Tensor) and x.dim() > 2)  # (B or 1, H or 1)
+        mods = (lambda *given: score_mod(*given, *of_score), lambda *given: block_mask[-1](*given, *of_mask))
+        monitor.saw_flex(query, key, scale, *mods, sizes)
     return FLEX_ATTENTION(query, key, value, score_mod, block_mask, scale, *rest)
 
 

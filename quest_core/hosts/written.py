@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import is_eager
+from ..compat import is_compiling, is_eager
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanisms.base import Score
@@ -50,12 +50,19 @@ class Product:
         """The factors that give way to those of a score."""
         return (1.0, *self.factors[1:]) if self.normed else self.factors
 
+    @property
+    def axes(self) -> tuple[str, str, str, str, str]:
+        """The letters of batch, heads, queries, keys and features."""
+        assert self.query is not None
+        q, k, result = self.equation[self.query], self.equation[1 - self.query], self.equation[2]
+        head = self.head or ""
+        batch, queries = ("".join(s for s in result if s in q and s != head and (s in k) is x) for x in (True, False))
+        keys = "".join(s for s in result if s not in q)
+        return batch, head, queries, keys, "".join(s for s in q if s not in result)
+
     def order(self, operand: int) -> str:
         """Return the letters of an operand as a mechanism takes its axes: batch, heads, tokens, features."""
-        one, two, result = self.equation
-        letters, shared = self.equation[operand], {self.head, *one} & {self.head, *two}
-        own = sorted((x for x in result if x in letters), key=lambda x: x not in shared)
-        return "".join(own) + "".join(x for x in letters if x not in result)
+        return "".join(s for s in "".join(self.axes) if s in self.equation[operand])
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ class Written:
         head_dim: features of a query head.
         causal: every later key was hidden.
         cross: queries and keys had different numbers of tokens.
-        plane: the last axes of all logits are queries and keys, and every entry comes from a product.
+        layout: the letters of the product in the order in which all logits hold its entries; None if they hold others,
+            or if their softmax is not over all keys.
         note: a remark for the report.
     """
 
@@ -83,7 +91,7 @@ class Written:
     head_dim: int
     causal: bool = False
     cross: bool = False
-    plane: bool = True
+    layout: str | None = None
     note: str = field(default="", compare=False)
 
     @property
@@ -98,8 +106,8 @@ class Written:
 
     def joined(self, other: Written) -> Written:
         """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
-        flags = {name: getattr(self, name) or getattr(other, name) for name in ("causal", "cross")}
-        flags["plane"] = self.plane and other.plane
+        flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in ("causal", "cross")}
+        flags["layout"] = self.layout if self.layout == other.layout else None
         if replace(self, **flags) != replace(other, **flags):
             raise UnsupportedError(f"'{self.path}' writes its attention in two ways, and a site has one mechanism")
         return replace(self, **flags)
@@ -115,10 +123,8 @@ class WrittenOut(FoundSite):
     untouched: bool
 
     def attention_mode(self) -> _Preparing | None:
-        """Return the mode that prepares operands, or None where the host computes the same."""
-        if self.mechanism.monitor is not None:
-            raise UnsupportedError(f"a Monitor does not see '{self.written.path}', whose attention is written out")
-        return None if self.untouched else _Preparing(self)
+        """Return the mode that prepares operands, or None where the host computes the same and no Monitor watches."""
+        return None if self.untouched and self.mechanism.monitor is None else _Preparing(self)
 
 
 class _Preparing(Following):
@@ -128,6 +134,9 @@ class _Preparing(Following):
         super().__init__()
         self.site, self.known, self.softmaxes = site, site.written, 0
         self.eager = is_eager()
+        mechanism = site.mechanism
+        self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
+        self.formed: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # product -> q, k and its shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,30 +182,33 @@ class _Preparing(Following):
         if product.query is None:
             out = func(*args, **kwargs)
         else:
-            pair = self._prepared(product, [a, b])
+            pair, raw = self._prepared(product, [a, b])
             out = func(*head, *pair, **rest)
+            if self.keeps:
+                self.formed[self.number - 1] = (*raw, out.shape)
         if self.eager:
             self.new(out, Origin("product", name, place), alpha(rest), also=self.added(head, rest))
         return out
 
-    def _prepared(self, product: Product, pair: list[Tensor]) -> list[Tensor]:
-        """Return both operands, prepared by the score, with the factors of the host undone."""
+    def _prepared(self, product: Product, pair: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return both operands as the score prepares them, and q and k without the factors of the host."""
         assert product.query is not None
         roles = (product.query, 1 - product.query)
-        score: Any = self.site.mechanism.score
         for role, factor, what in zip(roles, product.factors, ("queries", "keys"), strict=False):
             if self.eager:
                 given = factor_of(self.flows(pair[role]))
                 if given is None or not _same(given, factor):
                     self._refuse(f"multiplies its {what} by {given}, and in the example by {factor:g}")
-        q, k = (_turned(pair[role], product, role) for role in roles)
-        undone = [x if factor == 1 else x * (1 / factor) for x, factor in zip((q, k), product.undone, strict=False)]
-        q, k, scale = score(undone[0], undone[1], undone[1], mask=None, is_causal=False)
+        turned = [_turned(pair[role], product, role) for role in roles]
+        raw = [x if factor == 1 else x * (1 / factor) for x, factor in zip(turned, product.undone, strict=False)]
+        if self.site.untouched:
+            return pair, raw
+        score: Any = self.site.mechanism.score
+        q, k, scale = score(*raw, raw[1], mask=None, is_causal=False)
         scale = scale / product.factors[2]
         q = q if scale == 1 else q * scale
-        for role, x in zip(roles, (q, k), strict=True):
-            pair[role] = _turned(x, product, role, back=pair[role].dim())
-        return pair
+        made = [_turned(x, product, role, back=True) for role, x in zip(roles, (q, k), strict=True)]
+        return made if product.query == 0 else made[::-1], raw
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
         logits = args[0] if args else kwargs["input"]
@@ -211,27 +223,81 @@ class _Preparing(Following):
             pairs = [(*one, *two) for one, two in zip(found, known, strict=False)]
             if len(found) != len(known) or any(a != b or not _same(x, y) for a, x, b, y in pairs):
                 self._refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
-        if not known or self.site.mechanism.fused:
+        content = self._content(known) if self.keeps else None
+        if content is None:
             return func(*args, **kwargs)
-        dtype = kwargs.get("dtype") or logits.dtype
-        return self._normalized(logits.to(dtype))
+        mechanism, (product, q, k, shape), planes = self.site.mechanism, content, None
+        if self.known.layout is not None:
+            if self.eager and logits.numel() != math.prod(shape):
+                self._refuse("takes a softmax of more than its product")
+            planes = _Planes(logits, product, self.known.layout, shape)
+        if mechanism.monitor is not None and not is_compiling():
+            self._show(q, k, logits, planes, product, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+        if mechanism.fused:
+            return func(*args, **kwargs)
+        assert planes is not None
+        z = planes.of(logits.to(kwargs.get("dtype") or logits.dtype))
+        mask = z > HIDDEN
+        mechanism.refuse_future(mask)
+        return planes.back(mechanism.normalizer.weights(z.masked_fill(~mask, 0), mask))
 
-    def _normalized(self, logits: Tensor) -> Tensor:
-        """Return the weights of a normalizer that takes the place of the softmax; logits [..., N, M]."""
-        seen = logits > HIDDEN
-        plane = logits.reshape(-1, 1, *logits.shape[-2:])
-        mask = seen.reshape(plane.shape)
-        self.site.mechanism.refuse_future(mask)
-        weights: Tensor = self.site.mechanism.normalizer.weights(plane.masked_fill(~mask, 0), mask)
-        return weights.reshape(logits.shape)
+    def _content(self, known: tuple[tuple[int, float], ...]) -> tuple[Product, Tensor, Tensor, tuple[int, ...]] | None:
+        """Return the product of q and k under the softmax, its raw q and k and its shape; None for other softmaxes."""
+        start = (self.softmaxes - 1) // len(self.known.softmaxes) * len(self.known.products)
+        for place, _ in known:
+            product = self.known.products[place]
+            if product is not None and product.query is not None and start + place in self.formed:
+                return (product, *self.formed.pop(start + place))
+        return None
+
+    def _show(self, q: Tensor, k: Tensor, logits: Tensor, planes: _Planes | None, product: Product, dim: int) -> None:
+        """Hand q, k and the logits of a softmax to the Monitor."""
+        if planes is None:
+            logits = logits.movedim(dim, -1)
+            q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
+            self.site.mechanism.monitor.saw_logits(q, k, z, None)
+            return
+        z = planes.of(logits)
+        if product.head is None:
+            count = len(product.axes[0])
+            q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
+        self.site.mechanism.monitor.saw_logits(q, k, z, z > HIDDEN)
 
 
-def _turned(x: Tensor, product: Product, operand: int, back: int | None = None) -> Tensor:
-    """Return an operand with its axes as a mechanism takes them, or, with the number of its axes, turned `back`."""
+class _Planes:
+    """Turns logits as the host's softmax takes them to [B, H, N, M], and weights back.
+
+    Args:
+        logits: of the host.
+        product: whose entries they are, in the order of `layout`.
+        shape: of the product.
+    """
+
+    def __init__(self, logits: Tensor, product: Product, layout: str, shape: tuple[int, ...]) -> None:
+        sizes = dict(zip(product.equation[2], shape, strict=True))
+        groups = product.axes[:4]
+        letters = "".join(groups)
+        self.host, self.layout = logits.shape, [sizes[s] for s in layout]
+        self.there = [layout.index(s) for s in letters]
+        self.back_again = [letters.index(s) for s in layout]
+        self.split = [sizes[s] for s in letters]
+        self.shape = [math.prod(sizes[s] for s in group) for group in groups]
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return logits as [B, H, N, M]."""
+        return logits.reshape(self.layout).permute(self.there).reshape(self.shape)
+
+    def back(self, weights: Tensor) -> Tensor:
+        """Return weights [B, H, N, M] in the layout of the host."""
+        return weights.reshape(self.split).permute(self.back_again).reshape(self.host)
+
+
+def _turned(x: Tensor, product: Product, operand: int, *, back: bool = False) -> Tensor:
+    """Return an operand with its axes as a mechanism takes them, or turned `back`."""
     letters, order = product.equation[operand], product.order(operand)
     places = [letters.index(letter) for letter in order]
     lacks_heads = product.head is not None and product.head not in letters  # one key head for all query heads
-    if back is not None:
+    if back:
         x = x.squeeze(1) if lacks_heads else x
         return x.permute([order.index(letter) for letter in letters])
     x = x.permute(places)

@@ -39,6 +39,11 @@ class Monitor:
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
     | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 | queries |
 
+    If the host's own code forms the logits (attention that is written out, flex_attention, the edges of a graph),
+    max_logit and entropy are those of its logits, and logit_bound is left out. Written-out attention has one value over
+    all heads if the example did not show the axis of heads; if the host appends columns to its logits, as it does for
+    sinks, the norms count all queries and keys.
+
     A pair of a query and a key is visible if no mask hides it and, in causal attention, the key is not of the future.
     Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the weights
     before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and report only
@@ -80,8 +85,8 @@ class Monitor:
         if observed := [path for path, module in found.items() if module.monitor is not None]:
             raise ConfigError(f"'{observed[0]}' is observed already; call remove() of the other Monitor first")
         self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
-        for module in found.values():
-            module.monitor = self
+        for path, module in found.items():
+            module.monitor = self._layers[path]
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -122,9 +127,6 @@ class Monitor:
         for layer in self._layers.values():
             layer.remove()
 
-    def breaks_graphs(self) -> None:
-        """Do nothing; the hooks break the graphs of torch.compile."""
-
     def __enter__(self) -> Monitor:
         return self
 
@@ -133,6 +135,7 @@ class Monitor:
 
 
 _Seen: TypeAlias = dict[tuple[str, str], Tensor]  # (name, "max", "sum" or "count") -> a value a head
+Form: TypeAlias = Callable[[slice, slice], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
 
 
 def _add(seen: _Seen, more: _Seen) -> None:
@@ -206,66 +209,149 @@ class _Layer:
             taken[name, kind] = full.flatten()
         return taken
 
+    def breaks_graphs(self) -> None:
+        """Do nothing; the hooks break the graphs of torch.compile."""
+
+    def saw_logits(self, q: Tensor, k: Tensor, logits: Tensor, seen: Tensor | None) -> None:
+        """Count a call in which the host formed the logits.
+
+        Args:
+            q: [B, H, N, D] and k: [B, G, M, D], before any normalization.
+            logits: [B, H, N, M], as the host's softmax gets them.
+            seen: whether a pair is visible [B, H, N, M]; None for all, and then M counts further columns too.
+        """
+
+        def form(samples: slice, rows: slice) -> Tensor:
+            return logits[samples, :, rows].to(wider(logits.dtype), copy=True)
+
+        self._count(q, k, seen, False, logits.shape, form)
+
+    def saw_flex(self, q: Tensor, k: Tensor, scale: float, score_mod: Any, mask_mod: Any, sizes: Any) -> None:
+        """Count a call of flex_attention, whose score this layer has seen.
+
+        Args:
+            q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
+            scale: the factor on q kᵀ.
+            score_mod, mask_mod: functions of numbers, as flex_attention takes them.
+            sizes: (B or 1, H or 1) of the block mask.
+        """
+        places = [torch.arange(x, device=q.device) for x in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
+        plain = self._formed(q, k, scale)
+
+        def form(samples: slice, rows: slice) -> Tensor:
+            at = (places[0][samples], places[1], places[2][rows], places[3])
+            return _of_pairs(score_mod)(plain(samples, rows), *at)
+
+        at = (*(place[:size] for place, size in zip(places, sizes, strict=False)), *places[2:])
+        mask = _of_pairs(lambda _, *pair: mask_mod(*pair))(q.new_zeros([len(x) for x in at]), *at)
+        raw_q, raw_k, _ = self._taken_raw()
+        self._count(raw_q, raw_k, mask, False, (*q.shape[:3], k.shape[2]), form)
+
+    @torch.no_grad()
+    def saw_pairs(self, q: Tensor, k: Tensor, logits: Tensor, index: Tensor, count: int) -> None:
+        """Count a call in which a query sees the keys of a list, as on the edges of a graph.
+
+        Args:
+            q: [P, H, D] and k: [P, H, D], the query and the key of each pair, before any normalization.
+            logits: [P, H], as the softmax over the pairs of a query gets them.
+            index: the number of the query of each pair, [P].
+            count: the number of queries, with those without a pair.
+        """
+        if self._skips() or not len(q):
+            return
+        queries = q.new_zeros(count, *q.shape[1:]).index_copy_(0, index, q)
+        seen = torch.zeros(count, dtype=torch.bool, device=q.device).index_fill_(0, index, True)
+        self._add_norms("query_norm", queries.transpose(0, 1)[None], seen)
+        self._add_norms("key_norm", k.transpose(0, 1)[None], torch.ones(len(k), dtype=torch.bool, device=k.device))
+        if not self.logits:
+            return
+        z = logits.to(wider(logits.dtype))
+        self._add_max("max_logit", z.amax(0))
+        top = z.new_full((count, z.shape[1]), -math.inf).scatter_reduce_(0, index[:, None].expand_as(z), z, "amax")
+        z = z - top[index]
+        weights = z.exp()
+        total, sums = (torch.zeros_like(top).index_add_(0, index, x) for x in (weights, weights * z))
+        entropy = torch.where(seen[:, None], total.log() - sums / total, 0)  # [count, H]
+        self._add_mean("entropy", entropy.T[None], seen)
+
     def _saw_family(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         q, k, _ = args
         key_mask = kwargs["key_mask"]
         mask = None if key_mask is None else key_mask[:, None, None]
-        self._count(q, k, None, mask, kwargs["is_causal"])
+        self._count(q, k, mask, kwargs["is_causal"], (*q.shape[:3], k.shape[2]))
 
     def _saw_score(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._raw.q, self._raw.k, self._raw.is_causal = args[0], args[1], kwargs["is_causal"]
 
     def _saw_normalizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        q, k, is_causal = self._raw.q, self._raw.k, self._raw.is_causal
-        del self._raw.q, self._raw.k
+        raw_q, raw_k, is_causal = self._taken_raw()
         masks = [mask for mask in (kwargs.get("residual"), kwargs["mask"]) if mask is not None]
-        self._count(q, k, args[:2], functools.reduce(merge_masks, masks) if masks else None, is_causal)
+        mask = functools.reduce(merge_masks, masks) if masks else None
+        q, k, scale = *args[:2], self.mechanism.score.scale(args[0].shape[-1])
+        shape = (*q.shape[:3], k.shape[2])
+        self._count(raw_q, raw_k, mask, is_causal, shape, self._formed(q, k, scale), (q, scale))
+
+    def _taken_raw(self) -> tuple[Tensor, Tensor, bool]:
+        """Return q, k and is_causal as the score got them, and forget them."""
+        raw = self._raw
+        found = raw.q, raw.k, raw.is_causal
+        del raw.q, raw.k
+        return found
+
+    @staticmethod
+    def _formed(q: Tensor, k: Tensor, scale: float) -> Form:
+        """Return what forms blocks of the logits of q [B, H, N, D] and k [B, G, M, D], which the score prepared."""
+        q, k = (x.to(wider(x.dtype)) for x in (q, k))
+        return lambda samples, rows: logits(q[samples, :, rows], k[samples], scale, q.shape[1] != k.shape[1])
+
+    def _skips(self) -> bool:
+        """Count a call, and return whether it is not observed."""
+        if is_recomputing():
+            return True  # inside a backward pass: activation checkpointing computes the same once more
+        with self._lock:
+            self.calls += PIECE.get()[0] == 0
+            return bool((self.calls - 1) % self.every)
 
     @torch.no_grad()
     def _count(
-        self, q: Tensor, k: Tensor, prepared: tuple[Tensor, Tensor] | None, mask: Tensor | None, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        shape: tuple[int, ...],
+        form: Form | None = None,
+        bounded: tuple[Tensor, float] | None = None,
     ) -> None:
         """Add a call to what was seen.
 
         Args:
             q: [B, H, N, D] and k: [B, G, M, D], before any normalization; while decoding only the new tokens.
-            prepared: q and k as the normalizer gets them, with cached tokens; None for a family.
             mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
             is_causal: query i sees keys j ≤ i + M − N.
+            shape: that of the logits, [B, H, N, M] with cached tokens.
+            form: returns logits of some samples and some queries before any mask; None for a family.
+            bounded: q as the normalizer gets it, and the factor on q kᵀ.
         """
-        if is_recomputing():
-            return  # inside a backward pass: activation checkpointing computes the same once more
-        piece, real = PIECE.get()
-        with self._lock:
-            self.calls += piece == 0
-            skipped = (self.calls - 1) % self.every
-        if skipped or 0 in q.shape or 0 in k.shape:
+        if self._skips() or 0 in q.shape or 0 in k.shape:
             return
-        if real is not None:
+        if (real := PIECE.get()[1]) is not None:
             mask = merge_masks(mask, real[:, None, :, None])
+        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
         with torch.autocast(q.device.type, enabled=False):
-            self._observe(q, k, prepared, mask if mask is None or mask.dim() == 4 else mask[None, None], is_causal)
-
-    def _observe(
-        self, q: Tensor, k: Tensor, prepared: tuple[Tensor, Tensor] | None, mask: Tensor | None, is_causal: bool
-    ) -> None:
-        m = k.shape[2] if prepared is None else prepared[1].shape[2]
-        queries, keys = _visible(mask, is_causal, q.shape[2], m, q.device)
-        self._add_norms("query_norm", q, queries)
-        self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
-        if prepared is None:
-            return
-        scale = self.mechanism.score.scale(q.shape[-1])
-        q, k = (x.to(wider(x.dtype)) for x in prepared)
-        if self.mechanism.unit_keys:
-            bound = torch.where(queries, q.norm(dim=-1), -math.inf).amax((0, 2)) * abs(scale)  # [H]
-            if mask is not None and mask.dtype != torch.bool:
-                bound = bound + mask.amax()
-            self._add_max("logit_bound", bound)
-        if self.logits:
-            for z, rows in _blocks(self.mechanism, q, k, mask, is_causal, scale):
-                self._add_max("max_logit", z.amax((0, 2, 3)))
-                self._add_mean("entropy", *_entropy(rows))
+            queries, keys = _visible(mask, is_causal, q.shape[2], shape[3], q.device)
+            self._add_norms("query_norm", q, queries)
+            self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
+            if bounded is not None and self.mechanism.unit_keys:
+                norm = torch.linalg.vector_norm(bounded[0], dim=-1, dtype=wider(q.dtype))
+                bound = torch.where(queries, norm, -math.inf).amax((0, 2)) * abs(bounded[1])  # [H]
+                if mask is not None and mask.dtype != torch.bool:
+                    bound = bound + mask.amax()
+                self._add_max("logit_bound", bound)
+            if self.logits and form is not None:
+                for z, rows in _blocks(self.mechanism, form, shape, mask, is_causal):
+                    self._add_max("max_logit", z.amax((0, 2, 3)))
+                    self._add_mean("entropy", *_entropy(rows))
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
         """Add norms of `x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
@@ -285,10 +371,10 @@ class _Layer:
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M]."""
+    """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M or 1]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
     if mask is None:
-        return (last >= 0)[None, None], torch.ones(1, 1, m, dtype=torch.bool, device=device)
+        return (last >= 0)[None, None], torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     pairs = mask if mask.dtype == torch.bool else mask > -math.inf
     pairs = pairs.expand(*pairs.shape[:3], m)
     if is_causal and pairs.shape[2] > 1:
@@ -299,23 +385,22 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def _blocks(
-    mechanism: Mechanism, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits of blocks of samples and queries, and the logarithms of their weights up to a constant a row.
 
-    Both are [b, H, n, M], −inf for hidden pairs; q [B, H, N, D] and k [B, G, M, D] are prepared, in float32 or wider.
+    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M].
     """
-    batch, heads, n, _ = q.shape
-    m = k.shape[2]
+    batch, heads, n, m = shape
     samples = max(1, BLOCK // (heads * n * m))
     rows = max(1, BLOCK // (samples * heads * m))
     if not mechanism.fused and "queries" in mechanism.reads:
         rows = n
     for first in range(0, batch, samples):
-        q_some, k_some = q[first : first + samples], k[first : first + samples]
-        mask_some = mask if mask is None or mask.shape[0] == 1 else mask[first : first + samples]
+        some = slice(first, first + samples)
+        mask_some = mask if mask is None or mask.shape[0] == 1 else mask[some]
         for start in range(0, n, rows):
-            z = logits(q_some[:, :, start : start + rows], k_some, scale, heads != k.shape[1])
+            z = form(some, slice(start, start + rows))
             if mask_some is not None:
                 part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, start : start + rows]
                 z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
@@ -324,6 +409,13 @@ def _blocks(
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
             yield z, z if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf).log().to(z.dtype)
+
+
+def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of logits [B, H, N, M] and the numbers of their axes, from one of a logit and four numbers."""
+    for axis in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=(0, *(0 if axis == i else None for i in range(4))))
+    return function
 
 
 def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:

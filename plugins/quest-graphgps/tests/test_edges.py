@@ -101,9 +101,30 @@ def test_a_checkpoint_of_another_attention_is_an_error() -> None:
     conv.load_state_dict(quest)
 
 
-def test_a_monitor_says_that_it_does_not_see_edges() -> None:
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_a_monitor_sees_the_logits_of_edges(attention) -> None:
     x, y, pairs = bipartite(2)
-    conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), "quest")
-    with quest_core.Monitor(conv), pytest.raises(UnsupportedError, match="a Monitor does not see"):
-        conv((x, y), pairs)
-    conv((x, y), pairs)
+    conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), attention)
+    out = conv((x, y), pairs)
+    with quest_core.Monitor(conv) as monitor:
+        assert torch.equal(conv((x, y), pairs), out)
+        (seen,) = monitor.collect().values()
+    q, k = conv.lin_query(y).view(-1, H, C), conv.lin_key(x).view(-1, H, C)
+    logits = torch.einsum(
+        "jhc,ihc->hji", q, k / C**0.5 if attention == "standard" else k / k.norm(dim=-1, keepdim=True)
+    )
+    edge = torch.zeros(5, 7, dtype=torch.bool)
+    edge[pairs[1], pairs[0]] = True
+    logits = logits.masked_fill(~edge, -torch.inf)
+    found = edge.any(1)
+    assert not found.all()
+    weights = logits[:, found].softmax(-1)
+    wanted = {
+        "max_logit": logits.amax((1, 2)),
+        "entropy": -torch.special.xlogy(weights, weights).sum(-1).mean(1),
+        "query_norm_max": q[found].norm(dim=-1).amax(0),
+        "query_norm_mean": q[found].norm(dim=-1).mean(0),
+        "key_norm_max": k[pairs[0]].norm(dim=-1).amax(0),
+        "key_norm_mean": k[pairs[0]].norm(dim=-1).mean(0),
+    }
+    assert seen == {name: pytest.approx(x.tolist()) for name, x in wanted.items()}

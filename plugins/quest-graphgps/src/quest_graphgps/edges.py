@@ -10,7 +10,6 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.utils import softmax
 
 from quest_core.config import AttentionConfig
-from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Capabilities, HostAttention
 from quest_core.projections import Separate
 
@@ -50,11 +49,9 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
         size_i: int | None,
     ) -> Tensor:
         """Return what each edge adds to its target node, [E, H, C]; arguments as in the host, of E edges."""
-        if self.mechanism.monitor is not None:
-            raise UnsupportedError("a Monitor does not see TransformerConv, which forms the logits of edges only")
-        if self.mechanism.is_standard:
-            out: Tensor = super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
-            return out
+        given, monitor = (query_i, key_j, value_j, edge_attr, index, ptr, size_i), self.mechanism.monitor
+        if self.mechanism.is_standard and monitor is None:
+            return super().message(*given)  # type: ignore[no-any-return]
         if self.lin_edge is not None:
             edge_attr = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
             key_j = key_j + edge_attr
@@ -62,7 +59,12 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
             value_j = value_j + edge_attr
         q, k = (x.transpose(0, 1)[None] for x in (query_i, key_j))  # [1, H, E, C]
         q, k, scale = self.mechanism.score(q, k, k, mask=None, is_causal=False)
-        weights = softmax((q * k).sum(-1)[0].T * scale, index, ptr, size_i)  # [E, H]
+        logits = (q * k).sum(-1)[0].T * scale  # [E, H]
+        if monitor is not None:
+            monitor.saw_pairs(query_i, key_j, logits, index, size_i)
+        if self.mechanism.is_standard:
+            return super().message(*given)  # type: ignore[no-any-return]
+        weights = softmax(logits, index, ptr, size_i)
         self._alpha = weights
         weights = nn.functional.dropout(weights, self.dropout, self.training)
         return value_j * weights[..., None]
