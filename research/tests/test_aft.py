@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import torch
+from cells import cell, run
 
-from devtools.cells import check_resume
-from quest_core.errors import ConfigError, InputError
+from quest_core.errors import ConfigError
 from quest_research.suites import aft
-from quest_research.suites.suites import AFT_OPTIONS
-from quest_suites.contract import Cell, Progress, Result
-
-DEFAULTS = {option["name"]: option["default"] for option in AFT_OPTIONS}
-
-
-def run(data: Path | None, attention: str, task: str, **options: object) -> Result:
-    cell = Cell("aft/causal", task, attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp()))
-    return aft.run(cell, lambda fraction, text: None)
 
 
 def test_every_byte_is_predicted_from_those_before_it() -> None:
@@ -33,8 +22,7 @@ def test_every_byte_is_predicted_from_those_before_it() -> None:
 
 
 def test_the_parts_of_the_text_do_not_overlap() -> None:
-    cell = Cell("aft/causal", "text=64", "quest", 0, False, None, DEFAULTS, Path())
-    parts = aft.splits(cell, DEFAULTS)
+    parts = aft.splits(cell("aft/causal", "text=64", smoke=False), {})
     written = "\n".join(topics[name] for name in sorted(topics)).encode()
     found = [bytes(part[0].flatten().tolist()) for part in parts]
     tenth = len(written) // 10
@@ -77,30 +65,7 @@ def test_bits_are_logarithms_of_probabilities() -> None:
 
 @pytest.mark.parametrize("task", ["text=64", "text=256", "image=14"])
 def test_a_cell_measures(data: Path, task: str) -> None:
-    result = run(data, "aft-local(window=8)", task)
+    result = run(cell("aft/causal", task, "aft-local(window=8)", data))
     assert 0 < result.metrics["bits"] < 9
     assert result.metrics["time of standard"] > 0
     assert len(result.series["validation"]) == 1
-
-
-def test_what_does_not_fit_is_named(data: Path) -> None:
-    with pytest.raises(ConfigError, match="choose a divisor of 28"):
-        run(data, "quest", "image=5")
-    with pytest.raises(InputError, match="64 tokens are more than max_length=32"):
-        run(data, "aft-local(max_length=32)", "text=64")
-
-
-def test_a_diverged_run_is_not_scored(data: Path) -> None:
-    assert math.isnan(run(data, "standard", "image=14", rate=1e30).metrics["bits"])
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
-    options = DEFAULTS | {"images": 40, "epochs": 2, "layers": 1, "rounds": 1}
-    cell = Cell("aft/causal", "image=7", "aft-simple", 0, False, data, options, tmp_path)
-
-    def bits(cell: Cell, progress: Progress) -> Result:
-        """The suite without its times and memory, which differ from run to run."""
-        result = aft.run(cell, progress)
-        return Result({k: v for k, v in result.metrics.items() if "of standard" not in k}, result.series)
-
-    check_resume(bits, cell, tmp_path, share=0.5)

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from cells import cell, run
 
-from devtools.cells import check_resume
-from quest_core.errors import ConfigError
 from quest_research.suites import explain
 from quest_research.suites.images import VisionTransformer
-from quest_research.suites.suites import EXPLAIN_OPTIONS
-from quest_suites.contract import Cell, Result
 
-DEFAULTS = {option["name"]: option["default"] for option in EXPLAIN_OPTIONS}
 SHAPE = {"size": 28, "patch": 14, "width": 16, "heads": 2}
-
-
-def run(data: Path, attention: str, **options: object) -> Result:
-    cell = Cell(
-        "explain/fashion-mnist", "canvas", attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp())
-    )
-    return explain.run(cell, lambda fraction, text: None)
 
 
 def test_masks_are_exact() -> None:
@@ -99,28 +87,11 @@ def test_scores_of_a_map() -> None:
 
 
 def test_a_cell_measures_and_is_drawn(data: Path) -> None:
-    result = run(data, "quest")
+    result = run(cell("explain/fashion-mnist", "canvas", data=data))
     assert all(0 <= value <= 100 for value in result.metrics.values())
     assert {"AG-CAM IoU", "rollout pointing", "accuracy"} <= result.metrics.keys()
-    cell = {"attention": "quest", "seed": 0, "details": result.details}
-    ((title, caption, figure),) = explain.pictures(pd.DataFrame({"attention": ["quest"]}), [cell])
+    drawn = {"attention": "quest", "seed": 0, "details": result.details}
+    ((title, caption, figure),) = explain.pictures(pd.DataFrame({"attention": ["quest"]}), [drawn])
     assert title == "Maps"
     assert "seed 0" in caption
     assert len(figure.axes) == 3 * explain.SHOWN
-
-
-def test_what_does_not_fit_is_named(data: Path) -> None:
-    with pytest.raises(ConfigError, match="'linear' has no weights to explain"):
-        run(data, "linear")
-    with pytest.raises(ConfigError, match="size is 40; it is at least 28 and a multiple of patch=7"):
-        run(data, "quest", size=40)
-
-
-def test_a_diverged_run_is_not_scored(data: Path) -> None:
-    assert math.isnan(run(data, "standard", rate=1e30).metrics["AG-CAM IoU"])
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
-    options = DEFAULTS | {"train": 100, "validation": 50, "test": 50, "epochs": 2, "layers": 1}
-    cell = Cell("explain/fashion-mnist", "canvas", "quest", 0, False, data, options, tmp_path)
-    check_resume(explain.run, cell, tmp_path, share=0.5)

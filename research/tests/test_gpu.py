@@ -19,12 +19,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 @without_cuda
-def test_it_is_refused_without_cuda(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert app_main(["run", "gpu/attention", "--out", str(tmp_path / "run")]) == 2
-    error = capfd.readouterr().err
-    assert error.startswith("error: suite 'gpu/attention' measures on a GPU, and ")
-    assert "its PyTorch sees 0 GPUs; --smoke tries it on the CPU" in error.replace("\n", " ")
-    assert not (tmp_path / "run").exists()
+def test_it_is_refused_without_cuda(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="needs CUDA, and torch .* sees no GPU"):
         gpu.run(Cell("gpu/attention", "N=25", "quest", 0, False, None, {}, tmp_path), lambda *_: None)
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from cells import cell, run
 
-from devtools.cells import check_resume
 from quest_core import AttentionConfig
-from quest_core.errors import ConfigError
 from quest_research.suites import gqa
-from quest_research.suites.suites import GQA_OPTIONS
-from quest_suites.contract import Cell, Result
 
-DEFAULTS = {option["name"]: option["default"] for option in GQA_OPTIONS}
-SMALL = DEFAULTS | {"layers": 2, "width": 32, "heads": 4}
-
-
-def run(data: Path, attention: str, **options: object) -> Result:
-    cell = Cell("gqa/fashion-mnist", "half", attention, 0, True, data, SMALL | options, Path(tempfile.mkdtemp()))
-    return gqa.run(cell, lambda fraction, text: None)
+SIZES = {"layers": 2, "width": 32, "heads": 4}
+SMALL = cell("gqa/fashion-mnist", "half").options | SIZES
 
 
 @pytest.mark.parametrize("name", ["gqa", "kdgqa", "dgqa", "pgqa", "quest+gqa"])
@@ -74,9 +64,10 @@ def test_group_sizes_follow_the_key_norms() -> None:
 
 
 def test_halves_share_no_class_and_no_image(data: Path) -> None:
-    options = SMALL | {"train": 100, "downstream": 80, "validation": 50, "test": 60}
-    cell = Cell("gqa/fashion-mnist", "half", "gqa", 3, False, data, options, data)
-    early, late = gqa.halves(cell, options)
+    given = cell(
+        "gqa/fashion-mnist", "half", "gqa", data, smoke=False, train=100, downstream=80, validation=50, test=60
+    )
+    early, late = gqa.halves(given, given.options)
     assert [len(early.y), len(late.y), len(early.test[1])] == [100, 80, 60]
     for half, classes in ((early, set(range(5))), (late, set(range(5, 10)))):
         for labels in (half.y, half.validation[1], half.test[1]):
@@ -88,7 +79,10 @@ def test_halves_share_no_class_and_no_image(data: Path) -> None:
 
 
 def test_cells_of_one_seed_share_their_pretraining(data: Path) -> None:
-    plain, grouped, dynamic = (run(data, name).metrics for name in ("standard", "gqa", "dgqa(window=1)"))
+    plain, grouped, dynamic = (
+        run(cell("gqa/fashion-mnist", "half", name, data, **SIZES)).metrics
+        for name in ("standard", "gqa", "dgqa(window=1)")
+    )
     assert plain["pretrained"] == grouped["pretrained"] == dynamic["pretrained"]
     assert grouped["pooled/kv_heads=2"] == dynamic["pooled/kv_heads=2"]  # no step has changed its groups yet
     assert plain["accuracy/kv_heads=1"] == plain["accuracy/kv_heads=2"] == plain["accuracy"]
@@ -97,29 +91,3 @@ def test_cells_of_one_seed_share_their_pretraining(data: Path) -> None:
         assert metrics["fine-tuned"] == metrics["fine-tuned from gqa"]
         assert metrics["non-uniform groups"] == 0
     assert dynamic["time of gqa"] > 0
-
-
-def test_a_diverged_run_is_not_scored(data: Path) -> None:
-    assert math.isnan(run(data, "gqa", pretrain_rate=1e30).metrics["accuracy"])
-
-
-def test_what_does_not_fit_is_named(data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has kv_heads, which this suite chooses: \[1, 2\]"):
-        run(data, "gqa(kv_heads=2)")
-    with pytest.raises(ConfigError, match="heads is 1"):
-        run(data, "gqa", heads=1)
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
-    options = SMALL | dict.fromkeys(("train", "uptrain_images", "downstream"), 96) | {"validation": 40, "rounds": 2}
-    options |= {"pretrain": 1, "uptrain": 2, "finetune": 1}
-    cell = Cell("gqa/fashion-mnist", "half", "pgqa", 0, False, data, options, tmp_path)
-    for share in (0.2, 0.5):
-        found = check_resume(deterministic, cell, tmp_path / str(share), share=share)
-        assert "accuracy" in found.metrics
-
-
-def deterministic(cell: Cell, progress: object) -> Result:
-    """The suite without its times and memory, which differ from run to run."""
-    result = gqa.run(cell, progress)  # type: ignore[arg-type]
-    return Result({k: v for k, v in result.metrics.items() if "of gqa" not in k}, result.series)

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from cells import cell, run
 from PIL import Image
 
-from devtools.cells import check_resume
 from quest_core.errors import ConfigError
 from quest_research.suites import images
-from quest_research.suites.suites import DIGITS_OPTIONS, IMAGE_OPTIONS, RECIPE_OPTIONS
-from quest_suites.contract import Cell, Result
 
-DEFAULTS = {option["name"]: option["default"] for option in IMAGE_OPTIONS}
-
-
-def run(data: Path | None, attention: str = "quest", task: str = "lr=0.003", **options: object) -> Result:
-    cell = Cell("images/fashion-mnist", task, attention, 0, True, data, DEFAULTS | options, Path(tempfile.mkdtemp()))
-    return images.run(cell, lambda fraction, text: None)
+SUITE = "images/fashion-mnist"
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest(init=6)", "qknorm-hs", "elliptical-quest"])
 def test_a_cell_measures(data: Path, attention: str) -> None:
-    result = run(data, attention)
+    result = run(cell(SUITE, "lr=0.003", attention, data))
     assert 0 <= result.metrics["accuracy"] <= 100
     assert result.metrics["diverged"] == 0
     assert len(result.series["accuracy"]) == 1
     assert math.isfinite(result.metrics["max_logit"])
 
 
-def test_digits_come_with_scikit_learn_and_show_the_largest_logit(tmp_path: Path) -> None:
-    options = {option["name"]: option["default"] for option in DIGITS_OPTIONS}
-    cell = Cell("images/digits", "lr=0.03", "quest", 0, True, None, options, tmp_path)
-    result = images.run(cell, lambda fraction, text: None)
+def test_digits_come_with_scikit_learn_and_show_the_largest_logit() -> None:
+    result = run(cell("images/digits", "lr=0.03"))
     assert result.series["max_logit"][-1] == pytest.approx(result.metrics["max_logit"])
     (training, _), (test, labels) = images.digits()
     assert training(torch.arange(1200)).shape == (1200, 1, 8, 8)
@@ -45,34 +35,21 @@ def test_digits_come_with_scikit_learn_and_show_the_largest_logit(tmp_path: Path
 
 
 def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
-    assert run(data, "quest(init=6)").metrics["first_query_norm"] == pytest.approx(6, rel=0.1)
-    assert run(data, "quest").metrics["first_query_norm"] < 1
+    assert run(cell(SUITE, "lr=0.003", "quest(init=6)", data)).metrics["first_query_norm"] == pytest.approx(6, rel=0.1)
+    assert run(cell(SUITE, "lr=0.003", data=data)).metrics["first_query_norm"] < 1
 
 
 def test_a_cell_is_repeatable(data: Path) -> None:
-    assert run(data).metrics == run(data).metrics
+    first, second = (run(cell(SUITE, "lr=0.003", data=data)).metrics for _ in range(2))
+    assert first == second
 
 
-def test_a_run_without_a_finite_loss_is_diverged_not_scored(data: Path) -> None:
-    result = run(data, "standard", task="lr=1e30")
-    assert result.metrics["diverged"] == 1
-    assert math.isnan(result.metrics["accuracy"])
-
-
-def test_missing_and_broken_data_is_named(data: Path, tmp_path: Path) -> None:
+def test_missing_and_broken_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no train-images-idx3-ubyte\.gz in .*dataset-fashion-mnist"):
-        run(tmp_path)
+        run(cell(SUITE, "lr=0.003", data=tmp_path))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\3" + bytes(20))
     with pytest.raises(ConfigError, match="is not a complete IDX file"):
-        run(tmp_path)
-    with pytest.raises(ConfigError, match="patch is 5"):
-        run(data, patch=5)
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(data: Path, tmp_path: Path) -> None:
-    options = DEFAULTS | {"train": 200, "validation": 100, "epochs": 2, "layers": 1}
-    cell = Cell("images/fashion-mnist", "lr=0.003", "quest", 0, False, data, options, tmp_path)
-    check_resume(images.run, cell, tmp_path, share=0.5)
+        run(cell(SUITE, "lr=0.003", data=tmp_path))
 
 
 ATTENTIONS = (
@@ -82,26 +59,22 @@ ATTENTIONS = (
 """Those that the suite compares, among them the five attentions of Your Attention Matters."""
 
 
-def recipe(data: Path | None, attention: str, task: str, **options: object) -> Result:
-    defaults = {option["name"]: option["default"] for option in RECIPE_OPTIONS} | {"warmup": 0}
-    cell = Cell("images/recipes", task, attention, 0, True, data, defaults | options, Path(tempfile.mkdtemp()))
-    return images.recipe(cell, lambda fraction, text: None)
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_trains_with_the_recipe_of_deit(data: Path, attention: str) -> None:
-    result = recipe(data, attention, "deit")
+    result = run(cell("images/recipes", "deit", attention, data, warmup=0))
     assert result.metrics["diverged"] == 0
     assert math.isfinite(result.series["train_loss"][0])
 
 
 @pytest.mark.parametrize("precision", images.PRECISIONS)
 def test_a_recipe_trains_in_each_precision(data: Path, precision: str) -> None:
-    assert math.isfinite(recipe(data, "quest", "vit", precision=precision).series["train_loss"][0])
+    assert math.isfinite(
+        run(cell("images/recipes", "vit", "quest", data, warmup=0, precision=precision)).series["train_loss"][0]
+    )
 
 
 def test_a_recipe_reports_the_rate_that_validation_chooses(data: Path) -> None:
-    result = recipe(data, "quest", "vit", rate=1e-6, rates=6, validation=60)
+    result = run(cell("images/recipes", "vit", "quest", data, warmup=0, rate=1e-6, rates=6, validation=60))
     rates = [name.removeprefix("accuracy/") for name in result.metrics if name.startswith("accuracy/")]
     assert rates == ["lr=1e-06", "lr=3.2e-06", "lr=1e-05", "lr=3.2e-05", "lr=0.0001", "lr=0.00032"]
     best = max(rates, key=lambda rate: max(result.series[f"validation/{rate}"]))

@@ -8,29 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cells import cell, run
 
-from devtools.cells import check_resume
 from quest_core.errors import ConfigError, PluginError
 from quest_research.suites import robustness
-from quest_research.suites.suites import ROBUSTNESS_OPTIONS, SUITES
-from quest_suites.contract import Cell, Result
+from quest_research.suites.suites import SUITES
 
-DEFAULTS = {option["name"]: option["default"] for option in ROBUSTNESS_OPTIONS}
-SUITE = SUITES["robustness/images"]
-
-
-def run(data: Path, task: str, folder: Path, **options: object) -> Result:
-    cell = Cell("robustness/images", task, "quest", 0, True, data, DEFAULTS | options, folder)
-    return robustness.run(cell, lambda fraction, text: None)
+SUITE = "robustness/images"
 
 
 ITEMS = {"fog": 3, "corruptions": 15, "attacks": 3, "autoattack": 1, "patch": 1}
 
 
-@pytest.mark.parametrize("task", SUITE["tasks"])
-def test_every_task_reports_the_mean_of_its_shifts(data: Path, tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize("task", SUITES[SUITE]["tasks"])
+def test_every_task_reports_the_mean_of_its_shifts(data: Path, task: str) -> None:
     pytest.importorskip("torchattacks" if "attack" in task else "imagecorruptions")
-    result = run(data, task, tmp_path)
+    result = run(cell(SUITE, task, data=data))
     scores = [value for name, value in result.metrics.items() if name.startswith("accuracy/")]
     assert len(scores) == ITEMS[task]
     assert result.metrics["accuracy"] == pytest.approx(sum(scores) / len(scores))
@@ -83,24 +76,15 @@ def test_the_square_is_at_the_place_of_the_class_or_of_another() -> None:
         robustness.patch((images, labels), 100, 1.0)
 
 
-def test_a_missing_package_is_named_with_its_command(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_its_command(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     monkeypatch.setattr(robustness, "classify", _no_training)
     with pytest.raises(PluginError, match="pip install --no-deps torchattacks"):
-        run(data, "attacks", tmp_path)
+        run(cell(SUITE, "attacks", data=data))
     with pytest.raises(PluginError, match="pip install imagecorruptions-imaug"):
-        run(data, "fog", tmp_path)
+        run(cell(SUITE, "fog", data=data))
 
 
 def _no_training(*_: object, **__: object) -> None:
     raise AssertionError("a missing package is found before training")
-
-
-def test_a_stopped_cell_continues_at_its_second_training(data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("imagecorruptions")
-    small = {"train": 64, "validation": 32, "test": 32, "shifted": 4, "epochs": 1, "layers": 1}
-    cell = Cell("robustness/images", "fog", "quest", 0, False, data, DEFAULTS | small, tmp_path)
-    check_resume(robustness.run, cell, tmp_path, share=0.4)

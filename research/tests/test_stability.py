@@ -8,25 +8,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from cells import cell, run
 from torch import nn
 
 import quest_core
-from devtools.cells import check_resume
 from quest_research.suites import stability
-from quest_research.suites.suites import STABILITY_OPTIONS
-from quest_suites.contract import Cell, Result, observe
+from quest_suites.contract import observe
 
-SMALL = {option["name"]: option["default"] for option in STABILITY_OPTIONS} | {
-    "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,
-}  # fmt: skip
-
-
-def cell(data: Path, folder: Path, task: str = "vit", **options: object) -> Cell:
-    return Cell("stability/rates", task, "quest", 0, False, data, SMALL | options, folder)
-
-
-def run(given: Cell) -> Result:
-    return stability.run(given, lambda fraction, text: None)
+SMALL = {"train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2}
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -52,16 +41,16 @@ class Each(nn.Module):
             layer(x)
 
 
-def test_a_rate_that_diverges_counts_as_guessing(data: Path, tmp_path: Path) -> None:
-    result = run(cell(data, tmp_path, lowest=1e30))
+def test_a_rate_that_diverges_counts_as_guessing(data: Path) -> None:
+    result = run(cell("stability/rates", "vit", data=data, smoke=False, **SMALL, lowest=1e30))
     assert result.metrics["diverged"] == 2
     assert result.metrics["accuracy"] == result.metrics["best accuracy"] == 10
     assert result.details["diverged"] == ["lr=1e+30", "lr=3.2e+30"]
 
 
 @pytest.mark.parametrize("task", ["vit", "pydocs"])
-def test_a_cell_measures_every_rate(data: Path, tmp_path: Path, task: str) -> None:
-    result = run(cell(data, tmp_path, task))
+def test_a_cell_measures_every_rate(data: Path, task: str) -> None:
+    result = run(cell("stability/rates", task, data=data, smoke=False, **SMALL))
     scores = [result.metrics["accuracy/lr=0.001"], result.metrics["accuracy/lr=0.0032"]]
     assert result.metrics["accuracy"] == sum(scores) / 2
     assert result.metrics["best accuracy"] in scores
@@ -71,19 +60,15 @@ def test_a_cell_measures_every_rate(data: Path, tmp_path: Path, task: str) -> No
 
 
 def test_the_language_model_sees_no_later_character() -> None:
-    model = stability.LanguageModel("quest", 11, SMALL).eval()
+    model = stability.LanguageModel("quest", 11, cell("stability/rates", "vit", **SMALL).options).eval()
     tokens = torch.randint(11, (1, 20))
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % 11
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
 
 
-def test_a_stopped_cell_continues_in_the_middle_of_a_rate(data: Path, tmp_path: Path) -> None:
-    check_resume(stability.run, cell(data, tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
-
-
-def test_plots_draw_seeds_that_stop_early(data: Path, tmp_path: Path) -> None:
-    result = run(cell(data, tmp_path))
+def test_plots_draw_seeds_that_stop_early(data: Path) -> None:
+    result = run(cell("stability/rates", "vit", data=data, smoke=False, **SMALL))
     short = {name: values[:1] for name, values in result.series.items()}
     cells = [
         {"attention": "quest", "metrics": result.metrics, "series": series, "details": result.details}

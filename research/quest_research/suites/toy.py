@@ -8,7 +8,7 @@ and N(b, 0.1 I) for the other half (the shortcut: one b ~ N(0, Σ) for all). A m
 of the training samples.
 
 One cell is one attention and one realisation of the data. It trains every model of the paper's grid (6 learning rates
-× 5 weight decays × weight seeds) at once, as heads of one mechanism: see `Models`.
+× 5 weight decays × weight seeds) at once.
 
 The paper leaves open, and this suite chooses:
 
@@ -46,7 +46,6 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.config import AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected, Separate, init_norms
 from quest_suites.contract import Cell, Progress, Result, load_state, save_state
@@ -59,8 +58,6 @@ DIM = KEY_DIM + CLASSES
 KINDS = ("biased", "unbiased", "other")
 """Tokens whose key norms are shown separately: answers with either kind of key, and all other tokens."""
 OUTCOMES = ("correct", "biased", "degenerate", "other")
-LAYER_NORM_EPS = 1e-5
-"""As torch.nn.LayerNorm has it."""
 PROBE = 256
 """Training samples whose key norms are measured after every epoch."""
 CHUNK = 128
@@ -149,239 +146,94 @@ class Transformer(Projected):
         self.classifier = nn.Linear(DIM, CLASSES)
         init_norms(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, 20] -> class logits [B, 10]."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, 20] -> class logits [B, 10] and the projected keys [B, N + 1, 20], before any normalization."""
         x = torch.cat([self.cls.expand(len(x), 1, DIM), x], dim=1) + self.positions  # [B, N + 1, 20]
         y = self.norm1(x)
+        source = y if self.block == "prenorm" else x
+        q, k, v = self.query(source[:, :1]), self.key(source), self.value(source)
+        x, y = x[:, :1], y[:, :1]  # only the [CLS] row reaches the classifier
+        attended = self.out(self.mechanism(*(z[:, None] for z in (q, k, v)))[:, 0])  # [B, 1, 20]
         if self.block == "prenorm":
-            x = x + self._attention(y)
+            x = x + attended
             x = x + self._mlp(self.norm2(x))
         else:
-            y = y + self._attention(x)
-            y = x + self.norm2(y)
-            x = x + self._mlp(y)
-        return self.classifier(x[:, 0])  # type: ignore[no-any-return]
-
-    def _attention(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x)[:, None] for project in (self.query, self.key, self.value))  # [B, 1, N + 1, 20]
-        return self.out(self.mechanism(q, k, v)[:, 0])  # type: ignore[no-any-return]
+            x = x + self._mlp(x + self.norm2(y + attended))
+        return self.classifier(x[:, 0]), k
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self.shrink(F.gelu(self.hidden(x)))  # type: ignore[no-any-return]
 
 
 class Models:
-    """M transformers that differ in their weights, computed side by side.
-
-    The models lie on the mechanism's head axis, so that mechanisms work unchanged and a scale for each head is a scale
-    for each model. Three facts about the task make it cheap, none of which changes a result:
-
-    - Only the [CLS] row reaches the classifier, so there is one query, and it is the same for every sample: the tokens
-      of a whole mini-batch are the keys of one product.
-    - A token is a row of `design` (its data, and which position it has), which all models share, times the model's
-      `basis` (the identity, and the learned position vectors), so adding positions takes no pass over the tokens.
-    - Attention is linear in the values and its weights sum to 1, so the value projection, and LayerNorm1's scale and
-      shift before it, act on the average of the tokens.
+    """M transformers that differ in their weights, computed side by side by `torch.func.vmap`.
 
     Args:
         attention: the attention; each model has one head of it.
         weight_seeds: the seed of each model's initial weights.
-        block, seq_len, embed_std: as in `Transformer`.
+        options: of `Transformer`.
 
-    Raises:
-        ConfigError: for an attention that is not a score with softmax, or that has parameters shared among heads.
+    Attributes:
+        parameters: [M, ...] by name.
     """
 
-    def __init__(
-        self, attention: AttentionSpec, weight_seeds: list[int], *, block: str, seq_len: int, embed_std: float
-    ) -> None:
-        self.block = block
-        config = AttentionConfig.parse(attention)
-        if config.family or config.name != config["score"]:
-            raise ConfigError(
-                f"attention '{config}': toy/spurious studies the scores of one softmax head; name only a score, "
-                "for example 'quest'"
-            )
-        if any(part.chained for part in config.components):
-            raise ConfigError(
-                f"attention '{config}' reads what the previous layer left behind, but toy/spurious has one layer"
-            )
-        self.mechanism = quest_core.Mechanism(config, num_heads=len(weight_seeds), head_dim=DIM, projected=True)
-
-        states = {}
-        for seed in set(weight_seeds):
+    def __init__(self, attention: AttentionSpec, weight_seeds: Sequence[int], **options: Any) -> None:
+        made = []
+        for seed in weight_seeds:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_mix("weights", seed))
-                states[seed] = Transformer(config, block=block, seq_len=seq_len, embed_std=embed_std).state_dict()
-        side_by_side = {
-            name: torch.stack([states[seed][name] for seed in weight_seeds]) for name in next(iter(states.values()))
-        }  # name -> [M, ...]
-        self.weights = {
-            name: nn.Parameter(value) for name, value in side_by_side.items() if not name.startswith("mechanism.")
-        }
-        for name, parameter in list(self.mechanism.named_parameters()):
-            own = side_by_side[f"mechanism.{name}"].squeeze(1)
-            # Sharing a parameter among the heads of a one-head model is having it for each head.
-            if parameter.shape not in (own.shape, own.shape[1:]):
-                raise ConfigError(_not_for_each_head(config))
-            owner, _, leaf = name.rpartition(".")
-            self.mechanism.get_submodule(owner).register_parameter(leaf, nn.Parameter(own))
-        self.eye = torch.eye(DIM).expand(len(weight_seeds), DIM, DIM)
-        self._compare(config, states[weight_seeds[-1]])
+                made.append(Transformer(attention, **options))
+        self.parameters, self._buffers = torch.func.stack_module_state(made)
+        self._one = made[0]
 
-    def _compare(self, config: AttentionConfig, state: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError unless the last head has the logits of its model's own mechanism."""
-        single = quest_core.Mechanism(config, num_heads=1, head_dim=DIM, projected=True)
-        single.load_state_dict({name: state[f"mechanism.{name}"] for name in single.state_dict()})
-        q, k = torch.randn(2, 1, len(self.eye), 4, DIM, generator=torch.Generator().manual_seed(0))  # [1, M, 4, DIM]
-        if not torch.allclose(self.mechanism.logits(q, k)[:, -1:], single.logits(q[:, -1:], k[:, -1:]), atol=1e-5):
-            raise ConfigError(_not_for_each_head(config))
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, 20] -> class logits [M, B, 10] and keys [M, B, N + 1, 20]."""
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Every parameter, [M, ...]."""
-        return [*self.weights.values(), *self.mechanism.parameters()]
+        def call(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any:
+            return torch.func.functional_call(self._one, (parameters, buffers), (x,))
 
-    def __call__(self, design: Tensor) -> tuple[Tensor, Tensor]:
-        """Class logits and keys.
-
-        Args:
-            design: [B, N + 1, 20 + N + 1], see `make_design`.
-
-        Returns:
-            logits [M, B, 10] and keys [M, B, N + 1, 20], as projected, before any normalization.
-        """
-        w = self.weights
-        batch, tokens, width = design.shape
-        first = w["cls"] + w["positions"][:, :1]  # [M, 1, 20], the [CLS] token with its position
-        basis = torch.cat([self.eye, first, w["positions"][:, 1:]], dim=1)  # [M, W, 20]
-        query = first
-        if self.block == "prenorm":
-            inverse = _inverse_deviation(design, basis)  # [M, B, T]
-            basis = (basis - basis.mean(-1, keepdim=True)) * w["norm1.weight"][:, None]
-            shift = w["norm1.bias"][:, None]  # [M, 1, 20]
-            query = self._norm("norm1", first)
-        k = design.view(-1, width) @ (basis @ w["key.weight"].mT)  # [M, B·T, 20]
-        if self.block == "prenorm":
-            k = torch.addcmul(shift @ w["key.weight"].mT, k, inverse.reshape(-1, batch * tokens, 1))
-        q = query @ w["query.weight"].mT  # [M, 1, 20]
-
-        scores = self.mechanism.logits(q[None], k[None]).view(1, -1, batch, tokens)  # samples on the query axis
-        weights = self.mechanism.normalizer.weights(scores, None)[0]  # [M, B, T]
-        if self.block == "prenorm":
-            mean = torch.baddbmm(shift, _average(weights * inverse, design), basis)  # [M, B, 20]
-        else:
-            mean = _average(weights, design) @ basis
-        attended = self._linear("out", mean @ w["value.weight"].mT)  # [M, B, 20]
-
-        if self.block == "prenorm":
-            y = first + attended
-            y = y + self._mlp(self._norm("norm2", y))
-        else:
-            y = self._norm("norm1", first) + attended
-            y = first + self._norm("norm2", y)
-            y = first + self._mlp(y)
-        return self._linear("classifier", y), k.view(-1, batch, tokens, DIM)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        return self._linear("shrink", F.gelu(self._linear("hidden", x)))
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.weights[f"{name}.bias"][:, None], x, self.weights[f"{name}.weight"].mT)
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        scale, shift = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]  # [M, 20]
-        return torch.addcmul(shift[:, None], F.layer_norm(x, (DIM,)), scale[:, None])
-
-
-def _not_for_each_head(config: AttentionConfig) -> str:
-    return (
-        f"attention '{config}': a parameter of it is not one for each head, so models cannot be trained side by side "
-        "as heads"
-    )
-
-
-def _average(weights: Tensor, design: Tensor) -> Tensor:
-    """Sum of the rows of design [B, T, W] with weights [M, B, T] -> [M, B, W]."""
-    return (weights.transpose(0, 1) @ design).transpose(0, 1)
-
-
-def _inverse_deviation(design: Tensor, basis: Tensor) -> Tensor:
-    """LayerNorm's 1 / √(variance + eps) of every token of every model.
-
-    The sum of squares |x + p|² of a token's centred data x and position p is |x|² + 2 x·p + |p|², so that no model
-    needs its tokens written out.
-
-    Args:
-        design: [B, T, W].
-        basis: [M, W, 20].
-
-    Returns:
-        [M, B, T].
-    """
-    x = design[..., :DIM] - design[..., :DIM].mean(-1, keepdim=True)  # [B, T, 20]
-    p = basis[:, DIM:] - basis[:, DIM:].mean(-1, keepdim=True)  # [M, T, 20]
-    squares = 2 * torch.einsum("btd,mtd->mbt", x, p) + x.square().sum(-1) + p.square().sum(-1)[:, None]
-    return (squares / DIM + LAYER_NORM_EPS).rsqrt()
-
-
-def make_design(x: Tensor) -> Tensor:
-    """Rows that say what every token is made of: [B, N, 20] -> [B, N + 1, 20 + N + 1].
-
-    Row 0 is the [CLS] token, which has no data. The first 20 columns are data, the others the position, one-hot.
-    """
-    data = F.pad(x, (0, 0, 1, 0))  # [B, N + 1, 20]
-    position = torch.eye(data.shape[1]).expand(len(x), -1, -1)
-    return torch.cat([data, position], dim=-1)
+        found: tuple[Tensor, Tensor] = torch.func.vmap(call)(self.parameters, self._buffers)
+        return found
 
 
 class AdamW:
     """torch.optim.AdamW (decoupled weight decay) with a learning rate and a weight decay for each model.
-
-    Parameters and gradients are moved into one flat buffer each, so that a step is a few operations.
 
     Args:
         parameters: tensors [M, ...].
         learning_rate, weight_decay: [M].
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: Tensor, weight_decay: Tensor) -> None:
-        parameters = list(parameters)
-        self.flat = torch.cat([p.detach().reshape(-1) for p in parameters])  # [T]
-        self.grad, self.mean, self.square = (torch.zeros_like(self.flat) for _ in range(3))
-        self.rate = torch.cat([_spread(learning_rate, p) for p in parameters])
-        self.keep = 1 - self.rate * torch.cat([_spread(weight_decay, p) for p in parameters])
-        self.steps = 0
-        start = 0
-        for p in parameters:
-            inside = slice(start, start + p.numel())
-            p.data = self.flat[inside].view(p.shape)
-            p.grad = self.grad[inside].view(p.shape)
-            start = inside.stop
+    def __init__(self, parameters: Iterable[Tensor], learning_rate: Tensor, weight_decay: Tensor) -> None:
+        self.parameters, self.steps = list(parameters), 0
+        self.rate, self.decay = learning_rate, weight_decay
+        self.means, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, the parameters included."""
-        return {"flat": self.flat, "mean": self.mean, "square": self.square, "steps": self.steps}
+        tensors = [p.detach() for p in self.parameters], self.means, self.squares
+        return {"tensors": tensors, "steps": self.steps}
 
+    @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set parameters and moments as they were."""
-        for name in ("flat", "mean", "square"):
-            getattr(self, name).copy_(state[name])
+        for own, stored in zip((self.parameters, self.means, self.squares), state["tensors"], strict=True):
+            for x, y in zip(own, stored, strict=True):
+                x.copy_(y)
         self.steps = state["steps"]
 
+    @torch.no_grad()
     def step(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        """Update the parameters from their gradients, and zero these."""
+        """Update the parameters from their gradients, and remove these."""
         self.steps += 1
-        self.mean.lerp_(self.grad, 1 - betas[0])
-        self.square.mul_(betas[1]).addcmul_(self.grad, self.grad, value=1 - betas[1])
-        denominator = self.square.sqrt().mul_(1 / math.sqrt(1 - betas[1] ** self.steps)).add_(eps)
-        change = denominator.reciprocal_().mul_(self.mean).mul_(self.rate)
-        self.flat.mul_(self.keep).sub_(change, alpha=1 / (1 - betas[0] ** self.steps))
-        self.grad.zero_()
-
-
-def _spread(value: Tensor, parameter: Tensor) -> Tensor:
-    """[M] -> a value for each element of a parameter [M, ...], flat."""
-    return value.repeat_interleave(parameter.numel() // len(value))
+        for p, mean, square in zip(self.parameters, self.means, self.squares, strict=True):
+            grad, p.grad = p.grad, None
+            assert grad is not None
+            rate, decay = (x.view(-1, *[1] * (p.dim() - 1)) for x in (self.rate, self.decay))
+            mean.lerp_(grad, 1 - betas[0])
+            square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+            size = (square / (1 - betas[1] ** self.steps)).sqrt_().add_(eps)
+            p.mul_(1 - rate * decay).sub_(rate / (1 - betas[0] ** self.steps) * mean / size)
 
 
 def outcome(train: float, test: float) -> str:
@@ -414,9 +266,6 @@ def run(cell: Cell, progress: Progress) -> Result:
             "key_norm_biased/correct" and so on are means over those with one outcome.
         details: `models`, a mapping for each with learning_rate, weight_decay, weight_seed, train_accuracy,
             test_accuracy, outcome and diverged.
-
-    Raises:
-        ConfigError: see `Models`.
     """
     options = dict(cell.options)
     rates: Sequence[float] = LEARNING_RATES
@@ -433,10 +282,11 @@ def run(cell: Cell, progress: Progress) -> Result:
         **{name: options[name] for name in ("block", "seq_len", "embed_std")},
     )
     optimizer = AdamW(
-        models.parameters(), torch.tensor([rate for rate, _, _ in grid]), torch.tensor([decay for _, decay, _ in grid])
+        models.parameters.values(),
+        torch.tensor([rate for rate, _, _ in grid]),
+        torch.tensor([decay for _, decay, _ in grid]),
     )
 
-    design = make_design(train.x)
     shuffle = _generator("order", cell.seed)
     losses: list[Tensor] = []
     norms: list[Tensor] = []
@@ -446,10 +296,10 @@ def run(cell: Cell, progress: Progress) -> Result:
         shuffle.set_state(state["shuffle"])
     for epoch in range(len(losses), options["epochs"]):
         total = torch.zeros(len(grid))
-        for chosen in torch.randperm(len(design), generator=shuffle).split(options["batch"]):
-            loss = train_step(models, optimizer, design[chosen], train.label[chosen])  # [M]
+        for chosen in torch.randperm(len(train.x), generator=shuffle).split(options["batch"]):
+            loss = train_step(models, optimizer, train.x[chosen], train.label[chosen])  # [M]
             total += loss * len(chosen)
-        losses.append(total / len(design))
+        losses.append(total / len(train.x))
         norms.append(_key_norms(models, train))
         kept = {"optimizer": optimizer.state(), "shuffle": shuffle.get_state()}
         save_state(cell, {"losses": losses, "norms": norms, **kept})
@@ -457,9 +307,9 @@ def run(cell: Cell, progress: Progress) -> Result:
     return _judge(grid, _accuracy(models, train), _accuracy(models, test), torch.stack(losses), torch.stack(norms))
 
 
-def train_step(models: Models, optimizer: AdamW, design: Tensor, label: Tensor) -> Tensor:
-    """One mini-batch: design [B, N + 1, W], label [B] -> the loss of each model before the step, [M]."""
-    logits, _ = models(design)  # [M, B, 10]
+def train_step(models: Models, optimizer: AdamW, x: Tensor, label: Tensor) -> Tensor:
+    """One mini-batch: x [B, N, 20], label [B] -> the loss of each model before the step, [M]."""
+    logits, _ = models(x)  # [M, B, 10]
     each = F.cross_entropy(logits.flatten(0, 1), label.repeat(len(logits)), reduction="none")
     loss = each.view(logits.shape[:2]).mean(dim=1)  # [M]
     loss.sum().backward()  # the models share nothing, so the sum gives each its own gradient
@@ -472,7 +322,7 @@ def _accuracy(models: Models, data: Sequences) -> Tensor:
     """Percent of the samples that each model classifies correctly, [M]; NaN where its logits are not finite."""
     right, finite = [], []
     for x, label in zip(data.x.split(CHUNK), data.label.split(CHUNK), strict=True):
-        logits, _ = models(make_design(x))
+        logits, _ = models(x)
         right.append((logits.argmax(-1) == label).sum(-1))
         finite.append(logits.isfinite().flatten(1).all(-1))
     percent = 100 * torch.stack(right).sum(0) / len(data.label)
@@ -485,7 +335,7 @@ def _key_norms(models: Models, data: Sequences) -> Tensor:
     kinds: list[list[Tensor]] = [[] for _ in KINDS]
     for start in range(0, min(PROBE, len(data.x)), CHUNK):
         inside = slice(start, start + CHUNK)
-        _, keys = models(make_design(data.x[inside]))
+        _, keys = models(data.x[inside])
         norms = keys[:, :, 1:].norm(dim=-1)  # [M, B, N]
         answer = F.one_hot(data.location[inside], norms.shape[-1]).bool()  # [B, N]
         biased = data.biased[inside, None]

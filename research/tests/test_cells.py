@@ -1,0 +1,82 @@
+"""What every suite is held to: a stopped cell continues, one that diverges is not scored, errors name the cause."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import cell, run, runner
+
+from devtools.cells import check_resume
+from quest_core.errors import ConfigError, InputError
+
+SMALL: dict[str, dict[str, Any]] = {
+    "images/fashion-mnist": {"train": 200, "validation": 100, "epochs": 2, "layers": 1},
+    "stability/rates": {
+        "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,
+    },
+    "robustness/images": {"train": 64, "validation": 32, "test": 32, "shifted": 4, "epochs": 1, "layers": 1},
+    "gqa/fashion-mnist": {
+        "train": 96, "uptrain_images": 96, "downstream": 96, "validation": 40, "rounds": 2, "layers": 2, "width": 32,
+        "heads": 4, "pretrain": 1, "uptrain": 2, "finetune": 1,
+    },
+    "explain/fashion-mnist": {"train": 100, "validation": 50, "test": 50, "epochs": 2, "layers": 1},
+    "aft/causal": {"images": 40, "epochs": 2, "layers": 1, "rounds": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suite", "task", "attention", "share"),
+    [
+        ("images/fashion-mnist", "lr=0.003", "quest", 0.5),
+        ("stability/rates", "vit", "quest", 0.7),  # the first epoch of the second of two rates
+        ("robustness/images", "fog", "quest", 0.4),  # the second training
+        ("gqa/fashion-mnist", "half", "pgqa", 0.2),
+        ("gqa/fashion-mnist", "half", "pgqa", 0.5),
+        ("explain/fashion-mnist", "canvas", "quest", 0.5),
+        ("aft/causal", "image=7", "aft-simple", 0.5),
+    ],
+)
+def test_a_stopped_cell_continues(
+    suite: str, task: str, attention: str, share: float, data: Path, tmp_path: Path
+) -> None:
+    if task == "fog":
+        pytest.importorskip("imagecorruptions")
+    given = cell(suite, task, attention, data, smoke=False, **SMALL[suite])
+    check_resume(runner(suite), given, tmp_path, share=share)
+
+
+@pytest.mark.parametrize(
+    ("suite", "task", "attention", "options", "metric"),
+    [
+        ("images/fashion-mnist", "lr=1e30", "standard", {}, "accuracy"),
+        ("gqa/fashion-mnist", "half", "gqa", {"pretrain_rate": 1e30}, "accuracy"),
+        ("explain/fashion-mnist", "canvas", "standard", {"rate": 1e30}, "AG-CAM IoU"),
+        ("aft/causal", "image=14", "standard", {"rate": 1e30}, "bits"),
+    ],
+)
+def test_a_run_without_a_finite_loss_is_not_scored(
+    suite: str, task: str, attention: str, options: dict[str, Any], metric: str, data: Path
+) -> None:
+    assert math.isnan(run(cell(suite, task, attention, data, **options)).metrics[metric])
+
+
+@pytest.mark.parametrize(
+    ("suite", "task", "attention", "options", "words"),
+    [
+        ("images/fashion-mnist", "lr=0.003", "quest", {"patch": 5}, "patch is 5"),
+        ("gqa/fashion-mnist", "half", "gqa(kv_heads=2)", {"heads": 4}, r"has kv_heads, which .* chooses: \[1, 2\]"),
+        ("gqa/fashion-mnist", "half", "gqa", {"heads": 1}, "heads is 1"),
+        ("explain/fashion-mnist", "canvas", "linear", {}, "'linear' has no weights to explain"),
+        ("explain/fashion-mnist", "canvas", "quest", {"size": 40}, "size is 40; it is at least 28 and a multiple of"),
+        ("aft/causal", "image=5", "quest", {}, "choose a divisor of 28"),
+        ("aft/causal", "text=64", "aft-local(max_length=32)", {}, "64 tokens are more than max_length=32"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    suite: str, task: str, attention: str, options: dict[str, Any], words: str, data: Path
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=words):
+        run(cell(suite, task, attention, data, **options))
