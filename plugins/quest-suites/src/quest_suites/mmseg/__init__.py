@@ -1,1 +1,1 @@
-"""Evaluation: benchmark tasks, generated scenes, image corruptions, and attention maps of a trained model."""
+"""Evaluation: benchmark tasks, generated scenes and image corruptions."""
