@@ -1,51 +1,38 @@
-"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+"""The suites of this plugin as data."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+from quest_suites.declaring import choice, number, papers, whole
 
-
-def _whole(name: str, default: int, doc: str, minimum: int = 1) -> dict[str, Any]:
-    return {"name": name, "kind": "int", "default": default, "minimum": minimum, "doc": doc}
-
-
-def _rate(name: str, default: float, doc: str) -> dict[str, Any]:
-    return {"name": name, "kind": "float", "default": default, "minimum": 0.0, "doc": doc}
-
-
-def _choice(name: str, choices: tuple[str, ...], doc: str) -> dict[str, Any]:
-    return {"name": name, "kind": "str", "default": choices[0], "choices": choices, "doc": doc}
-
+_PAPER = papers(__file__)
 
 OPTIONS = [
-    _whole(
+    whole(
         "samples",
         2048,
         "training sequences; the paper does not say how many, and which attentions succeed depends on it",
     ),
-    _whole("test_samples", 2048, "test sequences, none of them biased"),
-    _whole("seq_len", 20, "vectors in a sequence; answers lie around position 10 with standard deviation 2", 11),
-    _whole("epochs", 50, "passes over the training sequences"),
-    _whole("batch", 32, "sequences in a mini-batch"),
-    _whole("weight_seeds", 3, "weight initializations for each learning rate and weight decay (the paper: 5)"),
-    _choice("block", ("prenorm", "printed"), "where the Transformer block normalizes"),
-    _rate("embed_std", 0.02, "standard deviation of the initial [CLS] token and positional embeddings"),
+    whole("test_samples", 2048, "test sequences, none of them biased"),
+    whole("seq_len", 20, "vectors in a sequence; answers lie around position 10 with standard deviation 2", 11),
+    whole("epochs", 50, "passes over the training sequences"),
+    whole("batch", 32, "sequences in a mini-batch"),
+    whole("weight_seeds", 3, "weight initializations for each learning rate and weight decay (the paper: 5)"),
+    choice("block", ("prenorm", "printed"), "where the Transformer block normalizes"),
+    number("embed_std", 0.02, "standard deviation of the initial [CLS] token and positional embeddings"),
 ]
 IMAGE_OPTIONS = [
-    _whole("train", 8000, "training images, drawn for each seed"),
-    _whole("validation", 2000, "further training images, which choose the epoch that is reported"),
-    _whole("epochs", 5, "passes over the training images"),
-    _whole("batch", 128, "images in a mini-batch"),
-    _whole("patch", 7, "pixels a side of a patch; it divides those of the images"),
-    _whole("width", 64, "features of a token"),
-    _whole("layers", 4, "Transformer blocks"),
-    _whole("heads", 4, "attention heads of a block"),
-    _whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
-    _rate("weight_decay", 0.05, "of AdamW, on every parameter"),
+    whole("train", 8000, "training images, drawn for each seed"),
+    whole("validation", 2000, "further training images, which choose the epoch that is reported"),
+    whole("epochs", 5, "passes over the training images"),
+    whole("batch", 128, "images in a mini-batch"),
+    whole("patch", 7, "pixels a side of a patch; it divides those of the images"),
+    whole("width", 64, "features of a token"),
+    whole("layers", 4, "Transformer blocks"),
+    whole("heads", 4, "attention heads of a block"),
+    whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
+    number("weight_decay", 0.05, "of AdamW, on every parameter"),
 ]
 IMAGE_DATA = (
     "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
@@ -53,11 +40,9 @@ IMAGE_DATA = (
 )
 IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin", "train/*"]
 IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-mnist by default"
-_TEST = _whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
-_SIZE = _whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
-_PRECISION = _choice(
-    "precision", ("float32", "bfloat16", "float16"), "of autocast in training; float16 scales the loss"
-)
+_TEST = whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
+_SIZE = whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
+_PRECISION = choice("precision", ("float32", "bfloat16", "float16"), "of autocast in training; float16 scales the loss")
 
 
 def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, Any]]:
@@ -70,8 +55,8 @@ DIGITS_OPTIONS = _changed(
 )
 RECIPE_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
-    _rate("rate", 0.001, "lowest learning rate"),
-    _whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
+    number("rate", 0.001, "lowest learning rate"),
+    whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
     _TEST,
     _SIZE,
     _PRECISION,
@@ -79,70 +64,70 @@ RECIPE_OPTIONS = [
 STABILITY_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
     {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
-    _whole("rates", 5, "learning rates, half a decade apart", 2),
-    _rate("lowest", 0.001, "lowest learning rate"),
+    whole("rates", 5, "learning rates, half a decade apart", 2),
+    number("lowest", 0.001, "lowest learning rate"),
     _SIZE,
     _PRECISION,
 ]
 ROBUSTNESS_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
-    _rate("rate", 0.003, "highest learning rate"),
+    number("rate", 0.003, "highest learning rate"),
     {**_TEST, "default": 3000},
-    _whole("shifted", 100, "test images that are corrupted or attacked"),
-    {**_whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
-    _rate("epsilon", 1.0, "budget of attacks, in 255ths"),
-    _rate("share", 0.9, "training images whose square is at the place of their class"),
+    whole("shifted", 100, "test images that are corrupted or attacked"),
+    {**whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
+    number("epsilon", 1.0, "budget of attacks, in 255ths"),
+    number("share", 0.9, "training images whose square is at the place of their class"),
     _SIZE,
 ]
 
 
 GQA_OPTIONS = [
-    _whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
-    _whole("uptrain_images", 800, "those of them that up-training sees"),
-    _whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
-    _whole("validation", 500, "further images of each half, which draw the curves"),
-    _whole("test", 2000, "test images of each half, the first ones"),
-    _whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
-    _whole("uptrain", 3, "epochs of up-training"),
-    _whole("finetune", 3, "epochs of fine-tuning"),
-    _rate("pretrain_rate", 0.001, "learning rate of pretraining"),
-    _rate("uptrain_rate", 0.0003, "learning rate of up-training"),
-    _rate("finetune_rate", 0.001, "learning rate of fine-tuning"),
-    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
-    _whole("batch", 32, "images in a mini-batch"),
-    _whole("patch", 7, "pixels a side of a patch; it divides 28"),
-    _whole("width", 64, "features of a token"),
-    _whole("layers", 3, "Transformer blocks"),
-    _whole("heads", 8, "query heads of a block", 2),
-    _whole("rounds", 15, "how often inference is timed"),
+    whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
+    whole("uptrain_images", 800, "those of them that up-training sees"),
+    whole("downstream", 800, "images of classes 5 to 9 for fine-tuning"),
+    whole("validation", 500, "further images of each half, which draw the curves"),
+    whole("test", 2000, "test images of each half, the first ones"),
+    whole("pretrain", 4, "epochs of pretraining with multi-head attention"),
+    whole("uptrain", 3, "epochs of up-training"),
+    whole("finetune", 3, "epochs of fine-tuning"),
+    number("pretrain_rate", 0.001, "learning rate of pretraining"),
+    number("uptrain_rate", 0.0003, "learning rate of up-training"),
+    number("finetune_rate", 0.001, "learning rate of fine-tuning"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+    whole("batch", 32, "images in a mini-batch"),
+    whole("patch", 7, "pixels a side of a patch; it divides 28"),
+    whole("width", 64, "features of a token"),
+    whole("layers", 3, "Transformer blocks"),
+    whole("heads", 8, "query heads of a block", 2),
+    whole("rounds", 15, "how often inference is timed"),
 ]
 
 EXPLAIN_OPTIONS = [
-    _whole("train", 3000, "training images, drawn for each seed"),
-    _whole("validation", 500, "further training images, which choose the epoch"),
-    _whole("test", 1000, "test images, the first ones"),
-    _whole("epochs", 4, "passes over the training images"),
-    _whole("batch", 32, "images in a mini-batch"),
-    _rate("rate", 0.002, "learning rate of AdamW"),
-    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
-    _rate("noise", 0.1, "the background is uniform between 0 and this; the object reaches 1"),
-    _whole("size", 42, "pixels a side of the canvas", 28),
-    _whole("patch", 7, "pixels a side of a patch; it divides the size"),
-    _whole("width", 64, "features of a token"),
-    _whole("layers", 3, "Transformer blocks"),
-    _whole("heads", 4, "attention heads of a block"),
+    whole("train", 3000, "training images, drawn for each seed"),
+    whole("validation", 500, "further training images, which choose the epoch"),
+    whole("test", 1000, "test images, the first ones"),
+    whole("epochs", 4, "passes over the training images"),
+    whole("batch", 32, "images in a mini-batch"),
+    number("rate", 0.002, "learning rate of AdamW"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+    number("noise", 0.1, "the background is uniform between 0 and this; the object reaches 1"),
+    whole("size", 42, "pixels a side of the canvas", 28),
+    whole("patch", 7, "pixels a side of a patch; it divides the size"),
+    whole("width", 64, "features of a token"),
+    whole("layers", 3, "Transformer blocks"),
+    whole("heads", 4, "attention heads of a block"),
 ]
 
 AFT_OPTIONS = [
-    _whole("epochs", 1, "passes over the training data"),
-    _whole("images", 2000, "training images; a quarter as many more for validation, half as many for the test"),
-    _whole("tokens", 1024, "bytes or pixels in a mini-batch"),
-    _rate("rate", 0.004, "learning rate of AdamW"),
-    _rate("weight_decay", 0.01, "of AdamW, on every parameter"),
-    _whole("width", 64, "features of a token"),
-    _whole("layers", 2, "Transformer blocks"),
-    _whole("heads", 4, "attention heads of a block"),
-    _whole("rounds", 10, "how often a training step is timed"),
+    whole("epochs", 1, "passes over the training data"),
+    whole("images", 2000, "training images; a quarter as many more for validation, half as many for the test"),
+    whole("tokens", 1024, "bytes or pixels in a mini-batch"),
+    number("rate", 0.004, "learning rate of AdamW"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+    whole("width", 64, "features of a token"),
+    whole("layers", 2, "Transformer blocks"),
+    whole("heads", 4, "attention heads of a block"),
+    whole("rounds", 10, "how often a training step is timed"),
 ]
 
 SUITES: dict[str, dict[str, Any]] = {
@@ -285,9 +270,9 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "also": [{"metric": "gain", "higher_is_better": True}, {"metric": "first gain", "higher_is_better": True}],
         "options": [
-            _whole("pretrain", 1500, "steps of pretraining with standard attention"),
-            _whole("finetune", 300, "steps of fine-tuning"),
-            _rate("rate", 0.001, "learning rate of fine-tuning"),
+            whole("pretrain", 1500, "steps of pretraining with standard attention"),
+            whole("finetune", 300, "steps of fine-tuning"),
+            number("rate", 0.001, "learning rate of fine-tuning"),
         ],
     },
     "gpu/attention": {
@@ -299,12 +284,12 @@ SUITES: dict[str, dict[str, Any]] = {
         "also": [{"metric": "forward time of sdpa"}],
         "jobs": 1,
         "options": [
-            _choice("dtype", ("bfloat16", "float16", "float32"), "type of the tensors"),
-            _whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),
-            _whole("heads", 16, "query heads"),
-            _whole("dim", 64, "features of a head"),
-            _whole("rounds", 21, "how often each contender takes its turn", 2),
-            _whole("slice_ms", 20, "milliseconds that a turn lasts", 0),
+            choice("dtype", ("bfloat16", "float16", "float32"), "type of the tensors"),
+            whole("tokens", 2**16, "tokens a call: as many sequences as that takes"),
+            whole("heads", 16, "query heads"),
+            whole("dim", 64, "features of a head"),
+            whole("rounds", 21, "how often each contender takes its turn", 2),
+            whole("slice_ms", 20, "milliseconds that a turn lasts", 0),
         ],
     },
 }

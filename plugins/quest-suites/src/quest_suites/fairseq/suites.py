@@ -1,48 +1,32 @@
-"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+"""The suites of this plugin as data."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
-_METRICS = (
-    "validation perplexity",
-    "perplexity",
-    "perplexity with 1.5 % swapped",
-    "perplexity with 2.5 % swapped",
-    "perplexity with 5 % swapped",
-)
+from quest_suites.declaring import papers, timed, whole
+
+_METRICS = ("validation perplexity", *(f"perplexity with {percent} % swapped" for percent in (1.5, 2.5, 5)))
+_UPDATES = whole("updates", None, "training steps; null: as many as the shipped yaml says", nullable=True)
 
 
 def _suite(**facts: Any) -> dict[str, Any]:
     """A suite whose report shows every metric, the test's perplexity first."""
-    own, *others = sorted(_METRICS, key=lambda metric: (metric != "perplexity", _METRICS.index(metric)))
     return {
-        "metric": own,
+        "metric": "perplexity",
         "selection": "validation",
         "higher_is_better": False,
-        "also": [{"metric": metric} for metric in others],
+        "also": [{"metric": metric} for metric in _METRICS],
         **facts,
     }
 
-
-_UPDATES = {
-    "name": "updates",
-    "kind": "int",
-    "default": None,
-    "nullable": True,
-    "doc": "training steps; null: as many as the shipped yaml says",
-    "minimum": 1,
-}
 
 SUITES: dict[str, dict[str, Any]] = {
     "lm/wikitext103": _suite(
         summary="the paper's language models on WikiText-103, clean and with test words swapped for AAA; the last "
         "position of a sliding window is scored",
         tasks=["small", "medium"],
-        paper=_PAPER["lm/wikitext103"],
+        paper=papers(__file__)["lm/wikitext103"],
         data="a folder with wiki.{train,valid,test}.tokens and, to preprocess once, data-bin of fairseq-preprocess",
         data_files=["wiki.train.tokens"],
         data_required=True,
@@ -52,28 +36,12 @@ SUITES: dict[str, dict[str, Any]] = {
         summary="a small language model of Python's documentation topics, clean and with test words swapped for "
         "AAA; perplexity a word, from byte pairs, with at least 64 pieces of context",
         tasks=["topics"],
-        options=[
-            _UPDATES,
-            {
-                "name": "merges",
-                "kind": "int",
-                "default": 500,
-                "doc": "byte-pair merges learned from the training text",
-                "minimum": 0,
-            },
-        ],
+        options=[_UPDATES, whole("merges", 500, "byte-pair merges learned from the training text", 0)],
     ),
-    "time/fairseq": {
-        "summary": "a training step of a language model against fairseq's transformer_lm, in turns",
-        "tasks": ["wikitext103-small", "pydocs"],
-        "metric": "time of stock",
-        "jobs": 1,
-        "higher_is_better": False,
-        "selection": "none",
-        "also": [{"metric": "memory of stock"}],
-        "options": [
-            {"name": "batch", "kind": "int", "default": 4, "doc": "sequences a step", "minimum": 1},
-            {"name": "rounds", "kind": "int", "default": 10, "doc": "how often each step is timed", "minimum": 2},
-        ],
-    },
+    "time/fairseq": timed(
+        "a training step of a language model against fairseq's transformer_lm, in turns",
+        ["wikitext103-small", "pydocs"],
+        10,
+        whole("batch", 4, "sequences a step"),
+    ),
 }

@@ -1,10 +1,10 @@
-"""The suites of this plugin as data. Standard library only, because `quest bench ls` executes only this file."""
+"""The suites of this plugin as data."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
+
+from quest_suites.declaring import choice, number, papers, text, timed, whole
 
 _GENERATED = (
     "graphs drawn from the published generator, not the published files; "
@@ -18,33 +18,28 @@ def _options(
 ) -> list[dict[str, Any]]:
     """Return the options that every suite has, with the paper's defaults."""
     return [
-        {"name": "graphs", "kind": "int", "default": sizes, "doc": graphs, "minimum": 0},
-        {"name": "epochs", "kind": "int", "default": epochs, "doc": "epochs of training", "minimum": 1},
-        {"name": "batch_size", "kind": "int", "default": batch, "doc": "graphs a training step", "minimum": 1},
-        {"name": "lr", "kind": "float", "default": lr, "doc": "highest learning rate of AdamW", "minimum": 0},
-        {
-            "name": "warmup_epochs",
-            "kind": "int",
-            "default": warmup,
-            "doc": "epochs in which the rate rises; with any, the first has almost none, as in GraphGPS",
-            "minimum": 0,
-        },
-        {
-            "name": "attn_dropout",
-            "kind": "float",
-            "default": 0.5,
-            "doc": "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none",
-            "minimum": 0,
-        },
-        {"name": "layers", "kind": "int", "default": layers, "doc": "GPS layers", "minimum": 1},
+        whole("graphs", sizes, graphs, 0),
+        whole("epochs", epochs, "epochs of training"),
+        whole("batch_size", batch, "graphs a training step"),
+        number("lr", lr, "highest learning rate of AdamW"),
+        whole(
+            "warmup_epochs",
+            warmup,
+            "epochs in which the rate rises; with any, the first has almost none, as in GraphGPS",
+            0,
+        ),
+        number(
+            "attn_dropout", 0.5, "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none"
+        ),
+        whole("layers", layers, "GPS layers"),
     ]
 
 
-_SEED = {"name": "data_seed", "kind": "int", "default": 0, "doc": "seed of the generated graphs", "minimum": 0}
+_SEED = whole("data_seed", 0, "seed of the generated graphs", 0)
 _SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
 _ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
 _SBM_DATA = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
-_PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+_PAPER = papers(__file__)
 
 SUITES: dict[str, dict[str, Any]] = {
     "graph/pattern": {
@@ -109,8 +104,8 @@ SUITES: dict[str, dict[str, Any]] = {
         "data_files": ["GNNBenchmarkDataset/PATTERN/raw"],
         "options": [
             *(option for option in _options(_SBM, 300, 2, 8, 0.0, 8, 0) if option["name"] != "lr"),
-            {"name": "rates", "kind": "int", "default": 4, "doc": "learning rates, half a decade apart", "minimum": 2},
-            {"name": "lowest", "kind": "float", "default": 0.0001, "doc": "lowest learning rate", "minimum": 0},
+            whole("rates", 4, "learning rates, half a decade apart", 2),
+            number("lowest", 0.0001, "lowest learning rate"),
             _SEED,
         ],
     },
@@ -122,32 +117,17 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": "a checkout of GraphGPS; a task is a config in it, such as configs/GPS/zinc-GPS+RWSE.yaml",
         "data_required": True,
         "tasks_from_data": "quest_suites.graphgps.own:tasks",
-        "options": [
-            {"name": "set", "kind": "str", "default": "", "doc": "further words for main.py, such as 'gt.dropout 0.1'"}
-        ],
+        "options": [text("set", "further words for main.py, such as 'gt.dropout 0.1'")],
     },
-    "time/graphgps": {
-        "summary": "an attention layer, or a model of GPSConv, on 32 graphs against the host's own on padded batches",
-        "tasks": [
+    "time/graphgps": timed(
+        "an attention layer, or a model of GPSConv, on 32 graphs against the host's own on padded batches",
+        [
             *("gps-zinc", "gps-pattern", "gps-peptides"),
             *("2000-among-50", "1000-among-50", "zinc", "pattern", "molecules-and-a-peptide", "peptides"),
             *(f"{nodes}-among-30" for nodes in (30, 40, 45, 50, 60, 80, 120, 200)),
         ],
-        "metric": "time of stock",
-        "jobs": 1,
-        "higher_is_better": False,
-        "selection": "none",
-        "also": [{"metric": "memory of stock"}],
-        "options": [
-            {
-                "name": "packing",
-                "kind": "str",
-                "default": "auto",
-                "doc": "whether ragged batches are packed",
-                "choices": ["auto", "always", "never"],
-            },
-            {"name": "dropout", "kind": "float", "default": 0.0, "doc": "dropout of attention weights", "minimum": 0},
-            {"name": "rounds", "kind": "int", "default": 15, "doc": "how often each step is timed", "minimum": 2},
-        ],
-    },
+        15,
+        choice("packing", ("auto", "always", "never"), "whether ragged batches are packed"),
+        number("dropout", 0.0, "dropout of attention weights"),
+    ),
 }
