@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,7 @@ class Watch:
 
     Args:
         model: the model itself, without DistributedDataParallel or torch.compile around it.
-        every: the first of every so many steps is measured.
+        every: the steps n, 2n, 3n, ... are measured, and the first.
         example: as in :func:`quest_core.inject`, for attention that no adapter knows.
 
     Raises:
@@ -56,7 +57,8 @@ class Watch:
         """Say that a step has ended; return what was measured in it, or {}.
 
         Returns:
-            {"attention/path/name/min": float, and the same with mean and max}, over the heads of a layer.
+            {"attention/path/name/min": float, and the same with mean and max}, over the heads of a layer, and
+            "attention/max_logit" and "attention/entropy": the largest and the mean over all heads.
         """
         self.steps += 1
         values = {}
@@ -66,7 +68,7 @@ class Watch:
             if seen:
                 self.history.append((self.steps, seen))
                 values = summary(seen)
-        if self.steps % self.every == 0:
+        if (self.steps + 1) % self.every == 0:
             self._monitor = Monitor(self.model)
         return values
 
@@ -97,17 +99,18 @@ class Watch:
 
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:
-    """Return the least, mean and largest value over the heads of what `Monitor.collect` returned, as loggers take it.
-
-    Heads without a visible pair do not count.
-    """
+    """Return what `Monitor.collect` returned as `Watch.step` does; heads without a visible pair do not count."""
     out: dict[str, float] = {}
+    for name, join in (("max_logit", max), ("entropy", statistics.fmean)):
+        every = [v for names in seen.values() for v in names.get(name, []) if not math.isnan(v)]
+        if every:
+            out[f"attention/{name}"] = join(every)
     for path, names in seen.items():
         for name, heads in names.items():
             finite = [value for value in heads if not math.isnan(value)]
             if finite:
                 key = f"attention/{path}/{name}"
-                out |= {f"{key}/min": min(finite), f"{key}/mean": sum(finite) / len(finite), f"{key}/max": max(finite)}
+                out |= {f"{key}/min": min(finite), f"{key}/mean": statistics.fmean(finite), f"{key}/max": max(finite)}
     return out
 
 

@@ -1,0 +1,45 @@
+"""WatchCallback: what Trainer logs, through Trainer's own door."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import quest_core
+from quest_transformers.watching import WatchCallback
+
+pytest.importorskip("accelerate")
+
+
+def train(tmp_path, callbacks, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=11, num_hidden_layers=2, max_position_embeddings=16, **sizes)
+    model = LlamaForCausalLM._from_config(config, **options)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 11, (16, 8))]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=4,
+        logging_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        learning_rate=0.01,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    return model, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "quest"}])
+def test_trainer_logs_what_attention_does_and_trains_as_before(tmp_path, options):
+    model, plain = train(tmp_path, [], **options)
+    watched, logs = train(tmp_path, [WatchCallback(every=2)], **options)
+    assert [entry["loss"] for entry in logs] == [entry["loss"] for entry in plain]
+    for entry in logs:
+        top = entry["attention/model.layers.1.self_attn/max_logit/max"]
+        assert entry["attention/max_logit"] >= top > 0
+        assert entry["attention/entropy"] > 0
+    assert [type(m) for m in watched.modules()] == [type(m) for m in model.modules()]
+    assert any(isinstance(m, quest_core.Mechanism) for m in watched.modules()) == bool(options)

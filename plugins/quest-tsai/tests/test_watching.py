@@ -1,0 +1,31 @@
+"""WatchAttention: what a Learner of tsai shows, through fastai's own table."""
+
+import numpy as np
+import pytest
+from fastai.callback.tracker import CSVLogger
+from tsai.basics import TSClassifier
+
+from quest_tsai.watching import WatchAttention
+
+
+@pytest.mark.parametrize("attention", [None, "quest"])
+def test_the_table_of_epochs_shows_logits(tmp_path, attention):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 2, 12)).astype("float32"), np.arange(24) % 2
+    splits = (list(range(16)), list(range(16, 24)))
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1} | ({"attention": attention} if attention else {})
+    watch = WatchAttention(every=1)
+    log = CSVLogger(tmp_path / "log.csv")
+    learn = TSClassifier(
+        x, y, splits=splits, arch="TSTPlus", arch_config=sizes, cbs=[watch, log], bs=8, path=tmp_path, device="cpu"
+    )
+    kinds = [type(module) for module in learn.model.modules()]
+    with learn.no_bar():
+        learn.fit(2)
+    table = (tmp_path / "log.csv").read_text().splitlines()
+    names = table[0].split(",")
+    assert {"max_logit", "entropy"} <= {*names}
+    for row in table[1:]:
+        assert float(row.split(",")[names.index("max_logit")]) > 0
+    assert [type(module) for module in learn.model.modules()] == kinds
+    assert len(watch.watch.history) == 4  # two batches in each of two epochs
