@@ -1,8 +1,10 @@
-"""The registry that mmengine looks into for ``type='quest_mmseg.X'``."""
+"""The registries that mmengine looks into for ``type='quest_mmseg.X'``."""
 
 from __future__ import annotations
 
+from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 from mmseg.registry import MODELS as MMSEG_MODELS
 
 MODELS = Registry("model", scope="quest_mmseg", parent=MMSEG_MODELS, locations=["quest_mmseg.models"])
+HOOKS = Registry("hook", scope="quest_mmseg", parent=MMENGINE_HOOKS, locations=["quest_mmseg.watching"])
