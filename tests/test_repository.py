@@ -162,7 +162,11 @@ def test_workflows_call_commands_of_dev_that_exist() -> None:
 
 def test_core_depends_on_torch_and_packaging() -> None:
     allowed = {*sys.stdlib_module_names, "quest_core", "torch", "packaging"}
-    extras = {"testing": {"pytest", "hypothesis"}, "curves.py": {"matplotlib"}}  # the extras `test` and `watch`
+    extras = {  # `test`, `watch`, and what runs inside of a host
+        "testing": {"pytest", "hypothesis"},
+        "curves.py": {"matplotlib"},
+        "lightning.py": {"lightning", "pytorch_lightning"},
+    }
     foreign = {
         (str(path.relative_to(ROOT)), name)
         for path in (ROOT / "quest_core").rglob("*.py")
