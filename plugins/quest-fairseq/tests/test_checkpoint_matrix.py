@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from fairseq.trainer import Trainer
 from omegaconf import DictConfig
 
 from devtools import matrix
+from quest_fairseq.averaging import average
 
 ARCH = "quest_transformer_lm"
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
@@ -56,13 +56,6 @@ def trainer(kind: str, data: Path, **options: Any) -> Trainer:
     task = tasks.setup_task(cfg.task)
     task.load_dataset("train")
     return Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
-
-
-def average(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return what fairseq's scripts/average_checkpoints.py writes, which is not in the wheel."""
-    states = [torch.load(path, weights_only=False) for path in paths]
-    mean = ((key, sum(state["model"][key] for state in states).div_(len(states))) for key in states[0]["model"])
-    return {**states[0], "model": collections.OrderedDict(mean)}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +120,7 @@ LOADERS: dict[str, Callable[[Path, str, Path], None]] = {
     "`--finetune-from-model`": finetune,
     "`--ema-seed-model`": seed,
     "`fairseq-eval-lm`, `-generate`": evaluate,
-    "`scripts/average_checkpoints.py`": averaged,
+    "`quest-fairseq average`": averaged,
     "`save_ema_as_checkpoint`": moving_average,
     "`from_pretrained`": hub,
     "`load_pretrained_component_from_model`": component,

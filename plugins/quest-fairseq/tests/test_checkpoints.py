@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import Tools, build, reasons
 from fairseq import checkpoint_utils
-from test_checkpoint_matrix import average
 from test_tools import perplexity
 
 import quest_core
 from quest_core.checkpoints import ENTRY, decode
+from quest_fairseq import averaging
 
 WARNED = "these weights were trained with standard attention and are loaded into attention"
 
@@ -109,12 +109,28 @@ def test_averages_and_moving_averages(attention: str, tools: Tools, lm_data: Pat
     tools.train(lm_data, *given)
     assert "num_updates=8" in tools.train(lm_data, *given, updates=8)
     checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
-    torch.save(average(tmp_path / f"checkpoint{epoch}.pt" for epoch in (1, 2)), tmp_path / "averaged.pt")
+    averaging.main(
+        ["average", "--inputs", f"{tmp_path}", "--num-epoch-checkpoints", "2", "--output", f"{tmp_path}/averaged.pt"]
+    )
     for name in ("ema.pt", "averaged.pt"):
         assert attentions(tmp_path / name) == {attention}
         assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / name)) < 40
         with pytest.raises(quest_core.CheckpointError, match=re.escape(f"trained with attention '{attention}'")):
             tools.evaluate(lm_data, tmp_path / name, "--model-overrides", "{'attention': 'qnorm'}")
+
+
+def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    for attention in ("quest", "qnorm"):
+        tools.train(lm_data, "--attention", attention, "--save-dir", tmp_path / attention, updates=8)
+    one, two = (tmp_path / "quest" / f"checkpoint{epoch}.pt" for epoch in (1, 2))
+    averaging.main(["average", "--inputs", f"{one}", f"{two}", "--output", f"{tmp_path}/mean.pt"])
+    first, second, mean = (torch.load(p, weights_only=False)["model"] for p in (one, two, tmp_path / "mean.pt"))
+    key = "decoder.layers.0.self_attn.k_proj.weight"
+    torch.testing.assert_close(mean[key], (first[key] + second[key]) / 2)
+    with pytest.raises(quest_core.CheckpointError, match="has attention 'quest' and .* 'qnorm'"):
+        averaging.average([one, tmp_path / "qnorm" / "checkpoint1.pt"])
+    with pytest.raises(quest_core.CheckpointError, match="expected 9 checkpoints of epochs .*, found 2"):
+        averaging.newest(tmp_path / "quest", 9)
 
 
 def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: Path, tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import USER_DIR, Tools, build, dictionary, options
+from conftest import USER_DIR, Tools, build, dictionary
 from fairseq import checkpoint_utils
-from fairseq.models import ARCH_MODEL_INV_REGISTRY, build_model
+from fairseq.models import build_model
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
 
 import quest_core
-import quest_fairseq
 from quest_core.checkpoints import ENTRY, decode
-from quest_fairseq.config import QuestTransformerLanguageModelConfig, parse
+from quest_fairseq.config import parse
 from quest_suites.fairseq.tasks import configuration
 
 ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
@@ -151,13 +152,13 @@ def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) 
     (tmp_path / "input").write_text("w1 w6 w11 w16\nw3 w8\n")
     talk = ["--path", tmp_path / "checkpoint_best.pt", "--cpu", "--user-dir", USER_DIR, "--input", tmp_path / "input"]
     assert len(hypotheses(tools("interactive", mt_data, *talk, "--beam", "2"))) == 6
-    hub = quest_fairseq.QuestTransformerModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(mt_data))
+    hub = TransformerModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(mt_data))
     assert isinstance(hub.translate("w1 w6 w11", beam=2), str)
 
 
 def test_hub_samples_from_a_language_model(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
     tools.train(lm_data, "--save-dir", tmp_path, updates=2)
-    hub = quest_fairseq.QuestTransformerLanguageModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(lm_data))
+    hub = TransformerLanguageModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(lm_data))
     assert hub.sample("w1 w6", beam=2, max_len_b=8).startswith("w1 w6")
     assert hub.score("w1 w6 w11")["positional_scores"].shape == (3,)
 
@@ -179,17 +180,6 @@ def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: P
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
-
-
-def test_every_preset_is_mirrored() -> None:
-    for stock in ("transformer_lm", "transformer"):
-        ours = ARCH_MODEL_INV_REGISTRY[f"quest_{stock}"]
-        assert ours == [f"quest_{preset}" for preset in ARCH_MODEL_INV_REGISTRY[stock]]
-    presets = {f"quest_transformer_lm_{name}" for name in ("wiki103", "gbw", "gpt", "big", "gpt2_small", "gpt2_big")}
-    assert presets <= set(ARCH_MODEL_INV_REGISTRY["quest_transformer_lm"])
-    stock, ours = (vars(options(f"{prefix}transformer_lm_wiki103")) for prefix in ("", "quest_"))
-    assert {key for key in ours if ours[key] != stock.get(key)} == {"arch"}
-    assert QuestTransformerLanguageModelConfig().attention == "quest"
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("small", 43_759_616), ("medium", 89_583_616)])
@@ -244,10 +234,6 @@ def test_refusals_say_why() -> None:
         build("quest_transformer_lm", "--attention", "linear", "--attention-dropout", "0.1")
     with pytest.raises(quest_core.UnsupportedError, match="'aft-full' counts the positions of queries"):
         build("quest_transformer", "--attention", "aft-full")
-    with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
-        build("quest_transformer_lm", "--attention", "qwest")
-    with pytest.raises(quest_core.ConfigError, match="did you mean 'standard'"):
-        build("quest_transformer_lm", "--attention-from", "standart")
 
 
 def test_learned_positions_are_as_many_as_the_model_has() -> None:

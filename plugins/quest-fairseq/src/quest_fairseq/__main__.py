@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from .averaging import main
 
-print(Path(__file__).parent)
+main()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quest_core import Cache
 from quest_core.config import AttentionConfig
-from quest_core.errors import InputError
+from quest_core.errors import InputError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, HostAttention
 from quest_core.ops import hides_the_future, merge_causal, one_mask
 from quest_core.projections import Separate
@@ -32,10 +32,19 @@ class Attention(HostAttention, MultiheadAttention):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        """Return what a module asks for: a decoder is causal, and its self-attention has a cache."""
+        """Return what a module asks for: a decoder is causal, and its self-attention has a cache.
+
+        Raises:
+            UnsupportedError: self-attention of a decoder that also sees the encoder's tokens.
+        """
         parent = model.get_submodule(path.rpartition(".")[0])
         decodes = path != "" and isinstance(parent, TransformerDecoderLayerBase)
         cross = host.encoder_decoder_attention  # in a decoder of any kind, LightConv's for example
+        if decodes and not (host.self_attention or cross):
+            raise UnsupportedError(
+                f"'{path}': cross_self_attention joins encoder and decoder tokens, and the attention of such a decoder "
+                "cannot be replaced; leave the option out"
+            )
         dropout = host.dropout_module.p > 0
         return Capabilities(causal=decodes or cross, cached=decodes and not cross, cross=cross, dropout=dropout)
 
@@ -48,7 +57,6 @@ class Attention(HostAttention, MultiheadAttention):
             (host.use_xformers, "xformers_att_config brings an attention of its own"),
             (host.bias_k is not None or host.add_zero_attn, "add_bias_kv and add_zero_attn are not supported"),
             (bool(noisy), "quant_noise hooks the projections, whose shapes and blocks belong to fairseq"),
-            (not (host.self_attention or cross), "cross_self_attention joins encoder and decoder tokens"),
         ):
             if there:
                 return f"{option}; leave the option out"
@@ -178,7 +186,7 @@ class Attention(HostAttention, MultiheadAttention):
         causal = ours is not None and hides_the_future(ours, only=True)
         seen = None  # [B, 1, 1 or S, S]
         if padding is not None:
-            seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=self.self_attention)
+            seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=not self.encoder_decoder_attention)
         return one_mask(None if causal else attn_mask, seen), causal
 
     def _with_weights(

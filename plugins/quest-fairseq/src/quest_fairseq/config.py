@@ -1,4 +1,4 @@
-"""The options of the models: `attention` and `attention_from`.
+"""The options of the models: `attention`, that of a part, `attention_from` and `allow_partial`.
 
 This file is without ``from __future__ import annotations`` because fairseq reads the types of a dataclass's fields as
 objects.
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairseq.dataclass import FairseqDataclass
-from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLConfig
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
-from quest_core.hosts.inject import Request
+
+PARTS = ("encoder", "decoder", "cross")
+"""Self-attention of an encoder, self-attention of a decoder, and a decoder's attention over the encoder's tokens."""
 
 
 @dataclass
@@ -26,17 +26,26 @@ class Options(FairseqDataclass):
     attention: Any = field(
         default="quest", metadata={"help": "a name (quest), a text ('quest+gqa(kv_heads=4)') or a mapping"}
     )
+    attention_encoder: Any = field(default=None, metadata={"help": "another of the encoder"})
+    attention_decoder: Any = field(default=None, metadata={"help": "another of the decoder's own tokens"})
+    attention_cross: Any = field(default=None, metadata={"help": "another of the decoder over the encoder's tokens"})
     attention_from: Any = field(default=None, metadata={"help": "what the loaded checkpoint was trained with"})
+    allow_partial: bool = field(
+        default=False, metadata={"help": "go on where other attention stays that no adapter knows"}
+    )
 
 
-@dataclass
-class QuestTransformerLanguageModelConfig(Options, TransformerLanguageModelConfig):
-    """fairseq's options of transformer_lm, and the attention."""
+OPTIONS = ("attention", *(f"attention_{part}" for part in PARTS), "attention_from")
 
 
-@dataclass
-class QuestTransformerXLConfig(Options, TransformerXLConfig):
-    """The options of transformer_xl in fairseq's examples, and the attention."""
+@dataclass(frozen=True)
+class Asked:
+    """What a model's options ask for: the attention of each part, those named by options of their own, the rest."""
+
+    of: dict[str, AttentionConfig]
+    named: tuple[str, ...]
+    trained: AttentionConfig | None
+    allow_partial: bool
 
 
 def parse(attention: Any) -> AttentionConfig:
@@ -48,24 +57,39 @@ def parse(attention: Any) -> AttentionConfig:
     return AttentionConfig.parse(OmegaConf.to_container(attention) if isinstance(attention, DictConfig) else attention)
 
 
-def read(options: Any) -> Request:
+def read(options: Any) -> Asked:
     """Return what a model's options say about attention.
 
     aft-full and aft-local learn as many positions as the model has, unless `max_length` is given.
 
     Raises:
-        ConfigError: unknown mechanism or option.
+        ConfigError: unknown mechanism or option, or one that compares layers where LayerDrop leaves some out.
     """
-    lengths = [getattr(options, f"max_{side}_positions", None) or 0 for side in ("source", "target")]
-    positions = max(lengths) or getattr(options, "tokens_per_sample", 1024)
+    names = ("max_source_positions", "max_target_positions", "max_positions")
+    lengths = [x for x in (getattr(options, name, None) for name in names) if isinstance(x, int)]
+    positions = max(lengths, default=0) or getattr(options, "tokens_per_sample", 1024)
 
     def sized(attention: Any) -> AttentionConfig:
         config = parse(attention)
         learns = any(option.name == "max_length" for part in config.components for option in part.options)
         return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
 
+    everywhere = sized(getattr(options, "attention", "quest"))
+    own = {part: getattr(options, f"attention_{part}", None) for part in PARTS}
+    named = tuple(part for part in PARTS if own[part] is not None)
+    of = {part: sized(own[part]) if part in named else everywhere for part in PARTS}
+    given = options if isinstance(options, DictConfig) else vars(options)
+    for name in [name for name in given if name.endswith("layerdrop") and (given[name] or 0) > 0]:
+        dropped = [of[part] for part in PARTS if part in name or name == "layerdrop"]
+        for config in dropped:
+            if any(component.chained for component in config.components):
+                raise ConfigError(
+                    f"attention '{config}' compares each layer with the one before it, and {name}={given[name]} leaves "
+                    f"layers out at random; set {name} to 0 (--{name.replace('_', '-')} 0), or choose another attention"
+                )
     trained = getattr(options, "attention_from", None)
-    return Request(sized(getattr(options, "attention", "quest")), None if trained is None else sized(trained))
+    partial = bool(getattr(options, "allow_partial", False))
+    return Asked(of, named, None if trained is None else sized(trained), partial)
 
 
 def share(total: int, processes: int, update_freq: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""quest_transformer_lm, quest_transformer and quest_transformer_xl: fairseq's models with `attention` as an option.
+"""quest_transformer_lm, quest_roberta, ...: each of fairseq's models with `attention` as an option.
 
 fairseq builds a model, then its attention is replaced. The random state is that of the stock model, so a seeded run
 with ``attention: standard`` repeats the stock one.
@@ -9,20 +9,31 @@ from __future__ import annotations
 import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import fairseq.examples.truncated_bptt.transformer_xl_model  # noqa: F401  registers transformer_xl
 from fairseq import models as host
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.examples.truncated_bptt.transformer_xl_model import TransformerXLLanguageModel
-from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel
 from hydra.core.config_store import ConfigStore
+from torch import nn
 
-from .config import Options, QuestTransformerLanguageModelConfig, QuestTransformerXLConfig, read
+from .config import Asked, Options, read
+
+PREFIX = "quest_"
 
 
 class WithAttention:
     """A fairseq model whose options name its attention."""
+
+    put: ClassVar[Callable[[Asked, nn.Module], None]]
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """Add fairseq's options and ours. A model with a dataclass has both in it."""
+        super().add_args(parser)  # type: ignore[misc]
+        if getattr(cls, "__dataclass", None) is None:
+            gen_parser_from_dataclass(parser, Options())
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
@@ -31,60 +42,45 @@ class WithAttention:
         Raises:
             ConfigError: unknown mechanism or option; raised before fairseq builds anything.
             UnsupportedError: fairseq cannot honour the mechanism.
-            InjectionError: the layers are sharded already.
+            InjectionError: the model has no attention that is known, or only a part of it is.
         """
-        request = read(args)
+        asked = read(args)
         model = super().build_model(args, task)  # type: ignore[misc]
-        request.apply(model, "fairseq")  # by name, because the adapter imports this file
+        cls.put(asked, model)
         return model
 
 
-class QuestTransformerLanguageModel(WithAttention, TransformerLanguageModel):
-    """A decoder without an encoder; the task language_modeling uses it."""
+def register(put: Callable[[Asked, nn.Module], None]) -> None:
+    """Register a model for each of fairseq's, and a preset for each of its presets, of the same name behind `PREFIX`.
 
-
-class QuestTransformerXLLanguageModel(WithAttention, TransformerXLLanguageModel):
-    """A decoder with a memory and relative positions, as the task truncated_bptt_lm needs it."""
-
-
-class QuestTransformerModel(WithAttention, TransformerModel):
-    """Encoder and decoder, for translation. The attention is that of the encoder, the decoder and between them."""
-
-    @classmethod
-    def add_args(cls, parser: ArgumentParser) -> None:
-        """See fairseq's."""
-        super().add_args(parser)
-        gen_parser_from_dataclass(parser, Options())
-
-
-MODELS: dict[str, tuple[type, type | None]] = {
-    "transformer_lm": (QuestTransformerLanguageModel, QuestTransformerLanguageModelConfig),
-    "transformer_xl": (QuestTransformerXLLanguageModel, QuestTransformerXLConfig),
-    "transformer": (QuestTransformerModel, None),
-}
-"""Name of the stock model -> ours and its options; None for options in fairseq's old manner."""
-
-
-def register() -> None:
-    """Register the models and, for each preset of the stock model, one of the same name behind ``quest_``."""
-    for stock, (model, options) in MODELS.items():
-        host.register_model(f"quest_{stock}", dataclass=options)(model)
-        for preset in host.ARCH_MODEL_INV_REGISTRY[stock]:
-            name, apply = f"quest_{preset}", functools.partial(_apply, host.ARCH_CONFIG_REGISTRY[preset])
+    Args:
+        put: puts what options ask for into a model.
+    """
+    for stock, kind in [*host.MODEL_REGISTRY.items()]:
+        if not kind.__module__.startswith(("fairseq.models.", "fairseq.examples.")):
+            continue  # of the user, or parallel in a way that needs other attention
+        ours = type(f"Quest{kind.__name__}", (WithAttention, kind), {"put": staticmethod(put), "__module__": __name__})
+        options = getattr(kind, "__dataclass", None)
+        if options is not None:
+            named = {"__module__": __name__, "__doc__": f"The options of {stock}, and the attention."}
+            options = dataclass(type(f"Quest{options.__name__}", (Options, options), named))
+        host.register_model(f"{PREFIX}{stock}", dataclass=options)(ours)
+        for preset in host.ARCH_MODEL_INV_REGISTRY.get(stock, ()):
+            name, apply = f"{PREFIX}{preset}", functools.partial(_apply, host.ARCH_CONFIG_REGISTRY[preset])
             if name not in host.ARCH_MODEL_REGISTRY:  # a model with a dataclass is its own first preset
-                host.register_model_architecture(f"quest_{stock}", name)(apply)
+                host.register_model_architecture(f"{PREFIX}{stock}", name)(apply)
             host.ARCH_CONFIG_REGISTRY[name] = apply
 
 
 def _apply(preset: Callable[[Any], None], options: Any) -> None:
-    """Apply a preset, which fairseq does while it reads the command line, after a check of the attention."""
-    read(options)
+    """Apply a preset, which fairseq does while it reads the command line, and check the attention."""
     preset(options)
+    read(options)
 
 
 def unregister() -> None:
     """Remove what `register` has registered."""
     registries = [value for name, value in vars(host).items() if name.endswith("_REGISTRY")]
     for registry in (*registries, ConfigStore.instance().repo["model"]):
-        for name in [name for name in registry if name.startswith("quest_")]:
+        for name in [name for name in registry if name.startswith(PREFIX)]:
             del registry[name]

@@ -20,9 +20,7 @@ from quest_core import AttentionMismatchWarning
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
-from .config import parse
-
-OPTIONS = ("attention", "attention_from")
+from .config import OPTIONS, parse
 
 
 def install(patches: Patches) -> None:

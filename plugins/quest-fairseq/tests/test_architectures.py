@@ -1,0 +1,156 @@
+"""`--attention` on every architecture of fairseq that has attention, by its command line and its own forward pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import USER_DIR, Tools, dictionary, options
+from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY, build_model
+from fairseq.tasks.hubert_pretraining import HubertPretrainingConfig
+from torch import Tensor
+
+import quest_core
+
+ENCODER = ["--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
+ENCODER += ["--encoder-attention-heads", "4"]
+DECODER = [part.replace("encoder", "decoder") for part in ENCODER]
+LAYERS = "[(16, 10, 5)] + [(16, 3, 2)]"
+KERNELS = ["--decoder-kernel-size-list", "[3,3]"]
+SPEECH = ["--conv-feature-layers", LAYERS, "--final-dim", "8", *ENCODER]
+TOKENS = torch.randint(4, 20, (2, 7), generator=torch.Generator().manual_seed(0))
+SOUND = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([7, 7])
+FRAMES = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+
+ARCHITECTURES: dict[str, tuple[list[str], tuple[Any, ...], int]] = {
+    "transformer_lm": (DECODER, (TOKENS,), 2),
+    "roberta": ([*ENCODER, "--max-positions", "32"], (TOKENS,), 2),
+    "bart_base": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
+    "transformer": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
+    "transformer_align": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
+    "lightconv": ([*ENCODER, *DECODER, "--encoder-kernel-size-list", "[3,3]", *KERNELS], (TOKENS, LENGTHS, TOKENS), 2),
+    "wav2vec2": (SPEECH, (SOUND, None, False), 2),
+    "hubert": (SPEECH, (SOUND, None, None, False, True), 2),
+    "s2t_transformer": (
+        [*ENCODER, *DECODER, "--conv-channels", "16"],
+        (FRAMES, torch.tensor([24, 20]), TOKENS),
+        6,
+    ),
+    "s2t_conformer": (
+        [*ENCODER, *DECODER, "--conv-channels", "16", "--attn-type", "None"],
+        (FRAMES, torch.tensor([24, 20]), TOKENS),
+        6,
+    ),
+}
+"""Model -> options, inputs, modules of attention."""
+
+
+def make(arch: str, *arguments: str) -> Any:
+    args = options(arch, *arguments)
+    vars(args).update(input_feat_per_channel=8, input_channels=1, required_seq_len_multiple=1, label_rate=50)
+    words = dictionary()
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words, dictionaries=[words])
+    task.cfg, task.dictionary = HubertPretrainingConfig(), words
+    torch.manual_seed(0)
+    return build_model(args, task).eval()
+
+
+def call(model: Any, inputs: tuple[Any, ...]) -> Tensor:
+    with torch.no_grad():
+        torch.manual_seed(1)
+        out = model(*inputs)
+    out = out[0] if isinstance(out, tuple) else next(x for x in out.values() if isinstance(x, Tensor) and x.dim() > 2)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_attention_on_the_command_line_of_every_architecture(name: str) -> None:
+    arguments, inputs, sites = ARCHITECTURES[name]
+    stock, standard, quest = (
+        make(f"{prefix}{name}", *arguments, *extra)
+        for prefix, extra in (("", []), ("quest_", ["--attention", "standard"]), ("quest_", []))
+    )
+    assert len(quest.attention_report.replacements) == sites
+    want = call(stock, inputs)
+    torch.testing.assert_close(call(standard, inputs), want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(call(quest, inputs), want, atol=1e-5)
+    with pytest.raises((RuntimeError, quest_core.CheckpointError), match="attention_is_not_standard"):
+        stock.load_state_dict(quest.state_dict())
+
+
+def test_every_model_and_preset_of_fairseq_has_a_twin() -> None:
+    for stock, kind in MODEL_REGISTRY.items():
+        if kind.__module__.startswith("fairseq.models."):
+            ours = ARCH_MODEL_INV_REGISTRY.get(f"quest_{stock}", [])
+            assert ours == [f"quest_{preset}" for preset in ARCH_MODEL_INV_REGISTRY.get(stock, [])]
+    assert "quest_roberta_large" in ARCH_MODEL_INV_REGISTRY["quest_roberta"]
+    stock, ours = (vars(options(f"{prefix}transformer_lm_wiki103")) for prefix in ("", "quest_"))
+    assert {key for key in ours if ours[key] != stock.get(key)} == {"arch"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "task"),
+    [
+        ("roberta_base", "masked_lm --sample-break-mode eos --criterion masked_lm --tokens-per-sample 24"),
+        ("bart_base", "denoising --mask 0.3 --mask-length span-poisson --replace-length 1 --tokens-per-sample 24"),
+    ],
+)
+def test_masked_and_denoising_language_models_train(
+    arch: str, task: str, tools: Tools, lm_data: Path, tmp_path: Path
+) -> None:
+    shape = [*ENCODER, *DECODER] if "bart" in arch else ENCODER
+    given = [
+        lm_data,
+        "--user-dir",
+        USER_DIR,
+        "--arch",
+        f"quest_{arch}",
+        "--attention",
+        "quest",
+        "--task",
+        *task.split(),
+    ]
+    given += ["--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--max-update", "3", "--cpu", *shape]
+    given += ["--required-batch-size-multiple", "1"]
+    log = tools("train", *given, "--num-workers", "0", "--log-format", "simple", "--save-dir", tmp_path)
+    assert re.search(r"attention=quest in \d modules", log)
+    assert re.search(r"num_updates=3|num_updates 3|@ 3 updates", log)
+
+
+# --- an attention for each part -------------------------------------------------------------------------------------
+
+
+def parts(model: Any) -> dict[str, str]:
+    """Attention of each part."""
+    paths = {
+        "encoder": "encoder.layers.1.self_attn",
+        "decoder": "decoder.layers.1.self_attn",
+        "cross": "decoder.layers.1.encoder_attn",
+    }
+    return {part: str(model.get_submodule(path).mechanism.config) for part, path in paths.items()}
+
+
+def test_each_part_takes_an_attention_of_its_own() -> None:
+    mt = [*ENCODER, *DECODER]
+    model = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
+    assert parts(model) == {"encoder": "sinkhorn", "decoder": "quest", "cross": "quest+gqa(ratio=2)"}
+    report = model.attention_report
+    assert report.attention == "encoder: sinkhorn; decoder: quest; cross: quest+gqa(ratio=2)"
+    assert [len(report.replacements), report.left_alone] == [6, ()]
+    assert call(model, (TOKENS, LENGTHS, TOKENS)).isfinite().all()
+    twin = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
+    twin.load_state_dict(model.state_dict())
+    other = make("quest_transformer", *mt, "--attention-encoder", "quest", "--attention-cross", "quest+gqa(ratio=2)")
+    with pytest.raises(quest_core.CheckpointError, match="sinkhorn"):
+        other.load_state_dict(model.state_dict())
+    stock = make("transformer", *mt)
+    model = make("quest_transformer", *mt, "--attention", "elliptical", "--attention-encoder", "standard")
+    assert parts(model) == {"encoder": "standard", "decoder": "elliptical", "cross": "elliptical"}
+    encoded = [one.encoder(TOKENS, LENGTHS)["encoder_out"][0] for one in (model, stock)]
+    torch.testing.assert_close(*encoded, rtol=1e-5, atol=1e-5)
