@@ -117,7 +117,7 @@ class Asked:
         attention = options.get("attention")
         if not isinstance(attention, Mapping):
             request = Request.read(options, where, others)
-            return request and cls({"": request})
+            return None if request is None else cls({"": request})
         given = dict(attention)
         batches, parts, stages = given.pop("calibrate", 0), {"": given}, given.get("stages")
         if given.keys() <= {"enc", "dec"} and given:

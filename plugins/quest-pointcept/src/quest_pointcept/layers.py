@@ -52,7 +52,7 @@ class SerializedAttention(HostAttention):
         return {**heads, "standard_scale": host.scale}
 
     @classmethod
-    def half(cls, host: Any) -> torch.dtype:
+    def flash_type(cls, host: Any) -> torch.dtype:
         """Return the type in which a module calls flash-attn, if it does; Pointcept's newest says it."""
         return getattr(host, "flash_dtype", None) or torch.bfloat16
 
@@ -87,7 +87,7 @@ class SerializedAttention(HostAttention):
         made.patch_size = getattr(made, "patch_size_max", made.patch_size)
         made.upcast = any(getattr(made, name, False) for name in ("upcast_attention", "upcast_attn"))
         made.rpe, made.rope = getattr(made, "rpe", None), getattr(made, "rope", None)
-        made.flash_dtype = cls.half(host) if any(getattr(made, name, False) for name in FLASH) else None
+        made.flash_dtype = cls.flash_type(host) if any(getattr(made, name, False) for name in FLASH) else None
         # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
         # to the smallest cloud of the batch.
         ordered = hasattr(made, "enable_flash") and any("order" in part.reads for part in config.components)
@@ -227,7 +227,7 @@ class LiteAttention(PointAttention):
     """For LitePT's PointROPEAttention, which always calls flash-attn, and turns q and k by grid coordinates."""
 
     @classmethod
-    def half(cls, host: Any) -> torch.dtype:
+    def flash_type(cls, host: Any) -> torch.dtype:
         """Return float16."""
         return torch.float16
 
@@ -235,7 +235,7 @@ class LiteAttention(PointAttention):
     def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
         """Return the draft of a replacement; see `HostAttention.adopt`."""
         made = super().adopt(host, config, **sizes)
-        made.flash_dtype, made.packed = cls.half(host), True
+        made.flash_dtype, made.packed = cls.flash_type(host), True
         return made
 
     def positions(self, point: Any) -> Tensor:
@@ -253,7 +253,7 @@ class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
 
     @classmethod
-    def half(cls, host: Any) -> torch.dtype:
+    def flash_type(cls, host: Any) -> torch.dtype:
         """Return float16, or bfloat16 with rotary positions."""
         return torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
 
