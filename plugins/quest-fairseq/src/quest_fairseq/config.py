@@ -33,6 +33,9 @@ class Options(FairseqDataclass):
     allow_partial: bool = field(
         default=False, metadata={"help": "go on where other attention stays that no adapter knows"}
     )
+    watch_attention: int = field(
+        default=0, metadata={"help": "log the largest logit and the entropy of every n-th update (0: of none)"}
+    )
 
 
 OPTIONS = ("attention", *(f"attention_{part}" for part in PARTS), "attention_from")

@@ -21,6 +21,7 @@ from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
 from .config import OPTIONS, parse
+from .watching import train_and_watch
 
 
 def install(patches: Patches) -> None:
@@ -29,6 +30,7 @@ def install(patches: Patches) -> None:
     patches.around(models, "build_model", _refuse_unread)
     patches.around(checkpoint_utils, "load_checkpoint_to_cpu", _reach_the_model)
     patches.around(Trainer, "load_checkpoint", _resume_the_same)
+    patches.around(Trainer, "train_step", train_and_watch)
     patches.put(distributed_utils, "_broadcast_object_slow", _broadcast_structure)
     # PyTorch 2.6 and later read only known classes; fairseq stores the options of quest_transformer as a Namespace.
     allowed = getattr(torch.serialization, "safe_globals", nullcontext)([argparse.Namespace])

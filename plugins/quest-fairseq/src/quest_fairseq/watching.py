@@ -1,0 +1,32 @@
+"""What Watch measures, in fairseq's log, for the option `--watch-attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+
+from quest_core import Watch
+
+WATCH = "quest_watch"
+"""The attribute of a Trainer that holds its Watch."""
+
+
+def train_and_watch(stock: Callable[..., Any], self: Trainer, *arguments: Any, **options: Any) -> Any:
+    """Make an update, and log the largest logit and the mean entropy of all layers if it was measured.
+
+    ``trainer.quest_watch.history`` holds every layer and head.
+    """
+    every = getattr(self.cfg.model, "watch_attention", 0)
+    if not every:
+        return stock(self, *arguments, **options)
+    if WATCH not in vars(self):
+        setattr(self, WATCH, Watch(self.get_model(), every=every))
+    out = stock(self, *arguments, **options)
+    values = getattr(self, WATCH).step()
+    for name in ("max_logit", "entropy"):
+        if (value := values.get(f"attention/{name}")) is not None:
+            metrics.log_scalar(name, value, priority=1000, round=3)
+    return out
