@@ -71,7 +71,6 @@ class AdapterConformance(ABC):
     def __init_subclass__(cls) -> None:
         """Drop the tests that say nothing about this host, so that none is skipped."""
         super().__init_subclass__()
-        cls._checkpoints = {}
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
@@ -83,7 +82,6 @@ class AdapterConformance(ABC):
             if not applies:
                 setattr(cls, test, None)
 
-    _checkpoints: ClassVar[dict[str, bytes]]
     adapter: ClassVar[Adapter]
     sites: ClassVar[int]
     mechanisms: ClassVar[tuple[str, ...]] = (
@@ -164,12 +162,6 @@ class AdapterConformance(ABC):
         assert getattr(model, REPORT) == report
         assert report.attention == "quest"
 
-    def test_random_state_is_left_as_it_was(self) -> None:
-        model = self.stock()
-        state = torch.get_rng_state()
-        quest_core.inject(model, "qknorm", adapter=self.adapter)
-        assert torch.equal(torch.get_rng_state(), state)
-
     def test_a_replaced_module_is_a_site_again(self) -> None:
         model = self.injected("quest")
         model, report = quest_core.inject(model, "standard", adapter=self.adapter)
@@ -224,22 +216,6 @@ class AdapterConformance(ABC):
             assert (parameter.grad is None) == (theirs[name].grad is None), name
             if parameter.grad is not None:
                 self.assert_close(parameter.grad, theirs[name].grad)  # type: ignore[arg-type]
-
-    def test_standard_trains_like_the_host(self) -> None:
-        losses = []
-        for model in (self.stock(), self.injected("standard")):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            torch.manual_seed(3)
-            run = []
-            for _ in range(4):
-                loss = _loss(self.run(model, self.inputs()))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.append(loss.item())
-            losses.append(run)
-        assert losses[1] == pytest.approx(losses[0], rel=10 * self.tolerance)
-        assert losses[0][0] != losses[0][-1]
 
     # --- other mechanisms ------------------------------------------------------------------------------------------
 
@@ -344,33 +320,24 @@ class AdapterConformance(ABC):
     @pytest.mark.parametrize("model", CHECKPOINTS)
     def test_no_checkpoint_loads_silently_into_another_attention(self, model: str) -> None:
         """As loaders do that copy a state dict into a plain mapping, through a file of tensors."""
-        names = {"gqa": self.grouped(), "stock": None}
-        possible = [name for name in CHECKPOINTS if name != "gqa" or names["gqa"]]  # of hosts with fewer key heads
-        if model not in possible:
-            return
-        built = names.get(model, model)
-        target = self.stock(seed=6) if built is None else self.injected(built, seed=6)
-        for checkpoint in possible:
-            self._load(
-                copy.deepcopy(target), model, checkpoint, self._stored(checkpoint, names.get(checkpoint, checkpoint))
-            )
+        names: dict[str, str | None] = {name: name for name in CHECKPOINTS} | {"stock": None, "gqa": self.grouped()}
+        possible = [name for name in CHECKPOINTS if name == "stock" or names[name]]  # without gqa in some hosts
 
-    @classmethod
-    def _stored(cls, checkpoint: str, attention: str | None) -> dict[str, Tensor]:
-        """The state dict of a model, from a file; made once."""
-        if checkpoint not in cls._checkpoints:
-            self = cls()
-            source = self.stock(seed=5) if attention is None else self.injected(attention, seed=5)
+        def build(name: str, seed: int) -> nn.Module:
+            attention = names[name]
+            return self.stock(seed) if attention is None else self.injected(attention, seed)
+
+        for checkpoint in possible if model in possible else ():
             stored = io.BytesIO()
-            torch.save(dict(source.state_dict()), stored)
-            cls._checkpoints[checkpoint] = stored.getvalue()
-        return torch.load(io.BytesIO(cls._checkpoints[checkpoint]), weights_only=True)  # type: ignore[no-any-return]
+            torch.save(dict(build(checkpoint, 5).state_dict()), stored)
+            stored.seek(0)
+            self._load(build(model, 6), model, checkpoint, torch.load(stored, weights_only=True))
 
     def _load(self, target: nn.Module, model: str, checkpoint: str, state: dict[str, Tensor]) -> None:
         plain, same = ("stock", "standard"), checkpoint == model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if same or (checkpoint in plain and model in plain) or checkpoint in plain:
+            if same or checkpoint in plain:
                 target.load_state_dict(state, strict=True)
             elif model == "stock":
                 with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
@@ -474,14 +441,6 @@ class AdapterConformance(ABC):
         torch._dynamo.reset()
 
     # --- refusals --------------------------------------------------------------------------------------------------
-
-    def test_a_model_of_another_kind_has_no_site(self) -> None:
-        with pytest.raises(quest_core.InjectionError, match="has no attention"):
-            quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", adapter=self.adapter)
-
-    def test_misspelt_mechanisms_are_named(self) -> None:
-        with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
-            quest_core.inject(self.stock(), "quset", adapter=self.adapter)
 
     def test_what_the_host_cannot_honour_is_refused_by_name(self) -> None:
         for attention in self.refused:
