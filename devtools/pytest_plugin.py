@@ -3,8 +3,6 @@
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
   to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old.
 - A test that the installed PyTorch is too old for is skipped: see `versions`.
-- If pytest-timeout stops a test, the processes that the test started are aborted first. Python processes then print
-  their stacks, which the test can still show.
 - A test that works for more than LIMIT_S without the mark `slow` is named at the end. The time is that of the
   processor, of the test and of the processes that it waited for, which a busy machine changes less than the clock.
   With ``QUEST_TIMED=2`` it fails the run if it works for more than twice LIMIT_S.
@@ -12,22 +10,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import time
 from collections.abc import Generator
-from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
 from devtools import versions
 
 NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
-ABORTED = pytest.StashKey[list[int]]()  # the processes of a test that ran out of time
-ABORT_S = 10  # for aborted processes to print their stacks, and for the test to show them
 LIMIT_S = 5.0
 START = pytest.StashKey[float]()
 OVER = pytest.StashKey[dict[str, float]]()
@@ -36,7 +27,6 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # for the processes that tests start
     config.stash[OVER] = {}
     config.pluginmanager.register(_Collector(config.stash[OVER]))
 
@@ -68,11 +58,7 @@ def pytest_runtest_makereport(
     why = versions.lacks(call.excinfo.value) if call.excinfo is not None and report.outcome == "failed" else None
     if why is not None:
         report.outcome, report.longrepr = "skipped", (str(item.path), item.reportinfo()[1] or 0, f"Skipped: {why}")
-    report = _examine(report)
-    if ABORTED in item.stash and report.when == "call" and report.outcome == "passed":
-        report.outcome = "failed"
-        report.longrepr = f"ran out of time: it passed only after its processes {item.stash[ABORTED]} were aborted"
-    return report
+    return _examine(report)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -116,43 +102,3 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     limit = LIMIT_S * float(os.environ.get("QUEST_TIMED") or "inf")
     if exitstatus == 0 and any(seconds > limit for seconds in session.config.stash[OVER].values()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-# --- time limits ----------------------------------------------------------------------------------------------------
-
-
-@pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
-    """Abort the processes of a test that runs out of time, and let pytest-timeout fail the test ABORT_S later."""
-    done = yield
-    if settings.method == "signal" and hasattr(time, "CLOCK_BOOTTIME"):  # a Linux
-        fail = signal.getsignal(signal.SIGALRM)
-        start = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-        def abort(number: int, frame: FrameType | None) -> None:
-            if ABORTED in item.stash or not (processes := _descendants(start)):
-                fail(number, frame)  # type: ignore[operator, misc]
-                return
-            item.stash[ABORTED] = processes
-            for pid in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGABRT)
-            signal.setitimer(signal.ITIMER_REAL, ABORT_S)
-
-        signal.signal(signal.SIGALRM, abort)
-    return done
-
-
-def _descendants(since: int) -> list[int]:
-    """The processes that this one and its children started at `since` or later, in clock ticks since boot."""
-    parent, started = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = path.read_text().rpartition(")")[2].split()
-            pid = int(path.parent.name)
-            parent[pid], started[pid] = int(fields[1]), int(fields[19])
-    found, generation = [], {os.getpid()}
-    while generation:
-        generation = {pid for pid in parent if parent[pid] in generation}
-        found += [pid for pid in generation if started[pid] >= since]
-    return found

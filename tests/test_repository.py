@@ -437,30 +437,6 @@ def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
     assert "QUEST_TEST_SEED is 'seven'" in run_pytest(tmp_path, QUEST_TEST_SEED="seven").stderr
 
 
-SLOW = """
-import subprocess, sys, time
-CHILD = [sys.executable, "-c", "def waits(): import time; time.sleep(60)\\nwaits()"]
-def test_waiting(): time.sleep(60)
-def test_child():
-    done = subprocess.run(CHILD, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-def test_careless(): subprocess.run(CHILD)
-def test_quick(): pass
-"""
-
-
-@pytest.mark.slow
-def test_a_test_that_never_ends_fails_with_stacks(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(SLOW)
-    start = time.monotonic()
-    shown = run_pytest(tmp_path, "-o", "timeout=3").stdout
-    assert time.monotonic() - start < 50
-    assert "3 failed, 1 passed" in shown
-    assert "Timeout (>3.0s)" in shown
-    assert re.search(r'Fatal Python error: Aborted.*File "<string>", line 1 in waits', shown, re.DOTALL), shown
-    assert "it passed only after its processes" in shown
-
-
 BUSY = """
 import subprocess, sys, time, pytest
 WORK = "import time\\nwhile time.process_time() < {}: pass"
