@@ -118,7 +118,7 @@ def is_eager() -> bool:
     return not (is_compiling() or is_tracing() or _is_torch_func_active() or forward_ad._current_level >= 0)
 
 
-def bare(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def callables(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the `forward` of two modules, or the modules themselves if a hook or a recorder needs the call.
 
     nn.Module.__call__ takes a microsecond to find out that it has nothing to do.
@@ -143,16 +143,29 @@ def bare(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return (one, other) if watched else (one.forward, other.forward)
 
 
-def kept_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def fx_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a node that calls `module` if torch.fx.symbolic_trace runs this code, else None.
 
     The checks of a module branch on shapes and types, which a symbolic trace has not.
     """
+    if nn.Module.__call__ is _CALL:
+        return None
     proxy = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
     if proxy is None:
         return None
     tracer: Any = proxy.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+
+
+class FxLeaf(nn.Module):
+    """A module that torch.fx.symbolic_trace records as one call, with any tracer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, in as many Python calls as nn.Module makes."""
+        if nn.Module.__call__ is _CALL and self._compiled_call_impl is None:
+            return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        node = fx_node(self, args, kwargs)
+        return super().__call__(*args, **kwargs) if node is None else node
 
 
 # How many of FakeTensorMode, make_fx's and the like are active.
@@ -244,7 +257,7 @@ def _refusal(name: str) -> Tensor:
 _FLEX = "torch.nn.attention.flex_attention"
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def force_eager() -> AbstractContextManager[Any]:
     """Let compiled functions run as they are written; flex_attention compiles itself."""
     compiles = {"torch._dynamo", _FLEX} & sys.modules.keys()  # else nothing is compiled
     return torch.compiler.set_stance("force_eager") if compiles and VERSION >= (2, 6) else nullcontext()

@@ -16,7 +16,7 @@ from .cache import Cache
 from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
-    bare,
+    callables,
     constant_result,
     is_exporting_graph,
     is_one_in_example,
@@ -116,7 +116,8 @@ class Mechanism(CheckpointGuard):
         self.takes_unit_keys = self.unit_keys and not any(part.reads for part in parts if part.axis != "normalizer")
         grouping = None if self.family is not None else self.grouping
         self._chooses = grouping is not None and grouping.chooses
-        self._shares = grouping is not None and grouping.shares
+        shared = any(part.reshapes for part in parts) if dims is None else dims.kv_heads < dims.num_heads
+        self._shares = grouping is not None and not self._chooses and shared
         self._perturbs = grouping is not None and grouping.needs_weights
         self._learns = any(part.learnable for part in parts)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in parts if not part.causal]
@@ -158,7 +159,7 @@ class Mechanism(CheckpointGuard):
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         parts = self._modules
-        score, normalizer = bare(parts["score"], parts["normalizer"])
+        score, normalizer = callables(parts["score"], parts["normalizer"])
         head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups
         q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
         if head is not None:
@@ -529,21 +530,21 @@ def attention(
         InputError: wrong shapes, types or mask.
         UnsupportedError: as in `Mechanism.forward`.
     """
-    return stateless(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    return shared_mechanism(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
-def stateless(attention: AttentionSpec) -> Mechanism:
+def shared_mechanism(attention: AttentionSpec) -> Mechanism:
     """Return the mechanism that `attention` names, in evaluation, shared by all callers.
 
     Raises:
         ConfigError: it has parameters or a state.
     """
-    given = attention if type(attention) is str else _taken_apart(attention)
+    given = attention if type(attention) is str else _items(attention)
     return getattr(_STATELESS, _place(given))  # type: ignore[no-any-return]
 
 
 _STATELESS = SimpleNamespace()
-"""The latest `MOST` mechanisms of `stateless`, each an attribute that is named by its text in hexadecimal.
+"""The latest `MOST` mechanisms of `shared_mechanism`, each an attribute that is named by its text in hexadecimal.
 
 torch.compile guards the attributes that it reads. It would trace into a cache, and no module is a constant in a graph.
 """
@@ -552,7 +553,7 @@ _attribute = functools.lru_cache(MOST)(lambda text: f"_{text.encode().hex()}")
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _taken_apart(attention: AttentionSpec) -> Any:
+def _items(attention: AttentionSpec) -> Any:
     """Return `attention` with a mapping as a tuple, whose contents torch.compile compares with those of each call."""
     return tuple(attention.items()) if isinstance(attention, Mapping) else attention
 

@@ -36,10 +36,16 @@ def unit(x: Tensor) -> Tensor:
 def _divide(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x / ‖x‖₂ [..., D], and ‖x‖₂ [..., 1] in float32 or float64: infinity for a zero vector."""
     dtype, least = (torch.float64, 1e-154) if x.dtype == torch.float64 else (torch.float32, 1e-19)
-    norm: Tensor = torch.linalg.vector_norm(x, 2, -1, True, dtype=dtype)
+    # Half types are converted once: a CPU converts them several times slower inside another operation.
+    wide = x if x.dtype == dtype or not x.is_cpu else x.to(dtype)
+    norm: Tensor = torch.linalg.vector_norm(wide, 2, -1, True, dtype=dtype)
     # One operation, whose derivative is 0 where it replaces the norm; torch.onnx.export(dynamo=False) lacks it.
     norm = norm.masked_fill(norm <= least, math.inf) if is_tracing() else torch.threshold(norm, least, math.inf)
-    return (x / norm if x.dtype == dtype else (x / norm).to(x.dtype)), norm
+    if x.dtype == dtype:
+        return x / norm, norm
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    out = wide / norm if wide is x or recorded or not is_eager() else wide.div_(norm)
+    return out.to(x.dtype), norm
 
 
 class _Unit(torch.autograd.Function):
@@ -234,7 +240,7 @@ def block_rows(n: int, weights: int) -> int | None:
     return max(BLOCK_ROWS, BLOCK_WEIGHTS // weights)
 
 
-def recomputed(formula: Callable[..., Tensor], *tensors: Tensor | None, random: bool = False) -> Tensor:
+def recompute(formula: Callable[..., Tensor], *tensors: Tensor | None, random: bool = False) -> Tensor:
     """Return formula(*tensors), of which the backward pass finds nothing kept; `random` repeats its random numbers."""
     out: Tensor = checkpoint(formula, *tensors, use_reentrant=False, preserve_rng_state=random)
     return out
@@ -271,5 +277,5 @@ def in_blocks(
         stop += rows.shape[2]
         seen = slice(max(stop + m - n, 0) if is_causal else m)
         part = part if part is None or part.shape[-1] == 1 else part[..., seen]
-        found.append(recomputed(narrow, rows, k[:, :, seen], v[:, :, seen], part, random=random))
+        found.append(recompute(narrow, rows, k[:, :, seen], v[:, :, seen], part, random=random))
     return torch.cat(found, 2)

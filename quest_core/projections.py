@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import compare_layers
-from .compat import kept_whole, wider
+from .compat import FxLeaf, wider
 from .config import AttentionConfig
 from .drafts import assign, draft, is_draft
 from .errors import InputError, UnsupportedError
@@ -98,10 +98,10 @@ class Projections:
             InputError: a parameter has another number of rows than `sizes` says.
         """
         found = {}
-        for name, roles, value in self._held(module, role):
+        for name, roles, value in self._find(module, role):
             wanted, start = sizes.rows(roles), sizes.rows(roles[: roles.index(role)])
             if not _has_rows(value, wanted):
-                raise InputError(f"'{name}' is {_described(value)}; {sizes} needs {wanted} rows")
+                raise InputError(f"'{name}' is {_describe(value)}; {sizes} needs {wanted} rows")
             for key, parameter in _parameters(module, name, value).items():
                 found[key] = _by_rows(parameter.detach(), wanted).narrow(0, start, sizes.rows(role))
         return found
@@ -142,13 +142,13 @@ class Projections:
             InputError: the projections were reduced to other sizes before.
             UnsupportedError: no name holds a role, or a weight is computed from other parameters.
         """
-        held = self._held(module, "kv")
+        held = self._find(module, "kv")
         if all(_has_rows(value, sizes.rows(roles)) for _, roles, value in held):
             return
         for name, roles, value in held:
             if not _has_rows(value, sizes.full.rows(roles)):
                 raise InputError(
-                    f"'{name}' of this {type(module).__name__} is {_described(value)}, but {sizes.num_heads} heads "
+                    f"'{name}' of this {type(module).__name__} is {_describe(value)}, but {sizes.num_heads} heads "
                     f"have {sizes.full.rows(roles)} rows: its keys and values were reduced already. Build the model "
                     "again to choose another attention"
                 )
@@ -158,7 +158,7 @@ class Projections:
         for (name, roles, value), parameters in zip(larger, found, strict=True):
             owner: Any = module if isinstance(value, Tensor) else draft(value)
             for key, old in parameters.items():
-                smaller = _reduced(old.detach(), roles, sizes, fresh=fresh)
+                smaller = _reduce(old.detach(), roles, sizes, fresh=fresh)
                 owner._parameters[key.rpartition(".")[2]] = nn.Parameter(smaller, old.requires_grad)
             if owner is not module:
                 owner.out_features = sizes.rows(roles)
@@ -179,11 +179,11 @@ class Projections:
             for key, own in owned.items():
                 given, rows = state_dict.get(prefix + key), sizes.full.rows(roles)
                 if isinstance(own, Tensor) and isinstance(given, Tensor) and rows in (*given.shape[:1], given.numel()):
-                    pooled = _reduced(given, roles, sizes, fresh=False)
+                    pooled = _reduce(given, roles, sizes, fresh=False)
                     if own.shape == pooled.shape != given.shape:
                         state_dict[prefix + key] = pooled
 
-    def _held(self, module: nn.Module, roles: str) -> list[tuple[str, str, nn.Module | Tensor]]:
+    def _find(self, module: nn.Module, roles: str) -> list[tuple[str, str, nn.Module | Tensor]]:
         """Return the entries with any of `roles` that `module` has, each with its Linear or parameter."""
         found = ((name, own, getattr(module, name, None)) for name, own in self.entries if set(own) & set(roles))
         held = [(name, own, value) for name, own, value in found if isinstance(value, nn.Module | Tensor)]
@@ -211,7 +211,7 @@ class Separate(Projections):
         super().__init__(tuple((name, role) for name, role in ((q, "q"), (k, "k"), (v, "v")) if name is not None))
 
 
-class Projected(nn.Module):
+class Projected(FxLeaf):
     """A module with projections of described layout; a checkpoint with all heads of the host is pooled on load."""
 
     projections: ClassVar[Projections]
@@ -226,11 +226,6 @@ class Projected(nn.Module):
     def kv_heads(self) -> int:
         """Key/value heads G."""
         return self.head_sizes.kv_heads
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; torch.fx.symbolic_trace records the call of the module instead."""
-        whole = kept_whole(self, *args, **kwargs)
-        return super().__call__(*args, **kwargs) if whole is None else whole
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         compare_layers(self, state_dict, prefix, *arguments)  # before this layer's own weights are copied
@@ -294,7 +289,7 @@ def _has_rows(value: nn.Module | Tensor, rows: int) -> bool:
     return rows == (len(getattr(value, "weight", ())) if width is None else width)
 
 
-def _described(value: nn.Module | Tensor) -> str:
+def _describe(value: nn.Module | Tensor) -> str:
     return f"a parameter of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {value}"
 
 
@@ -303,7 +298,7 @@ def _by_rows(tensor: Tensor, rows: int) -> Tensor:
     return tensor if tensor.shape[0] == rows else tensor.view(rows)
 
 
-def _reduced(full: Tensor, roles: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
+def _reduce(full: Tensor, roles: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
     """Return the rows that `sizes` needs, made from those of `sizes.full`."""
     by_rows, parts = _by_rows(full, sizes.full.rows(roles)), []
     for role, rows in zip(roles, by_rows.split([sizes.full.rows(r) for r in roles]), strict=True):

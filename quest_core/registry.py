@@ -128,7 +128,7 @@ class Component(nn.Module):
     unit_keys: ClassVar[bool] = False
     """Score: prepares keys as k/‖k‖, so that a host's cache may hold those."""
     chained: ClassVar[bool] = False
-    """Score: reads values of the previous attention layer, through the methods `follow` and `arranged` of
+    """Score: reads values of the previous attention layer, through the methods `follow` and `token_order` of
     :class:`quest_core.mechanisms.elliptical.Elliptical`."""
     key_features: ClassVar[int | None] = None
     """Family: features of a key head, if they differ from the query's."""
@@ -216,7 +216,7 @@ class Package:
 
 
 @functools.cache
-def installed() -> tuple[Package, ...]:
+def packages() -> tuple[Package, ...]:
     """Import every installed package with mechanisms, once; a package that raises is a record with its cause."""
     found = []
     for point in sorted(entry_points(group="quest.attention"), key=lambda point: (point.name, point.value)):
@@ -231,14 +231,14 @@ def installed() -> tuple[Package, ...]:
 
 def mechanisms() -> Mapping[str, type[Component]]:
     """Return every mechanism by name: those of quest_core, registered ones and those of installed packages."""
-    installed()
+    packages()
     return _mechanisms
 
 
 def find(name: str) -> type[Component]:
     """Return the mechanism of a name; ConfigError with the nearest names and the packages that cannot be used."""
     if name not in _mechanisms and name not in mechanisms():
-        broken = [f"; not usable: {package}" for package in installed() if package.problem]
+        broken = [f"; not usable: {package}" for package in packages() if package.problem]
         raise ConfigError(f"attention: '{name}' is not a mechanism; {one_of(name, _mechanisms)}{''.join(broken)}")
     return _mechanisms[name]
 
@@ -246,7 +246,7 @@ def find(name: str) -> type[Component]:
 def owner(mechanism: type[Component]) -> str:
     """Return "quest-core", or the distribution of a mechanism and its version: "quest-power 0.1.0", "notebook ?"."""
     module = mechanism.__module__.partition(".")[0]
-    owners = {package.module.partition(".")[0]: package.owner for package in installed()}
+    owners = {package.module.partition(".")[0]: package.owner for package in packages()}
     return "quest-core" if module == "quest_core" else owners.get(module, f"{module} ?")
 
 
@@ -264,4 +264,4 @@ def temporary() -> Iterator[None]:
     finally:
         _mechanisms.clear()
         _mechanisms.update(before)
-        installed.cache_clear()
+        packages.cache_clear()

@@ -611,14 +611,27 @@ def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.Monkey
 
 def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    real = aft_conv._convolved
-    monkeypatch.setattr(aft_conv, "_convolved", lambda k, *more: taken.append(k.shape[2]) or real(k, *more))
+    real = aft_conv._convolve
+    monkeypatch.setattr(aft_conv, "_convolve", lambda k, *more: taken.append(k.shape[2]) or real(k, *more))
     monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2 * 25**2)
     made = build("aft-conv(window=5)", 2, 16, spread=0.3)
     for side in (3, 12):
         q, k, v = tensors("aft-conv", 1, 2, side**2, side**2, 16)
         torch.testing.assert_close(made(q, k, v), truth(made, q, k, v, grid=(side, side)))
     assert taken == [144]
+
+
+@pytest.mark.parametrize(("grid", "prefix"), [((7,), 0), ((3, 4), 2), ((2, 3, 2), 1)])
+def test_the_convolution_is_the_plain_average(grid: tuple[int, ...], prefix: int) -> None:
+    tokens, size = math.prod(grid) + prefix, 3
+    k, v = torch.randn(2, 3, tokens).double(), torch.randn(2, 3, tokens, 5).double()
+    w = torch.randn(3, *[size] * len(grid)).double() / 4
+    place = aft_conv._places([*grid], prefix, size, k.device)
+    table = torch.nn.functional.pad(w.flatten(1), (0, 1))
+    plain = aft_conv._average(k, v, table, aft_conv._bins(place, place, size))
+    logits = k[:, :, None] + table[:, aft_conv._bins(place, place, size)]
+    torch.testing.assert_close(plain, logits.softmax(-1) @ v)
+    torch.testing.assert_close(aft_conv._convolve(k, v, w, [*grid], prefix), plain)
 
 
 def test_crops_of_several_shapes_share_one_layer() -> None:

@@ -121,7 +121,7 @@ def test_tokens_in_another_order_are_compared_with_themselves() -> None:
     quest_core.Mechanism("elliptical", num_heads=4, head_dim=4).score.follow(second.score)  # type: ignore[operator]
     first(q, k, before)
     expected_before = rows(before)
-    with second.score.arranged(  # type: ignore[operator]
+    with second.score.token_order(  # type: ignore[operator]
         to_tokens=lambda v: v.transpose(1, 2).flatten(0, 1)[give].transpose(0, 1)[None],
         from_tokens=rows,
     ):

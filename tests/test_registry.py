@@ -14,7 +14,7 @@ from distributions import COSINE, write_distribution
 import quest_core
 from quest_core import ConfigError, cli
 from quest_core.cli.new import copy_example
-from quest_core.registry import installed, mechanisms, owner, temporary
+from quest_core.registry import mechanisms, owner, packages, temporary
 
 Write = Callable[[str, str], None]
 
@@ -29,7 +29,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
             module = f"{name}_of_a_test"
             entry_points = {"quest.attention": {name: module}}
             write_distribution(tmp_path, f"quest-{name}", {f"{module}.py": source}, entry_points)
-            installed.cache_clear()
+            packages.cache_clear()
 
         yield write
         for module in [module for module in sys.modules if module.endswith("_of_a_test")]:

@@ -10,7 +10,7 @@ import torch
 
 from .. import __version__
 from ..hosts.plugins import Plugin, is_importable, plugins
-from ..registry import installed
+from ..registry import packages
 
 LOAD = "from quest_core.hosts.plugins import adapter; adapter({!r})"
 """The command of the child process that imports a plugin, and its host with it."""
@@ -25,7 +25,7 @@ def main(limit: float) -> int:
     if not found:
         print("no plugin is installed; plain PyTorch needs none; for tsai: pip install 'quest-tsai[host]'")
     problems = [_report(str(plugin), plugin.host(), *examine(plugin, limit)) for plugin in found]
-    problems += [_report(f"{one.owner} (mechanisms)", "", one.problem, one.fix) for one in installed()]
+    problems += [_report(f"{one.owner} (mechanisms)", "", one.problem, one.fix) for one in packages()]
     return 1 if any(problems) else 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import AttentionConfig
-from ..registry import Component, installed, mechanisms, owner
+from ..registry import Component, mechanisms, owner, packages
 from ..testing import check_mechanism
 from ..testing.mechanisms import brief
 from ..testing.truth import missing
@@ -24,7 +24,7 @@ def show() -> int:
             if part.axis == axis and owner(part) == "quest-core":
                 print(*rows(part), sep="\n")
         print()
-    for package in installed():
+    for package in packages():
         print(f"Not usable: {package}" if package.problem else f"From {package.owner}")
         for part in mechanisms().values():
             if owner(part) == package.owner:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_compiling, kept_whole, require, same_random_state, uncompiled
+from ..compat import force_eager, fx_node, is_compiling, require, same_random_state
 from ..drafts import draft, host_class
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism
@@ -57,8 +57,8 @@ class FoundSite(nn.Module):
         Raises:
             UnsupportedError: its attention is not written as it was when the mechanism was injected.
         """
-        if (whole := kept_whole(self, *args, **kwargs)) is not None:
-            return whole
+        if (node := fx_node(self, args, kwargs)) is not None:
+            return node
         if self.mechanism.monitor is not None and torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(FoundSite.forward)(self, *args, **kwargs)
         mode = self.attention_mode()
@@ -175,7 +175,7 @@ class Watching:
         if changed:
             handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
         try:
-            with same_random_state(model), torch.no_grad(), uncompiled(), mode:  # type: ignore[attr-defined]
+            with same_random_state(model), torch.no_grad(), force_eager(), mode:  # type: ignore[attr-defined]
                 run_example(model, example)
         finally:
             for handle in handles:

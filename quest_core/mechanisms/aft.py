@@ -76,7 +76,7 @@ def merge(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return (top + total.log()).masked_fill(hidden, -math.inf), (weights * values).sum(2, keepdim=True) / total
 
 
-def with_cached(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def join_cache(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens that a cache holds and then the new ones, [B, H, P + N, D] each."""
     if "state_k" not in cache:
         return keys, values
@@ -133,7 +133,7 @@ class AttentionFreeSimple(AttentionFree):
         return F.pad(y, (0, 0, missing, 0)) if missing > 0 else y[:, :, -missing:]
 
     def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
-        keys, values = with_cached(cache, keys, values)
+        keys, values = join_cache(cache, keys, values)
         cache["state_k"], cache["state_v"] = last = merge(keys, values)
         return last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
 
@@ -245,7 +245,7 @@ class AttentionFreeLocal(AttentionFreeFull):
         super().check_lengths(n, m, is_causal)
 
     def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
-        keys, values = with_cached(cache, keys, values)
+        keys, values = join_cache(cache, keys, values)
         out = self._last(n, keys, values, cache.tokens)
         far = keys.shape[2] - self.window + 1
         if far > 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..ops import block_rows, local, recomputed, widen
+from ..ops import block_rows, local, recompute, widen
 from ..registry import Option, register
 from . import naive
 from .aft import QUERY, empty, gate, mask_keys
@@ -63,7 +63,7 @@ def _average(k: Tensor, v: Tensor, table: Tensor, bins: Tensor) -> Tensor:
     return average
 
 
-def _convolved(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> Tensor | None:
+def _convolve(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> Tensor | None:
     """Return `_average` of all queries by a convolution with exp(w) − 1 and a global sum, as equation 6 writes it.
 
     k [B, h, T], v [B, h, T, D], w [h, s, ...] -> [B, h, T, D], or None where more than a few bits would cancel.
@@ -187,10 +187,10 @@ class AttentionFreeConv(Family):
         with no_autocast(w.device.type):
             if step is None:
                 y = rows(place)
-            elif (found := _convolved(keys, values, w, grid, self.prefix)) is not None:
+            elif (found := _convolve(keys, values, w, grid, self.prefix)) is not None:
                 y = found
             else:
-                y = torch.cat([recomputed(rows, here) for here in place.split(step)], 2)
+                y = torch.cat([recompute(rows, here) for here in place.split(step)], 2)
         return gate(q, y, self.query)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:

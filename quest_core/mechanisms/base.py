@@ -202,9 +202,6 @@ class Grouping(Component):
         """Whether `perturb` does anything, so that no fused path applies."""
         return type(self).perturb is not Grouping.perturb
 
-    shares: bool = False
-    """Whether H/G consecutive query heads share a key/value head."""
-
     def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
         """Return the key/value head of each query head [H], by the plain formula; `seen` [B, H, N, M] as above."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ from . import naive
 from .base import Dims, Score
 from .scores import SCALE, STARTS, Standard
 
-Arrange: TypeAlias = Callable[[Tensor], Tensor]
+Reorder: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @register("elliptical", source="Elliptical Attention, NeurIPS 2024", options=(SCALE,))
@@ -49,7 +49,7 @@ class Elliptical(Standard):
         self._previous: tuple[Elliptical | None] | None = None
         self._next: tuple[Elliptical, ...] = ()
         self._values: dict[int, Tensor] = {}  # thread -> [B, G, M, D], until the next layer takes them
-        self._arrangement: tuple[Arrange, Arrange] | None = None
+        self._order: tuple[Reorder, Reorder] | None = None
         # Own values and those before [B, G, M, D] of the latest forward pass, which checkpointing may repeat; empty
         # from its backward pass on.
         self._step: list[Tensor] = []
@@ -61,7 +61,7 @@ class Elliptical(Standard):
             previous._next = (self,)
 
     @contextmanager
-    def arranged(self, *, to_tokens: Arrange, from_tokens: Arrange) -> Iterator[None]:
+    def token_order(self, *, to_tokens: Reorder, from_tokens: Reorder) -> Iterator[None]:
         """Compare tokens in an order that all layers share, for calls inside the block.
 
         Needed where the host sorts tokens or cuts them into windows in every layer, so that each token is compared with
@@ -72,11 +72,11 @@ class Elliptical(Standard):
                 shape; another number of tokens, heads or features there means a stage's border.
             from_tokens: the inverse; tokens may appear more than once, and padding may hold any of them.
         """
-        self._arrangement = (to_tokens, from_tokens)
+        self._order = (to_tokens, from_tokens)
         try:
             yield
         finally:
-            self._arrangement = None
+            self._order = None
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class Elliptical(Standard):
                 "use quest_core.inject, or call quest_core.chain(model) on a model of your own"
             )
         (previous,) = self._previous
-        kept = v if self._arrangement is None else self._arrangement[0](v)
+        kept = v if self._order is None else self._order[0](v)
         repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
         before = None
         if previous is not None and repeats:
@@ -146,7 +146,7 @@ class Elliptical(Standard):
             self._values[thread] = kept
         if before is None or before.shape != kept.shape:
             return None
-        return before if self._arrangement is None else self._arrangement[1](before)
+        return before if self._order is None else self._order[1](before)
 
     def _again(self, kept: Tensor) -> Tensor:
         """Return the values before of the latest forward pass, which is repeated with own values `kept`.

@@ -27,7 +27,6 @@ class Grouped(Grouping):
 
     causal = cross = cached = reshapes = True
     reads: ClassVar[tuple[str, ...]] = ()
-    shares = True
 
     def __init__(self, dims: Dims | None, *, kv_heads: int | None, ratio: int | None = None) -> None:
         super().__init__(dims)
@@ -84,13 +83,13 @@ class MultiHead(Grouped):
 
     def __init__(self, dims: Dims | None) -> None:
         super().__init__(dims, kv_heads=None if dims is None else dims.kv_heads)
-        self.shares = dims is not None and dims.kv_heads < dims.num_heads
+        self.shared = dims is not None and dims.kv_heads < dims.num_heads
 
     def kv_heads(self, num_heads: int) -> int:
         return num_heads
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        if self.shares:
+        if self.shared:
             return super().mismatch(num_heads, kv_heads)
         if kv_heads == num_heads:
             return None
@@ -142,7 +141,7 @@ def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
 class KeyDriven(Grouped):
     """k/v heads with larger key norms serve more query heads."""
 
-    causal = cached = shares = False
+    causal = cached = False
     causal_reason = "its head sizes depend on all keys, those of the future too"
     reads: ClassVar[tuple[str, ...]] = ("tokens", "unseen", "heads", "samples")
 

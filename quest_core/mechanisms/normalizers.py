@@ -178,7 +178,7 @@ class Sinkhorn(Normalizer):
 
         def sums(columns: Tensor | float) -> Tensor:
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
-                return _column_sums(self._masked(logits(q, k, scale, grouped), mask), columns)
+                return _column_sums(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
 
             return in_blocks(block, rows, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
 
@@ -186,17 +186,17 @@ class Sinkhorn(Normalizer):
         columns = self._columns(sums, _log_column_sum(mask, like))
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            weights = _weights(self._masked(logits(q, k, scale, grouped), mask), columns)
+            weights = _weights(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
             return apply_weights(drop(weights.to(v.dtype), dropout_p), v, grouped)
 
         return in_blocks(block, rows, q, k, v, mask, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        z = self._masked(logits, mask)
+        z = self._mask_logits(logits, mask)
         columns = self._columns(lambda factors: _column_sums(z, factors), _log_column_sum(mask, z))
         return _weights(z, columns).to(logits.dtype)
 
-    def _masked(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def _mask_logits(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Return (logits + mask) / ε in float32 or wider, `HIDDEN` where the mask hides."""
         z = widen(logits)
         if mask is not None and mask.dtype != torch.bool:

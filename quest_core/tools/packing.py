@@ -20,7 +20,7 @@ from torch import Tensor
 from ..compat import autocast_dtype, transform
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
-from ..mechanism import Mechanism, stateless
+from ..mechanism import Mechanism, shared_mechanism
 
 # The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
 # bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
@@ -293,7 +293,7 @@ def attention_packed(
     if v.shape[:2] != k.shape[:2]:
         raise InputError(f"k has (tokens, heads) {tuple(k.shape[:2])} but v has {tuple(v.shape[:2])}")
     plan = cu_seqlens if isinstance(cu_seqlens, PackingPlan) else PackingPlan(cu_seqlens)
-    mechanism = attention if isinstance(attention, Mechanism) else stateless(attention)
+    mechanism = attention if isinstance(attention, Mechanism) else shared_mechanism(attention)
     if _varlen_applies(q, k, v, mechanism, plan, is_causal, dropout_p):
         return _varlen(q, k, v, mechanism, plan, is_causal)
     return _in_buckets(q, k, v, mechanism, plan, is_causal, dropout_p)
@@ -391,7 +391,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
     q, k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
     q, k, scale = mechanism.score(q, k, row_v, mask=None, is_causal=is_causal)
     out: Tensor = varlen_attn(
-        *(_aligned(x.to(dtype)) for x in (q[0].transpose(0, 1), k[0].transpose(0, 1), v)),
+        *(_align(x.to(dtype)) for x in (q[0].transpose(0, 1), k[0].transpose(0, 1), v)),
         plan.cu_seqlens_q,
         plan.cu_seqlens_k,
         *plan.longest,
@@ -402,7 +402,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
     return out
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align(x: Tensor) -> Tensor:
     """Return x [T, H, D] of 2-byte numbers, copied unless every row begins at a multiple of 16 bytes."""
     steps = (x.stride(0), x.stride(1), x.storage_offset())
     return x if x.stride(2) == 1 and all(step % 8 == 0 for step in steps) else x.contiguous()

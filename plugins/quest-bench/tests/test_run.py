@@ -25,7 +25,7 @@ from quest_bench.plan import portable
 from quest_bench.run import Outcome, Runner
 from quest_bench.store import load_all
 from quest_bench.worker import _numbers, decode, encode, write_json
-from quest_core.registry import installed, temporary
+from quest_core.registry import packages, temporary
 
 
 def results(out: Path) -> dict[str, float]:
@@ -131,7 +131,7 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-cubed\nVersion: 3.4\n")
     (about / "entry_points.txt").write_text("[quest.attention]\ncubed = quest_cubed\n")
     with temporary():
-        installed.cache_clear()
+        packages.cache_clear()
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
         assert app_main(toy) == 0
     standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
@@ -170,7 +170,7 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_pat
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     (about / "entry_points.txt").write_text(f"[quest.attention]\ncubed = {module}\n")
     with temporary():
-        installed.cache_clear()
+        packages.cache_clear()
         command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
         assert app_main([*command, "0"]) == 0
         (one,) = load_all(Path("out"))

@@ -178,7 +178,7 @@ class SerializedAttention(HostAttention):
         if not self.chained:
             return nullcontext()
         score: Any = self.mechanism.score  # Elliptical
-        return score.arranged(
+        return score.token_order(
             to_tokens=lambda values: values.transpose(1, 2).flatten(0, 1)[give],  # [P, G, K, D] -> [N, G, D]
             from_tokens=lambda tokens: tokens[take].unflatten(0, (-1, patches.size)).transpose(1, 2),
         )
