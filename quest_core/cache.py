@@ -18,8 +18,8 @@ class Cache:
     [B, G, tokens, D]; aft-full keeps keys and values too. These are written with `append`. A recurrent mechanism
     (linear, cosine, aft-simple, aft-local) keeps a state whose size does not grow, written as ``cache[name] = x``.
 
-    Where gradients are recorded, a step concatenates instead of writing in place, because the backward pass needs the
-    tensors of earlier steps. Decode under ``torch.no_grad()`` or ``torch.inference_mode()``.
+    Decode under ``torch.no_grad()`` or ``torch.inference_mode()``: where gradients are recorded, a step concatenates
+    instead of writing in place.
 
     >>> cache = Cache(max_length=8192)
     >>> y = layer(prompt, is_causal=True, cache=cache)  # [B, N, E]

@@ -115,7 +115,7 @@ class CheckpointGuard(nn.Module):
 
     attention_is_not_standard: Tensor | None  # the configuration, encoded; None for `standard`
     attention_from: AttentionConfig | None  # the attention of a checkpoint to be loaded, if it is meant to differ
-    verdict: tuple[Any, bool]  # a load that `compare_layers` has seen, and what `accepts` returned
+    verdict: tuple[Any, bool]  # a load that `compare_layers` has seen, and whether the state dict fits as it is
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
         """Register the buffer, unless the module `keeps` nothing in a state dict."""
@@ -132,34 +132,12 @@ class CheckpointGuard(nn.Module):
             self.attention_is_not_standard = encode(self.config).to(self.attention_is_not_standard.device)
         return self
 
-    def accepts(self, state_dict: Mapping[str, Any], path: str, layer: str, missing: Iterable[str], load: Any) -> bool:
-        """Return whether a state dict fits as it is, or lacks the layer; False if it has another attention on purpose.
-
-        Args:
-            state_dict: of a model that contains this module.
-            path: of this module, as in `state_dict`.
-            layer: path of the module around it that has weights.
-            missing: keys that `state_dict` lacks.
-            load: PyTorch's list of missing keys, which is the same for all modules of one load.
-
-        Raises:
-            CheckpointError: it has another attention.
-        """
-        entry = state_dict.get(f"{path}.{ENTRY}" if path else ENTRY)
-        if entry is self.attention_is_not_standard and not load:
-            entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
-        if entry is None and _lacks_weights(layer, path, state_dict, missing):
-            return True
-        return compare(entry, self.config, self.attention_from, path, load)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        own, key, missing_keys = self.attention_is_not_standard, prefix + ENTRY, arguments[2]
-        load, accepted = self.verdict
-        self.verdict = (None, True)
-        if load is not missing_keys:  # `compare_layers` has not seen this load
-            path = prefix[:-1]
-            accepted = self.accepts(state_dict, path, path.rpartition(".")[0], missing_keys, missing_keys)
-        if not accepted:
+        own, key = self.attention_is_not_standard, prefix + ENTRY
+        if self.verdict[0] is not arguments[2]:  # the list of missing keys: no module around has compared this load
+            compare_layers(self, state_dict, prefix, *arguments)
+        fits, self.verdict = self.verdict[1], (None, True)
+        if not fits:
             # Another attention, on purpose: parameters that only this one learns stay as they were initialized.
             mine = self.state_dict(prefix=prefix)
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
@@ -174,20 +152,12 @@ class CheckpointGuard(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
-    """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
-    start = f"{layer}." if layer else ""
-    held, lacked = (  # names of children and parameters
-        {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
-        for keys in (state_dict, [key for key in missing if key.endswith("weight")])
-    )
-    return bool(lacked) and held - {mechanism[len(start) :].partition(".")[0]} <= lacked
-
-
 def compare_layers(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, _: Any, strict: bool, missing_keys: Any, *__: Any
 ) -> None:
     """Compare every layer of `module` with a state dict, of which no tensor was copied yet: a hook of load_state_dict.
+
+    `missing_keys` is PyTorch's list, the same object for all modules of one load.
 
     Raises:
         CheckpointError: a layer has another attention than the checkpoint.
@@ -200,16 +170,30 @@ def compare_layers(
         layer = path.rpartition(".")[0]
         while layer and layer.rpartition(".")[0] in modules and not _weights(modules[layer], layer, path):
             layer = layer.rpartition(".")[0]  # such as the module around one that only calls the attention
-        own = [_WRAPPERS.sub("", name) for name in _weights(modules[layer], layer, path)] if layer in modules else []
-        missing = [name for name in own if name not in given]
+        weights = _weights(modules[layer], layer, path) if layer in modules else missing_keys
+        missing = [name for name in (_WRAPPERS.sub("", name) for name in weights) if name not in given]
         where, layer = (_WRAPPERS.sub("", f"{name}.")[:-1] for name in (path, layer))
-        guard.verdict = (missing_keys, guard.accepts(given, where, layer, missing, missing_keys))
+        entry = given.get(f"{where}.{ENTRY}" if where else ENTRY)
+        if entry is guard.attention_is_not_standard and not missing_keys:
+            entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
+        fits = entry is None and _lacks_weights(layer, where, given, missing)
+        guard.verdict = missing_keys, fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
 
 
 def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
     """Return the paths of the weights in `module` but not in its mechanism."""
     names = (name for name, _ in module.named_parameters(path) if not name.startswith(f"{mechanism}."))
     return [name for name in names if name.endswith("weight")]
+
+
+def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
+    """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
+    start = f"{layer}." if layer else ""
+    held, lacked = (  # names of children and parameters
+        {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
+        for keys in (state_dict, [key for key in missing if key.endswith("weight")])
+    )
+    return bool(lacked) and held - {mechanism[len(start) :].partition(".")[0]} <= lacked
 
 
 def compare_before_loading(model: nn.Module) -> None:

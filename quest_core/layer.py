@@ -31,8 +31,7 @@ class Attention(Projected):
         head_dim: features D a head; E / H by default.
         bias: whether the projections have a bias.
         dropout: dropout on the attention weights while training.
-        device: of the parameters; PyTorch's default by default.
-        dtype: of the parameters; PyTorch's default by default.
+        device, dtype: of the parameters.
 
     Raises:
         ConfigError: unknown mechanism or option, or sizes that do not divide.
@@ -93,7 +92,6 @@ class Attention(Projected):
             context: [B, M, C].
             key_mask: [B, M] boolean, True where a key may be attended to (False = padding).
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N.
             cache: the state of earlier tokens; it is extended by `x`, and M counts both.
 
         Returns:

@@ -64,8 +64,7 @@ class Mechanism(CheckpointGuard):
         hides_by_infinity: set by an adapter whose additive masks hide by −inf only; then they are not searched for
             lowest finite values.
         takes_unit_keys: whether `forward` may be given unit keys.
-        family: the module that computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and
-            `grouping` do.
+        family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do.
         monitor: the :class:`quest_core.Monitor` that watches it, or None; copies have none.
         head_share: (rank, world size) if tensor parallelism splits the heads, else (0, 1).
     """
@@ -143,7 +142,6 @@ class Mechanism(CheckpointGuard):
             q: [B, H, N, D].
             k: [B, G, M, D] and v: [B, G, M, Dv]; H is a multiple of G.
             attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             dropout_p: dropout on the weights; the caller passes 0 outside training.
             unit_keys: `k` holds unit vectors, as a host's cache may, and is not normalized again; see
                 `takes_unit_keys`.
@@ -158,20 +156,40 @@ class Mechanism(CheckpointGuard):
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        parts = self._modules
-        score, normalizer = callables(parts["score"], parts["normalizer"])
-        head = self.grouping(k, q.shape[1], mask) if self._chooses else None  # [H]; None: equal consecutive groups
-        q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, unit_keys=unit_keys)
-        if head is not None:
-            k, v = k.index_select(1, head), v.index_select(1, head)
-        if self._perturbs:
-            normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
-        out: Tensor = normalizer(
-            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares
-        )
+        out: Tensor = self._attend(q, k, v, mask, is_causal, dropout_p, unit_keys=unit_keys)
         if out.requires_grad:
             name_second_derivative(out, self._name)
         return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        *,
+        cache: Cache | None = None,
+        unit_keys: bool = False,
+        **plain: Any,
+    ) -> Any:
+        """Return what the normalizer makes of q, k and v; `plain` are its further arguments."""
+        score, normalizer = callables(self._modules["score"], self._modules["normalizer"])
+        head = None  # the key/value head of each query head [H]; None: equal consecutive groups
+        if self._chooses:
+            new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
+            head = self.grouping(k, q.shape[1], new)
+        q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, unit_keys=unit_keys)
+        if cache is not None:
+            k, v = cache.append("k", k), cache.append("v", v)
+        if head is not None:
+            k, v = k.index_select(1, head), v.index_select(1, head)
+        if self._perturbs:
+            plain["perturb"] = self.grouping.perturb
+        return normalizer(
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares, **plain
+        )
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
@@ -204,14 +222,13 @@ class Mechanism(CheckpointGuard):
         is_causal: bool = False,
         dropout_p: float = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, the weights and the logits; `is_causal` is aligned at the last query.
+        """Return the output [B, H, N, Dv], the weights after dropout and the logits, [B, H, N, M] each.
 
-        The output is [B, H, N, Dv], the weights (after dropout) and logits [B, H, N, M]. The logits hold
-        additive masks and the residual; a boolean mask acts only on the weights. Arguments as in `forward`, and:
+        The logits hold additive masks and the residual; a boolean mask acts only on the weights. Arguments as in
+        `forward`, and:
 
         Args:
-            residual: logits of the previous layer [B, H, N, M], added to these before the weights are formed, as
-                residual attention does (RealFormer, He et al., 2021).
+            residual: logits of the previous layer [B, H, N, M], added to these (RealFormer, He et al., 2021).
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
         if self.family is not None:
@@ -221,9 +238,8 @@ class Mechanism(CheckpointGuard):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        q, k, v, how = self._prepare(q, k, v, mask, is_causal)
-        made: tuple[Tensor, Tensor, Tensor] = self.normalizer(
-            q, k, v, mask=mask, is_causal=is_causal, dropout_p=dropout_p, residual=residual, need_weights=True, **how
+        made: tuple[Tensor, Tensor, Tensor] = self._attend(
+            q, k, v, mask, is_causal, dropout_p, residual=residual, need_weights=True
         )
         return made
 
@@ -257,24 +273,9 @@ class Mechanism(CheckpointGuard):
                 key_mask = key_mask[:, cache.tokens :]
             out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
         else:
-            q, k, v, how = self._prepare(q, k, v, mask, True, cache)
-            out = self.normalizer(q, k, v, mask=mask, is_causal=n > 1, dropout_p=dropout_p, **how)
+            out = self._attend(q, k, v, mask, True, dropout_p, cache=cache)
         cache.tokens += n
         return out
-
-    def _prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Return q, k and v for the normalizer, as in `forward`, cached tokens included, and its further arguments."""
-        head = None
-        if self._chooses:
-            new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
-            head = self.grouping(k, q.shape[1], new)
-        q, k, scale = self.score(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache)
-        k, v = (k, v) if cache is None else (cache.append("k", k), cache.append("v", v))
-        k, v = (k, v) if head is None else (k.index_select(1, head), v.index_select(1, head))
-        plain = {"perturb": self.grouping.perturb} if self._perturbs else {}
-        return q, k, v, {"scale": scale, "grouped": self._shares, **plain}
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the logits [B, H, N, M] before any mask, for q [B, H, N, D] and k [B, G, M, D] in equal groups.
@@ -519,7 +520,6 @@ def attention(
         v: values [B, G, M, Dv].
         attention: a name, a mapping or an AttentionConfig.
         attn_mask: boolean (True = may attend) or additive, [N, M] or broadcastable to [B, H, N, M].
-        is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
         dropout_p: dropout on the weights.
 
     Returns:
@@ -530,7 +530,9 @@ def attention(
         InputError: wrong shapes, types or mask.
         UnsupportedError: as in `Mechanism.forward`.
     """
-    return shared_mechanism(attention).forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    given = attention if type(attention) is str else _items(attention)
+    mechanism: Mechanism = getattr(_SHARED, _place(given))
+    return mechanism.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def shared_mechanism(attention: AttentionSpec) -> Mechanism:
@@ -539,11 +541,10 @@ def shared_mechanism(attention: AttentionSpec) -> Mechanism:
     Raises:
         ConfigError: it has parameters or a state.
     """
-    given = attention if type(attention) is str else _items(attention)
-    return getattr(_STATELESS, _place(given))  # type: ignore[no-any-return]
+    return getattr(_SHARED, _place(_items(attention)))  # type: ignore[no-any-return]
 
 
-_STATELESS = SimpleNamespace()
+_SHARED = SimpleNamespace()
 """The latest `MOST` mechanisms of `shared_mechanism`, each an attribute that is named by its text in hexadecimal.
 
 torch.compile guards the attributes that it reads. It would trace into a cache, and no module is a constant in a graph.
@@ -560,9 +561,9 @@ def _items(attention: AttentionSpec) -> Any:
 
 @constant_result  # parsing reads entry points, which cannot be traced
 def _place(given: Any) -> str:
-    """Return the name of the attribute of _STATELESS that `given` means; make it if it is missing."""
+    """Return the name of the attribute of _SHARED that `given` means; make it if it is missing."""
     given = given if isinstance(given, str) else AttentionConfig.parse(dict(given) if type(given) is tuple else given)
-    name, made = _attribute(str(given)), _STATELESS.__dict__
+    name, made = _attribute(str(given)), _SHARED.__dict__
     if name not in made:
         new = Mechanism(given).eval()
         with _ONE_AT_A_TIME:

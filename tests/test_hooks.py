@@ -117,7 +117,7 @@ def test_functions_are_in_evaluation_and_bounded() -> None:
     torch.testing.assert_close(noiseless, quest_core.attention(q, k, k, "gqa(kv_heads=2)"))
     for i in range(200):
         quest_core.attention(q, k, k, {"name": "quest+gqa", "kv_heads": 2, "scale": 1 + i / 7})
-    assert len(vars(quest_core.mechanism._STATELESS)) <= quest_core.mechanism.MOST
+    assert len(vars(quest_core.mechanism._SHARED)) <= quest_core.mechanism.MOST
 
 
 def test_few_calls_lead_to_the_kernel() -> None:

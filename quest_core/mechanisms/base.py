@@ -119,7 +119,7 @@ class Normalizer(Component):
         perturb: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
         need_weights: bool = False,
     ) -> Any:
-        """Return the output [B, H, N, Dv] by the plain formula; `is_causal` is aligned at the last query.
+        """Return the output [B, H, N, Dv] by the plain formula; `is_causal` means that query i sees keys j ≤ i + M − N.
 
         A subclass that overrides this method takes the last three arguments as ``**plain``, and returns
         ``super().forward(...)`` if there are any.
@@ -129,7 +129,6 @@ class Normalizer(Component):
             v: [B, G, M, Dv].
             scale: the factor on q kᵀ.
             mask: None, boolean (True = may attend) or additive (−inf hides), broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             dropout_p: dropout on the weights.
             grouped: H/G consecutive query heads share a key/value head; False means G = H.
             residual: added to the logits [B, H, N, M].
@@ -225,14 +224,13 @@ class Family(Component):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
     ) -> Tensor:
-        """Return the output [B, H, N, D]; `is_causal` is aligned at the last query.
+        """Return the output [B, H, N, D]; `is_causal` means that query i sees keys j ≤ i + M − N.
 
         A family that is not declared `cached` need not take `cache`.
 
         Args:
             q: [B, H, N, D], k: [B, H, M, Dk] and v: [B, H, M, D].
             key_mask: None, boolean (True = visible) or additive (−inf hides), [B or 1, M].
-            is_causal: query i sees keys j ≤ i + M − N, so that the last query sees every key.
             cache: the layer's state while decoding. q, k, v and `key_mask` are only the N new tokens then, which follow
                 those in the cache, and `is_causal` is True. Extend the state; `Mechanism` changes ``cache.tokens``.
         """

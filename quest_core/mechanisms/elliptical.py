@@ -125,8 +125,14 @@ class Elliptical(Standard):
         kept = v if self._order is None else self._order[0](v)
         repeats, thread = is_recomputing(), 0 if is_compiling() else threading.get_ident()
         before = None
-        if previous is not None and repeats:
-            before = self._again(kept)
+        if previous is not None and repeats:  # in another thread on a GPU, whose rounding may differ
+            if not (self._step and _alike(self._step[0], kept)):
+                raise UnsupportedError(
+                    "elliptical attention cannot compute this layer again for the backward pass: the values of its "
+                    "forward pass are gone. Call backward once per forward pass and before the next one, or leave out "
+                    "activation checkpointing"
+                )
+            before, self._step = self._step[1], []
         elif previous is not None:
             before = previous._values.pop(thread, None)
             if before is None:
@@ -147,21 +153,6 @@ class Elliptical(Standard):
         if before is None or before.shape != kept.shape:
             return None
         return before if self._order is None else self._order[1](before)
-
-    def _again(self, kept: Tensor) -> Tensor:
-        """Return the values before of the latest forward pass, which is repeated with own values `kept`.
-
-        The backward pass may run in another thread, as on a GPU, whose rounding may differ.
-        """
-        if not (self._step and _alike(self._step[0], kept)):
-            raise UnsupportedError(
-                "elliptical attention cannot compute this layer again for the backward pass: the values of its forward "
-                "pass are gone. Call backward once per forward pass and before the next one, or leave out activation "
-                "checkpointing"
-            )
-        before = self._step[1]
-        self._step = []
-        return before
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         before = self.hand_over(v.detach())

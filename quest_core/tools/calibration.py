@@ -38,33 +38,18 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` did.
+    """What `calibrate` did. Changes of outputs are RMS(change) / RMS(outputs of the standard model), all batches."""
 
-    Attributes:
-        attention: the mechanism, as AttentionConfig writes it.
-        layers: one entry per attention module, in the order of the forward pass.
-        uncalibrated: how far the outputs move if attention is only replaced, as RMS(change) / RMS(outputs of the
-            standard model) over all batches.
-        calibrated: the same with the factors folded in.
-    """
-
-    attention: str
-    layers: tuple[LayerCalibration, ...]
-    uncalibrated: float
-    calibrated: float
+    attention: str  # the mechanism, as AttentionConfig writes it
+    layers: tuple[LayerCalibration, ...]  # one per attention module, in the order of the forward pass
+    uncalibrated: float  # how far the outputs move if attention is only replaced
+    calibrated: float  # the same with the factors folded in
 
     def __str__(self) -> str:
         count = len(self.layers)
         return (
             f"attention={self.attention} calibrated in {count} module{'s' * (count > 1)}: the output changes by "
             f"{self.calibrated:.3g} of its RMS ({self.uncalibrated:.3g} uncalibrated)"
-        )
-
-    def table(self) -> str:
-        """Return the factor of every head, one line per module."""
-        width = max(len(layer.path) for layer in self.layers)
-        return "\n".join(
-            f"{layer.path:<{width}}  " + " ".join(f"{factor:8.4g}" for factor in layer.factors) for layer in self.layers
         )
 
 
