@@ -20,7 +20,7 @@ from quest_core.tools import packing
 
 B, H, N, M, D = 2, 4, 5, 7, 3
 
-NAMES = {"max_logit", "entropy", "query_norm_mean", "query_norm_max", "key_norm_mean", "key_norm_max"}
+NAMES = {"max_logit", "entropy", "top_key_share", "query_norm_mean", "query_norm_max", "key_norm_mean", "key_norm_max"}
 
 
 def mechanism(attention: str, heads: int = H) -> quest_core.Mechanism:
@@ -68,8 +68,11 @@ def expected(
     queries, keys = seen.any(3), seen.any(2).any(1)  # [B, H, N], [B, M]
     share = weights / weights.sum(3, keepdim=True)
     entropy = -torch.special.xlogy(share, share).sum(3)
+    columns = share.nan_to_num(0).sum(2)  # [B, H, M]
     out: dict[str, list[float]] = {name: [] for name in NAMES}
     for h in range(H):
+        some = columns[:, h][columns[:, h].sum(1) > 0]
+        out["top_key_share"].append((some.amax(1) / some.sum(1)).mean().item())
         out["max_logit"].append(logits[:, h][seen[:, h]].max().item())
         out["entropy"].append(entropy[:, h][queries[:, h]].mean().item())
         norms = q[:, h].norm(dim=-1)[queries[:, h]]
@@ -141,6 +144,7 @@ def test_quest_by_hand() -> None:
     wanted = {
         "max_logit": 4.0,
         "entropy": (entropy + math.log(2)) / 2,
+        "top_key_share": (1 - p + 0.5) / 2,
         "query_norm_mean": 2.5,
         "query_norm_max": 5.0,
         "key_norm_mean": 3.5,
@@ -204,7 +208,8 @@ def test_decoding_adds_up_to_the_whole() -> None:
     assert pieces.keys() == whole.keys()
     for path, names in whole.items():
         for name, values in names.items():
-            assert pieces[path][name] == pytest.approx(values, rel=1e-5), name
+            if name != "top_key_share":  # of the queries of a call
+                assert pieces[path][name] == pytest.approx(values, rel=1e-5), name
 
 
 def test_families_are_observed_while_decoding() -> None:
@@ -377,7 +382,7 @@ def test_collect_gives_plain_values_by_path() -> None:
     assert list(nested) == ["layers.0.self_attn", "layers.1.self_attn"]
     assert nested["layers.0.self_attn"].keys() == NAMES | {"logit_bound"}
     assert all(type(x) is float for names in nested.values() for values in names.values() for x in values)
-    assert len(flat) == 2 * 7 * 4
+    assert len(flat) == 2 * 8 * 4
     assert type(flat["layers.1.self_attn/max_logit/head3"]) is float
 
 

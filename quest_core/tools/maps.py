@@ -13,7 +13,7 @@ from ..errors import InjectionError, UnsupportedError
 from ..hosts.inject import inject, uninject
 from ..hosts.sites import run_example
 from ..mechanism import Mechanism
-from ..ops import merge_causal
+from .monitor import Form, Layer, Monitor, blocks
 
 
 def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | None = None) -> dict[str, Tensor]:
@@ -40,55 +40,76 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | N
         InjectionError: no attention was found, or none of it ran.
         UnsupportedError: an attention that forms no weights (linear, cosine, the AFTs).
     """
-    found = {
-        path.removesuffix(".mechanism") or "mechanism": module
-        for path, module in model.named_modules()
-        if isinstance(module, Mechanism)
-    }
-    if not found:
+    if not any(isinstance(module, Mechanism) for module in model.modules()):
         inject(model, "standard", example=example, allow_partial=True)
         try:
             return attention_maps(model, example, queries=queries)
         finally:
             uninject(model)
-    for path, mechanism in found.items():
-        if mechanism.family is not None:
-            raise UnsupportedError(f"'{path}' is attention '{mechanism.config}', which forms no weights")
-    maps: dict[str, Tensor] = {}
-    handles = [
-        mechanism.normalizer.register_forward_hook(_Note(path, mechanism, queries, maps), with_kwargs=True)
-        for path, mechanism in found.items()
-    ]
-    try:
-        with torch.no_grad(), same_random_state(model):
-            run_example(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not maps:
+    for path, module in model.named_modules():
+        if isinstance(module, Mechanism) and module.family is not None:
+            raise UnsupportedError(
+                f"'{path.removesuffix('.mechanism')}' is attention '{module.config}', which forms no weights"
+            )
+    with _Maps(model, queries) as maps, torch.no_grad(), same_random_state(model):
+        run_example(model, example)
+    found = maps.found()
+    if not found:
         raise InjectionError("the example reached no attention of the model")
-    return maps
+    return found
 
 
-class _Note:
-    """A forward hook of a normalizer that computes its weights once more and keeps them."""
+class _Maps(Monitor):
+    """A Monitor that keeps weights."""
 
-    def __init__(self, path: str, mechanism: Mechanism, queries: Sequence[int] | None, maps: dict[str, Tensor]) -> None:
-        self.path, self.mechanism, self.queries, self.maps = path, mechanism, queries, maps
+    def __init__(self, model: nn.Module, queries: Sequence[int] | None) -> None:
+        self._queries = queries
+        super().__init__(model)
 
-    def __call__(self, normalizer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        q, k, v = args  # [B, H, N, D], [B, G, M, D], [B, G, M, Dv]
-        chosen, mask, causal = self.queries, kwargs["mask"], kwargs["is_causal"]
-        together = "queries" in self.mechanism.reads  # the weights of one query depend on the others
-        if chosen is not None and not together:
-            if causal:
-                mask, causal = merge_causal(mask, q.shape[2], k.shape[2], q.device), False
-            if mask is not None and mask.shape[-2] > 1:
-                mask = mask[..., list(chosen), :]
-            q = q[:, :, list(chosen)]
-        options = {**kwargs, "mask": mask, "is_causal": causal, "dropout_p": 0, "need_weights": True}
-        weights = normalizer.forward(q, k, v, **options)[1]
-        if chosen is not None and together:
-            weights = weights[:, :, list(chosen)]
-        count = sum(name == self.path or name.startswith(f"{self.path}#") for name in self.maps)
-        self.maps[f"{self.path}#{count + 1}" if count else self.path] = weights
+    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
+        return _Map(mechanism, self._queries)
+
+    def found(self) -> dict[str, Tensor]:
+        """Return the weights of each call, by path."""
+        return {
+            f"{path}#{i + 1}" if i else path: weights
+            for path, layer in self._layers.items()
+            if isinstance(layer, _Map)
+            for i, weights in enumerate(layer.maps)
+        }
+
+
+class _Map(Layer):
+    """The weights of each call of one mechanism."""
+
+    def __init__(self, mechanism: Mechanism, queries: Sequence[int] | None) -> None:
+        super().__init__(mechanism, every=1, logits=True)
+        self.maps: list[Tensor] = []
+        self._queries = queries
+
+    def saw_pairs(self, *_: Any) -> None:
+        raise UnsupportedError("attention over the edges of a graph has a weight per edge, and no map")
+
+    def _count(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        shape: tuple[int, ...],
+        form: Form | None = None,
+        bounded: tuple[Tensor, float] | None = None,
+    ) -> None:
+        """Keep the weights of a call; arguments as of `Layer`."""
+        assert form is not None  # a family has been refused
+        wanted = list(range(shape[2]) if self._queries is None else self._queries)
+        kept = q.new_zeros(shape[0], shape[1], len(wanted), shape[3])
+        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+        for some, rows, _, logs in blocks(self.mechanism, form, shape, mask, is_causal):
+            here = [(i, n - rows.start) for i, n in enumerate(wanted) if rows.start <= n < rows.stop]
+            if here:
+                to, of = map(list, zip(*here, strict=True))
+                chosen = logs[:, :, of]
+                weights = chosen.softmax(-1).nan_to_num(0) if self.mechanism.fused else chosen.exp()
+                kept[some, :, to] = weights.to(kept.dtype)
+        self.maps.append(kept)

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from ..errors import ConfigError, InjectionError
 from ..mechanism import Mechanism
 from ..ops import logits, merge_masks
 from .packing import PIECE
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCK = 2**19  # logits held at a time
 
@@ -35,6 +38,7 @@ class Monitor:
     |---|---|---|
     | max_logit | largest logit as the normalizer gets it: scaled, additive masks and residuals added | visible pairs |
     | entropy | mean entropy, in nats, of a query's weights divided by their sum | queries |
+    | top_key_share | part of a sample's weights that its most attended key gets, mean over samples | queries |
     | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalization | queries |
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
     | logit_bound | max ‖q‖ · abs(scale) plus the largest additive mask, where keys have norm 1 | queries |
@@ -84,9 +88,13 @@ class Monitor:
             )
         if observed := [path for path, module in found.items() if module.monitor is not None]:
             raise ConfigError(f"'{observed[0]}' is observed already; call remove() of the other Monitor first")
-        self._layers = {path: _Layer(module, every, logits) for path, module in found.items()}
+        self._layers = {path: self.layer(module, every, logits) for path, module in found.items()}
         for path, module in found.items():
             module.monitor = self._layers[path]
+
+    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
+        """Return what sees the calls of one mechanism."""
+        return Layer(mechanism, every, logits)
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -127,7 +135,7 @@ class Monitor:
         for layer in self._layers.values():
             layer.remove()
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +180,7 @@ class _Hook:
         return _Hook, ()
 
 
-class _Layer:
+class Layer:
     """What has been seen of one mechanism since the last `take`, kept on the mechanism's device."""
 
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
@@ -349,9 +357,15 @@ class _Layer:
                     bound = bound + mask.amax()
                 self._add_max("logit_bound", bound)
             if self.logits and form is not None:
-                for z, rows in _blocks(self.mechanism, form, shape, mask, is_causal):
+                columns = q.new_zeros(*shape[:2], shape[3], dtype=torch.float32)  # [B, H, M]: weights of all queries
+                for some, _, z, rows in blocks(self.mechanism, form, shape, mask, is_causal):
                     self._add_max("max_logit", z.amax((0, 2, 3)))
-                    self._add_mean("entropy", *_entropy(rows))
+                    weights, entropy, counted = _weights(rows)
+                    self._add_mean("entropy", entropy, counted)
+                    columns[some] += weights.sum(2)
+                total = columns.sum(-1)  # [B, H]
+                share = torch.where(total > 0, columns.amax(-1) / total, 0)
+                self._add_mean("top_key_share", share[..., None], (total > 0)[..., None])
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
         """Add norms of `x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""
@@ -384,12 +398,13 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
     return pairs.any(-1) & (first <= last), pairs.any(2).any(1, keepdim=True)
 
 
-def _blocks(
+def blocks(
     mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits of blocks of samples and queries, and the logarithms of their weights up to a constant a row.
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yield blocks of samples b and queries n: their logits, and the logarithms of their weights.
 
-    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M].
+    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. For softmax the logarithms
+    are the logits, up to a constant per row.
     """
     batch, heads, n, m = shape
     samples = max(1, BLOCK // (heads * n * m))
@@ -400,15 +415,17 @@ def _blocks(
         some = slice(first, first + samples)
         mask_some = mask if mask is None or mask.shape[0] == 1 else mask[some]
         for start in range(0, n, rows):
-            z = form(some, slice(start, start + rows))
+            chosen = slice(start, start + rows)
+            z = form(some, chosen)
             if mask_some is not None:
-                part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, start : start + rows]
+                part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, chosen]
                 z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
             if is_causal:
                 later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
-            yield z, z if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf).log().to(z.dtype)
+            weights = None if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf)
+            yield some, chosen, z, z if weights is None else weights.log().to(z.dtype)
 
 
 def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -418,14 +435,15 @@ def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-def _entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropy of softmax(z), in nats, and whether a row has any weight, [b, H, n] each; overwrites z."""
+def _weights(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax(z) [b, H, n, M], its entropy in nats and whether a row has weights, [b, H, n]; overwrites z."""
     top = z.amax(-1, keepdim=True)
     counted = top != -math.inf
     # The largest becomes 0, so that log Σ exp(z) − Σ p·z does not cancel. exp is 0 long before −1e4, and unlike −∞ that
     # can be multiplied with 0.
     z = z.sub_(top.masked_fill(~counted, 0)).clamp_(min=-1e4)
     weights = z.exp()
-    total = weights.sum(-1)
-    entropy = total.log() - weights.mul_(z).sum(-1) / total
-    return torch.where(counted[..., 0], entropy, 0), counted[..., 0]
+    total = weights.sum(-1, keepdim=True)
+    weights = torch.where(counted, weights / total, 0)
+    entropy = total[..., 0].log() - (weights * z).sum(-1)
+    return weights, torch.where(counted[..., 0], entropy, 0), counted[..., 0]

@@ -1,0 +1,64 @@
+"""What Watch measures, in Pointcept's log and its TensorBoard or W&B writer."""
+
+from __future__ import annotations
+
+from quest_core import Watch
+from quest_core.hosts.patching import Patches
+
+NAME = "WatchAttention"
+
+
+def install(patches: Patches) -> None:
+    """Add the hook to Pointcept's registry, as soon as Pointcept is imported."""
+    patches.when_imported("pointcept.engines.hooks.default", lambda: patches.once(NAME, register, forget))
+
+
+def register() -> None:
+    """Register the hook WatchAttention, a subclass of Pointcept's HookBase."""
+    from pointcept.engines.hooks.builder import HOOKS
+    from pointcept.engines.hooks.default import HookBase
+
+    class WatchAttention(HookBase):  # type: ignore[misc]
+        """Measures the attention of the trainer's model at every n-th step, whether it is quest or the model's own.
+
+        >>> hooks = [dict(type="WatchAttention", every=100), dict(type="CheckpointLoader"), ...]
+
+        The log gets a line with the largest logit and the mean entropy over all layers and heads; the writer gets every
+        layer too.
+
+        Args:
+            every: as for :class:`quest_core.Watch`.
+        """
+
+        def __init__(self, every: int = 100) -> None:
+            self.every = every
+            self.watch: Watch | None = None
+
+        def before_epoch(self) -> None:  # and not before_train, in which a checkpoint may be loaded
+            if self.watch is None:
+                model = self.trainer.model
+                self.watch = Watch(getattr(model, "module", model), every=self.every)
+
+        def after_step(self) -> None:
+            assert self.watch is not None  # the trainer begins first
+            values = self.watch.step()
+            if not values:
+                return
+            trainer, totals = self.trainer, [f"{key}: {value:.4g}" for key, value in values.items() if key.count("/") == 1]
+            trainer.logger.info(f"Step {self.watch.steps} {' '.join(totals)}")
+            if trainer.writer is not None:
+                for key, value in values.items():
+                    trainer.writer.add_scalar(key, value, self.watch.steps)
+
+        def after_train(self) -> None:
+            if self.watch is not None:
+                self.watch.close()
+
+    HOOKS.register_module(module=WatchAttention)
+
+
+def forget() -> None:
+    """Remove the hook from Pointcept's registry."""
+    from pointcept.engines.hooks.builder import HOOKS
+
+    HOOKS.module_dict.pop(NAME)
