@@ -1,4 +1,4 @@
-"""quest_core.Watch: what it measures, what it leaves, and what it says."""
+"""quest_core.Watch and `quest watch` measure a training and leave it as it was."""
 
 import contextlib
 import json

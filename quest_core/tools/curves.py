@@ -22,7 +22,7 @@ STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}s
 
 
 def draw(folder: Path) -> Path | None:
-    """Write ``watch.html`` beside the measurements in `folder`; return it, or None if nothing was measured."""
+    """Write ``watch.html`` into the `folder` of the measurements; return it, or None if nothing was measured."""
     path = folder / RECORD
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not records:

@@ -1,4 +1,4 @@
-"""What Watch measures, in the log of PyTorch Lightning; `lightning` or `pytorch_lightning` must be installed."""
+"""A callback that logs measurements of attention; `lightning` or `pytorch_lightning` must be installed."""
 
 from __future__ import annotations
 

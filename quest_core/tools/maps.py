@@ -99,8 +99,14 @@ class _Map(Layer):
         shape: tuple[int, ...],
         form: Form | None = None,
         bounded: tuple[Tensor, float] | None = None,
+        known: bool = True,
     ) -> None:
         """Keep the weights of a call; arguments as of `Layer`."""
+        if not known:
+            raise UnsupportedError(
+                f"the model writes attention '{self.mechanism.config}' out in a way that hides which sample, head and "
+                "key a weight is of; call scaled_dot_product_attention there"
+            )
         assert form is not None  # a family has been refused
         wanted = list(range(shape[2]) if self._queries is None else self._queries)
         kept = q.new_zeros(shape[0], shape[1], len(wanted), shape[3])

@@ -226,13 +226,14 @@ class Layer:
         Args:
             q: [B, H, N, D] and k: [B, G, M, D], before any normalization.
             logits: [B, H, N, M], as the host's softmax gets them.
-            seen: whether a pair is visible [B, H, N, M]; None for all, and then M counts further columns too.
+            seen: whether a pair is visible [B, H, N, M]; None where it is not known which sample, head and key an entry
+                of the logits is of, which then are [1, 1, rows, columns].
         """
 
         def form(samples: slice, rows: slice) -> Tensor:
             return logits[samples, :, rows].to(wider(logits.dtype), copy=True)
 
-        self._count(q, k, seen, False, logits.shape, form)
+        self._count(q, k, seen, False, logits.shape, form, known=seen is not None)
 
     def saw_flex(self, q: Tensor, k: Tensor, scale: float, score_mod: Any, mask_mod: Any, sizes: Any) -> None:
         """Count a call of flex_attention, whose score this layer has seen.
@@ -330,6 +331,7 @@ class Layer:
         shape: tuple[int, ...],
         form: Form | None = None,
         bounded: tuple[Tensor, float] | None = None,
+        known: bool = True,
     ) -> None:
         """Add a call to what was seen.
 
@@ -340,6 +342,7 @@ class Layer:
             shape: that of the logits, [B, H, N, M] with cached tokens.
             form: returns logits of some samples and some queries before any mask; None for a family.
             bounded: q as the normalizer gets it, and the factor on q kᵀ.
+            known: whether the axes of the logits are those of `shape`.
         """
         if self._skips() or 0 in q.shape or 0 in k.shape:
             return
@@ -363,6 +366,8 @@ class Layer:
                     weights, entropy, counted = _weights(rows)
                     self._add_mean("entropy", entropy, counted)
                     columns[some] += weights.sum(2)
+                if not known:
+                    return
                 total = columns.sum(-1)  # [B, H]
                 share = torch.where(total > 0, columns.amax(-1) / total, 0)
                 self._add_mean("top_key_share", share[..., None], (total > 0)[..., None])
@@ -436,7 +441,7 @@ def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _weights(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(z) [b, H, n, M], its entropy in nats and whether a row has weights, [b, H, n]; overwrites z."""
+    """Return softmax(z) [b, H, n, M], its entropy in nats and whether a row has weights [b, H, n]; reuse z."""
     top = z.amax(-1, keepdim=True)
     counted = top != -math.inf
     # The largest becomes 0, so that log Σ exp(z) − Σ p·z does not cancel. exp is 0 long before −1e4, and unlike −∞ that

@@ -1,4 +1,4 @@
-"""Watch: what attention does while a model trains, measured at every n-th step, for loggers and in words."""
+"""Watch measures attention at every n-th step of a training, for loggers and in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WatchCallback: what Trainer logs, through Trainer's own door."""
+"""WatchCallback adds to the logs of a Trainer."""
 
 import pytest
 import torch

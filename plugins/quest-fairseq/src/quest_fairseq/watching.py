@@ -1,4 +1,4 @@
-"""What Watch measures, in fairseq's log, for the option `--watch-attention`."""
+"""The option `--watch-attention`: fairseq logs the largest logit and the entropy."""
 
 from __future__ import annotations
 

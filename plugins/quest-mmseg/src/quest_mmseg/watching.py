@@ -1,4 +1,4 @@
-"""What Watch measures, in mmengine's log and its visualizers (TensorBoard, W&B, ...)."""
+"""A hook that writes measurements of attention to mmengine's log and visualizers (TensorBoard, W&B, ...)."""
 
 from __future__ import annotations
 

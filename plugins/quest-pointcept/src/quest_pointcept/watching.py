@@ -1,4 +1,4 @@
-"""What Watch measures, in Pointcept's log and its TensorBoard or W&B writer."""
+"""A hook that writes measurements of attention to Pointcept's log and its TensorBoard or W&B writer."""
 
 from __future__ import annotations
 

@@ -52,6 +52,6 @@ def timed(summary: str, tasks: list[str], rounds: int, *options: Option, least: 
 
 
 def papers(file: str) -> dict[str, Any]:
-    """Return the paper.json beside `file`: a paper's tables by suite."""
+    """Return the tables of a paper by suite, from the paper.json in the folder of `file`."""
     found: dict[str, Any] = json.loads(Path(file).with_name("paper.json").read_text(encoding="utf-8"))
     return found

@@ -1,4 +1,4 @@
-"""What Watch measures, in everything that Trainer logs to."""
+"""A callback that adds measurements of attention to everything that Trainer logs."""
 
 from __future__ import annotations
 

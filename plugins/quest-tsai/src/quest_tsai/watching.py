@@ -1,4 +1,4 @@
-"""What Watch measures, in the table of epochs that fastai prints and logs."""
+"""A callback that adds measurements of attention to the table of epochs that fastai prints and logs."""
 
 from __future__ import annotations
 
