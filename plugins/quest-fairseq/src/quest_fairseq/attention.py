@@ -125,8 +125,8 @@ class Attention(HostAttention, MultiheadAttention):
         return merged, weights
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        """[T, B, heads·D] -> [B, heads, T, D], a view."""
-        return x.unflatten(2, (heads, self.head_dim)).permute(1, 2, 0, 3)
+        """[T, B, heads·D] -> [B, heads, T, D]."""
+        return x.reshape(*x.shape[:2], heads, self.head_dim).permute(1, 2, 0, 3)
 
     def _keys(
         self,
@@ -158,7 +158,11 @@ class Attention(HostAttention, MultiheadAttention):
         if attn_mask is not None:
             raise InputError("a decoding step is causal by itself and takes no attn_mask")
         kept = self._get_input_buffer(state)
-        cache: Cache = kept["cache"] if kept else Cache()
+        if kept:
+            cache: Cache = kept["cache"]
+        else:
+            cache = Cache()
+            self._set_input_buffer(state, {"cache": cache})
         mask = None
         if padding is not None or "real" in cache:
             batch, tokens = query.shape[1], query.shape[0]
@@ -167,9 +171,7 @@ class Attention(HostAttention, MultiheadAttention):
             cache["real"] = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
             mask = cache["real"][:, None, None]
         k, v = self._split(self.k_proj(query), self.kv_heads), self._split(self.v_proj(query), self.kv_heads)
-        out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
-        self._set_input_buffer(state, {"cache": cache})
-        return out
+        return self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
 
     def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
         """Keep the samples `new_order` [B'], which a beam search has chosen."""

@@ -69,7 +69,12 @@ class Replacement(HostAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honour `config`: a learnable scale, or relative positions."""
+        """Return why a module cannot honour `config`: a learnable scale, relative positions, or scores passed on."""
+        if config.family and getattr(host, "res_attention", False):
+            return (
+                f"tsai passes scores from layer to layer, and '{config}' has none; build with res_attention=False "
+                "(arch_config={'res_attention': False})"
+            )
         if bool(getattr(getattr(host, "sdp_attn", None), "lsa", False)) and not takes_scale(config):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
         if hasattr(host, "Er") and config.family:
