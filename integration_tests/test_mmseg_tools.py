@@ -31,7 +31,7 @@ from quest_suites.mmseg import scenes
 environment = "quest-mmseg"
 
 TOOLS = Path(mmseg.__file__).parent / ".mim" / "tools"
-SHIPPED = Path(quest_mmseg.__file__).parent / "configs/segmenter_vit-t_mask_quest_1xb8-160k_ade20k-512x512.py"
+SHIPPED = Path(quest_mmseg.__file__).parent / "configs/segmenter_vit-t_mask_1xb8-160k_ade20k-512x512.py"
 BASE = Path(mmseg.__file__).parent / ".mim/configs/segmenter/segmenter_vit-t_mask_8xb1-160k_ade20k-512x512.py"
 ITERATIONS = 4
 ATTENTIONS = ("standard", "quest", "quest+gqa(kv_heads=1)")

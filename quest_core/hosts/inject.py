@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoints import HOOK, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
 from ..drafts import FORMER, Former, assign, drafts_in, origin_of, restore
-from ..errors import ConfigError, InjectionError, PluginError, UnsupportedError
+from ..errors import ConfigError, InjectionError, PluginError, QuestError, UnsupportedError
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
@@ -90,7 +92,32 @@ class Report:
 
     def announce(self) -> None:
         """Write the report in one line to the host's log, as a plugin does when a host's config asked for it."""
-        say(str(self))
+        if not _REHEARSES.get():
+            say(str(self))
+
+
+_REHEARSES: ContextVar[bool] = ContextVar("_REHEARSES", default=False)
+
+
+def rehearse(build: Callable[[], Any]) -> None:
+    """Build a model and throw it away, to see before a run touches a file that the model can have its attention.
+
+    Random numbers on the CPU are left as they were, and no report is written. Errors of the host are ignored, because
+    the host raises them when it builds the model.
+
+    Raises:
+        QuestError: the model cannot have the attention.
+    """
+    rehearses = _REHEARSES.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            build()
+    except QuestError:
+        raise
+    except Exception:
+        return
+    finally:
+        _REHEARSES.reset(rehearses)
 
 
 @dataclass(frozen=True)

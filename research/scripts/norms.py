@@ -121,7 +121,7 @@ def mmseg() -> Iterator[Host]:
 
     register_all_modules()
     folder = Path(quest_mmseg.__file__).parent / "configs"
-    config = Config.fromfile(folder / "segmenter_vit-t_mask_standard_1xb8-160k_ade20k-512x512.py").model
+    config = Config.fromfile(folder / "segmenter_vit-t_mask_1xb8-160k_ade20k-512x512.py").model
     config.type = "EncoderDecoder"
     config.pop("attention", None)
     config.pretrained = None

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from devtools import matrix
-from quest_core import AttentionMismatchWarning, ConfigError
+from quest_core import AttentionMismatchWarning
 from quest_core.checkpoints import ENTRY
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
@@ -175,36 +175,6 @@ def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tm
     lines = path.read_text().splitlines()
     assert len([line for line in lines if "attention=quest in 4 modules" in line]) == 1
     assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
-
-
-@pytest.mark.parametrize("kind", [Runner, FlexibleRunner])
-@pytest.mark.parametrize(
-    ("options", "top", "why"),
-    [
-        (
-            {},
-            {"attention": "quest"},
-            "top level of the config, where nothing reads it; the model has attention 'standard'",
-        ),
-        ({"attention": "quset"}, {}, "did you mean 'quest'"),
-        ({"attention": "quest(inti=5)"}, {}, "did you mean 'init'"),
-        ({"attention": "quest(init=no)"}, {}, "init"),
-        ({"attention_from": "qeust"}, {}, "did you mean 'quest'"),
-        ({"atention_from": "quest"}, {}, "did you mean 'attention_from'"),
-        ({"attention": None}, {}, "has no attention; write"),
-        ({"type": "EncoderDecoder"}, {}, "mmseg's EncoderDecoder does not read it"),
-    ],
-)
-def test_a_wrong_key_is_refused_before_a_folder_is_made(
-    kind: type[Any], options: dict[str, Any], top: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    model, work = {**config("standard"), **options}, tmp_path / "work"
-    parts = {"work_dir": str(work), "default_scope": "mmseg", "default_hooks": {}, "launcher": "none"}
-    with pytest.raises(ConfigError, match=why):
-        kind(model, cfg=Config(top), **parts)
-    with pytest.raises(ConfigError, match=why):
-        kind.from_cfg(Config({"model": model, **parts, **top}))
-    assert not work.exists()
 
 
 def test_attention_from_is_read_in_the_config(trained: dict[str, str], tmp_path: Path) -> None:

@@ -1,38 +1,88 @@
-"""The shipped configs: variants in half precision train, and mmseg takes the start that a comment offers."""
+"""Configs: those of this plugin, those of mmseg's wheel, and what is refused in one before a file is written."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
+import sys
+import warnings
+from collections import defaultdict
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import mmseg
 import pytest
 import torch
+from conftest import segmenter
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.optim.optimizer import amp_optimizer_wrapper
-from mmengine.runner import amp
+from mmengine.runner import FlexibleRunner, Runner, amp
 from mmengine.structures import PixelData
+from mmseg.models import backbones
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 from mmseg.utils import register_all_modules
 
 import quest_mmseg
 from devtools.configs import with_start
+from quest_core.errors import QuestError, UnsupportedError
 from quest_core.projections import Projected
+from quest_mmseg.adapter import REFUSED
+from quest_mmseg.keys import TYPES
 
+HERE = Path(__file__)
+MIM = Path(mmseg.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
-EXAMPLE = Path(__file__).parents[3] / "examples" / "mmseg" / "segmenter_quest.py"
-OFFERED = [path for path in (*sorted(CONFIGS.glob("*.py")), EXAMPLE) if "init=" in path.read_text()]
+SHIPPED = sorted(CONFIGS.glob("*.py"))
+README = HERE.parents[1] / "README.md"
+FORK = "onedl-mmsegmentation" in packages_distributions()["mmseg"]
+
+# --- shipped --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
-def test_the_commented_start_builds(path, tmp_path) -> None:
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_build(path: Path) -> None:
+    config = Config.fromfile(path)
+    model = MODELS.build(config.model)
+    assert len(model.attention_report.replacements) == {"laptop": 6}.get(path.stem.split("_")[1], 14)
+    if "vit" in path.stem:
+        assert (config.train_cfg.max_iters, config.param_scheduler[0].type) == (160000, "PolyLR")
+        assert config.optim_wrapper.optimizer == {"type": "SGD", "lr": 0.001, "momentum": 0.9, "weight_decay": 0.0}
+        assert config.model.data_preprocessor.mean == [123.675, 116.28, 103.53]
+        assert config.model.data_preprocessor.size == (512, 512)
+        assert config.model.backbone.patch_bias
+
+
+@pytest.mark.parametrize(
+    "variables", [("WORLD_SIZE",), ("SLURM_NTASKS", "--launcher=slurm")], ids=["torchrun", "slurm"]
+)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_keep_the_images_of_an_iteration(
+    path: Path, variables: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = 16 if "laptop" in path.stem else 8
+    variable, *arguments = variables
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    for processes in (1, 2, 4, 8):
+        monkeypatch.setenv(variable, str(processes))
+        assert Config.fromfile(path).train_dataloader.batch_size * processes == images
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(ValueError, match="among 3 processes; start 1, 2, 4"):
+        Config.fromfile(path)
+
+
+EXAMPLE = HERE.parents[3] / "examples" / "mmseg" / "segmenter_quest.py"
+
+
+@pytest.mark.parametrize("path", [SHIPPED[0], SHIPPED[-1], EXAMPLE], ids=lambda path: path.stem)
+def test_the_commented_start_builds(path: Path, tmp_path: Path) -> None:
     register_all_modules()
     for base in CONFIGS.glob("*.py"):  # a config's _base_ is its neighbour
         shutil.copy(base, tmp_path)
-    text = with_start(path).replace("mmseg::", f"{mmseg.__path__[0]}/.mim/configs/")  # the fork does not read mmseg::
+    text = with_start(path).replace("mmseg::", f"{MIM}/")  # the fork does not read mmseg::
     (tmp_path / path.name).write_text(text)
     model = MODELS.build(Config.fromfile(tmp_path / path.name).model)
     model.init_weights()
@@ -42,14 +92,10 @@ def test_the_commented_start_builds(path, tmp_path) -> None:
     torch.testing.assert_close(norms, torch.full_like(norms, 12), rtol=1e-4, atol=0)
 
 
-def test_the_configs_of_quest_offer_a_start() -> None:
-    assert len(OFFERED) == 7
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*-amp-*.py")), ids=lambda path: path.stem)
-def test_the_variants_in_half_precision_train(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own model and optim_wrapper, on images of 64x64.
+@pytest.mark.parametrize(("dtype", "scale"), [("float16", "dynamic"), ("bfloat16", 1.0)])
+def test_half_precision_trains(dtype: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `--amp`, on images of 64x64.
 
     mmengine's AmpOptimWrapper wants an accelerator, and its autocast on a CPU bfloat16. PyTorch's own autocast and
     GradScaler for the CPU, which know both types, stand in for those of CUDA.
@@ -60,21 +106,153 @@ def test_the_variants_in_half_precision_train(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(amp, "autocast", functools.partial(torch.autocast, "cpu"))
     given, dtypes = torch.nn.functional.scaled_dot_product_attention, set()
 
-    def watched(q, *arguments, **named):
+    def watched(q: Any, *arguments: Any, **named: Any) -> Any:
         dtypes.add(q.dtype)
         return given(q, *arguments, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    config = Config.fromfile(path)
+    config = Config.fromfile(SHIPPED[-1])
     config.model.data_preprocessor.size = config.model.backbone.img_size = (64, 64)
     torch.manual_seed(0)
     model = MODELS.build(config.model)
     model.init_weights()
-    wrapper = build_optim_wrapper(model, config.optim_wrapper)
+    wrapper = build_optim_wrapper(
+        model, {**config.optim_wrapper, "type": "AmpOptimWrapper", "dtype": dtype, "loss_scale": scale}
+    )
     truth = PixelData(data=torch.randint(150, (1, 64, 64)))
     data = {"inputs": [torch.randint(255, (3, 64, 64))] * 2, "data_samples": [SegDataSample(gt_sem_seg=truth)] * 2}
     losses = [model.train_step(data, wrapper)["decode.loss_ce"].item() for _ in range(4)]
-    assert dtypes == {getattr(torch, config.optim_wrapper.dtype)}
+    assert dtypes == {getattr(torch, dtype)}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
     assert losses[-1] < losses[0]
+
+
+# --- the wheel's ----------------------------------------------------------------------------------------------------
+
+BUILT = {"DAHead", "ANNHead", "ISAHead", "OCRHead", "MSCAN", "SVT"}
+"""Types of configs with a module inside that is in `REFUSED`; the others in `REFUSED` are types of configs."""
+FIRST = {"san": "san-vit-b16_coco", "segformer": "segformer_mit-b0", "swin": "swin-tiny", "setr": "setr_vit-l_naive"}
+
+
+def types(config: Any) -> set[str]:
+    """Every `type` inside a config."""
+    if isinstance(config, dict):
+        inner = set().union(*map(types, config.values()))
+        return inner | ({config["type"]} if isinstance(config.get("type"), str) else set())
+    return set().union(*map(types, config)) if isinstance(config, list | tuple) else set()
+
+
+def of_the_wheel() -> dict[str, list[Path]]:
+    """The configs with attention, by folder; those of Twins in two groups."""
+    found = defaultdict(list)
+    for path in sorted(MIM.glob("[!_]*/*.py")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            named = types(Config.fromfile(path).model.to_dict())
+        if named & (TYPES - {"EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator"} | BUILT | REFUSED.keys()):
+            found[path.stem.partition("-")[0] if path.parent.name == "twins" else path.parent.name].append(path)
+    return found
+
+
+def verdict(path: Path) -> str:
+    """ "✓", or why `attention="quest"` is refused in a config, made smaller."""
+    config = Config.fromfile(path).model
+    for name in types(config.to_dict()):
+        if name in REFUSED:
+            return REFUSED[name]
+    backbone = config.get("backbone") or config.image_encoder
+    config.pretrained = backbone.init_cfg = None
+    if isinstance(backbone.get("num_layers"), int) and "text_encoder" not in config:
+        backbone.update(num_layers=4, out_indices=(0, 1, 2, 3))
+    config.type, config.attention = f"quest_mmseg.{config.type}", "quest"
+    try:
+        report = MODELS.build(config).attention_report
+    except UnsupportedError as error:
+        return str(error).partition("): ")[2].partition(". Name it")[0]
+    assert not set(report.left_alone) - {p for p in report.left_alone if "pixel_decoder" in p}
+    return "✓"
+
+
+@pytest.mark.slow
+def test_the_table_of_the_wheels_configs() -> None:
+    """README.md says of every config of mmsegmentation 1.2.2 with attention whether it takes another, or why not."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for group, paths in of_the_wheel().items():
+        first = next((path for path in paths if path.name.startswith(FIRST.get(group, ""))), paths[0])
+        found[verdict(first)].append(f"{group} {len(paths)}")
+    taken = found.pop("✓")
+    rows = [f"| {', '.join(taken)} | ✓ |", *(f"| {', '.join(groups)} | {why} |" for why, groups in found.items())]
+    text = README.read_text()
+    if not FORK:
+        missing = [row for row in rows if row not in text]
+        assert not missing, "write into README.md:\n" + "\n".join(rows)
+    assert len(taken) >= 12
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+NO = "has no attention; write dict(type='quest_mmseg.EncoderDecoder', attention='quest', ...)"
+VIT = {"type": "quest_mmseg.VisionTransformer"}
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, NO),
+    ({"attention": None}, {}, NO),
+    ({"attention": "None"}, {}, NO),
+    ({"atention": "quest"}, {}, "has no option 'atention'; did you mean 'attention'?"),
+    ({"attention": "quset"}, {}, "did you mean 'quest'"),
+    ({"attention": 3}, {}, "attention is 3 (int)"),
+    ({"attention": ["quest"]}, {}, "attention is ['quest'] (list)"),
+    ({"attention": {"kv_heads": 2}}, {}, "has no 'name'"),
+    ({"attention": "quest(inti=5)"}, {}, "did you mean 'init'"),
+    ({"attention": "quest(init=no)"}, {}, "takes a number"),
+    ({"attention": "quest(init=5"}, {}, "cannot be read"),
+    ({"attention": "quest+qnorm"}, {}, "two choices for the score"),
+    ({"attention": "quest+gqa(kv_heads=3)"}, {}, "kv_heads is 3, which does not divide the 4 heads"),
+    ({"attention": "aft-conv(dims=1)"}, {}, "dims is 1, and patches have 2 axes"),
+    ({"attention": "aft-conv(prefix=1)"}, {}, "the model sets the grid and the class tokens"),
+    ({"attention": "quest", "kv_heads": 2}, {}, "write attention={'name': 'quest', 'kv_heads': 2}"),
+    ({"attention_from": "standard"}, {}, "attention_from='standard' is given without attention"),
+    ({"attention": "quest", "attention_from": "standart"}, {}, "did you mean 'standard'"),
+    ({"attention": "quest", "atention_from": "quest"}, {}, "did you mean 'attention_from'"),
+    ({"attention": "quest", "allow_partial": "yes"}, {}, "allow_partial='yes' must be true or false"),
+    ({"backbone": {**VIT, "attention": "qest"}}, {}, "did you mean 'quest'"),
+    ({"attention": "quest", "backbone": {**VIT, "attention": "linear"}}, {}, "named twice: 'quest' for"),
+    ({"allow_partial": True, "backbone": {**VIT, "attention": "quest"}}, {}, "allow_partial=True is given without"),
+    (
+        {"type": "EncoderDecoder", "attention": "quest"},
+        {},
+        "mmseg's EncoderDecoder does not read it; write model.type='quest_mmseg.EncoderDecoder' too (--cfg-options",
+    ),
+    (
+        {"type": "EncoderDecoder", "backbone": {"type": backbones.VisionTransformer, "attention": "quest"}},
+        {},
+        "model.backbone.attention is 'quest', and mmseg's VisionTransformer does not read it",
+    ),
+    (
+        {"attention": "quest", "auxiliary_head": [{"type": "mmseg.Mask2FormerHead", "attention": "sigmoid"}]},
+        {},
+        "auxiliary_head.0.attention is 'sigmoid', and mmseg's Mask2FormerHead does not read it",
+    ),
+    (
+        {"type": "EncoderDecoder"},
+        {"attention": "quest"},
+        "top level of the config, where nothing reads it; the model has mmseg's own attention; write model.attention",
+    ),
+    ({"attention": "standard"}, {"attention": "quest"}, "top level"),
+    ({"attention": "quest"}, {"attention": "quset"}, "did you mean 'quest'"),
+]
+
+
+@pytest.mark.parametrize(("options", "top", "why"), WRONG)
+def test_a_wrong_key_is_one_error_before_a_folder_is_made(
+    options: dict[str, Any], top: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    model, work = copy.deepcopy(segmenter(type="quest_mmseg.EncoderDecoder")), tmp_path / "work"
+    for key, value in options.items():
+        model[key] = {**model[key], **value} if isinstance(value, dict) and key == "backbone" else value
+    parts = {"work_dir": str(work), "default_scope": "mmseg", "default_hooks": {}, "launcher": "none"}
+    for kind in (Runner, FlexibleRunner):
+        with pytest.raises(QuestError) as raised:
+            kind.from_cfg(Config({"model": model, **parts, **top}))
+        assert why in str(raised.value)
+    assert not work.exists()

@@ -1,4 +1,4 @@
-"""Mask2Former and MaskFormer: mmdetection's decoders in mmseg's own configs, made small."""
+"""Mask2Former, MaskFormer (mmdetection's decoders) and SAN, in mmseg's own configs made small."""
 
 from __future__ import annotations
 
@@ -84,8 +84,51 @@ def test_decoders_of_mmdetection(make: Any, sites: int) -> None:
 def test_masks_for_each_query_need_weights() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(UnsupportedError, match="Mask2Former hides other keys from each query"):
+        with pytest.raises(UnsupportedError, match="other keys are hidden from each query"):
             build(small(mask2former()), "linear")
         # Object queries are a set: nothing says which comes first.
-        with pytest.raises(UnsupportedError, match="it needs ordered tokens|hides other keys"):
+        with pytest.raises(UnsupportedError, match="it needs ordered tokens|other keys are hidden"):
             build(small(mask2former()), "aft-full")
+
+
+def san(attention: str | None, **recognition: Any) -> Any:
+    config = Config.fromfile(CONFIGS / "san/san-vit-b16_coco-stuff164k-640x640.py").model
+    config.pretrained = None
+    config.image_encoder.update(embed_dims=48, num_heads=4, num_layers=3, out_indices=(0, 1, 2), img_size=(32, 32))
+    words = {"dataset_name": None, "vocabulary": ["a", "b", "c"], "templates": ["a photo of {}"]}
+    config.text_encoder.update(**words, embed_dims=16, num_heads=2, num_layers=2, output_dims=24)
+    head = config.decode_head
+    head.update(num_classes=3, deep_supervision_idxs=[3])
+    head.loss_decode[0].class_weight = [1.0] * 3 + [0.1]
+    head.san_cfg.update(clip_channels=48, embed_dims=16, num_queries=5)
+    head.san_cfg.cfg_encoder.update(num_encode_layer=4, num_heads=2)
+    head.san_cfg.cfg_decoder.update(num_heads=4, embed_channels=8, mlp_channels=8)
+    head.maskgen_cfg.update(sos_token_num=5, num_layers=1, embed_dims=48, num_heads=4, out_dims=24, **recognition)
+    if attention is not None:
+        config.type, config.attention = "quest_mmseg.MultimodalEncoderDecoder", attention
+    return MODELS.build(config).eval()
+
+
+def predicted(model: Any) -> Tensor:
+    torch.manual_seed(1)
+    info = {"img_shape": SHAPE, "pad_shape": SHAPE, "ori_shape": SHAPE}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        return model.encode_decode(torch.randn(1, 3, *SHAPE), [info])
+
+
+def test_san_takes_the_one_key() -> None:
+    """Its image encoder, text encoder, side adapter, and the recognition with masks for each query."""
+    model = san("standard")
+    assert len(model.attention_report.replacements) == 10
+    want = predicted(san(None))
+    torch.testing.assert_close(predicted(model), want)
+    for attention in ("quest", "elliptical", "quest+gqa(kv_heads=2)"):
+        found = predicted(san(attention))
+        assert found.isfinite().all()
+        assert not torch.allclose(found, want)
+    with pytest.raises(UnsupportedError, match="text_encoder.* other keys are hidden from each query"):
+        san("linear")
+    with pytest.raises(UnsupportedError, match="with cross_attn=True SAN reads the raw weights"):
+        san("quest", cross_attn=True)

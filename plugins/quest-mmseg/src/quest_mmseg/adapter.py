@@ -6,10 +6,12 @@ inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +26,7 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, refusal
+from quest_core.hosts.inject import rehearse
 
 from .keys import check
 from .layers import (
@@ -34,8 +37,10 @@ from .layers import (
     MultiheadAttention,
     PretrainAttention,
     WindowMSA,
-    grids,
+    lay_out,
+    placed,
 )
+from .registry import MODELS
 
 REPLACEMENTS: dict[str, Any] = {
     "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
@@ -49,13 +54,13 @@ REPLACEMENTS: dict[str, Any] = {
 """Host class -> what replaces it."""
 
 REFUSED = {
-    "SideAdapterCLIPHead": "SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term for "
-    "each query to the softmax",
+    "RecWithAttnbias": "with cross_attn=True SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term "
+    "for each query to the softmax",
     "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
     "MSCAAttention": "SegNeXt's attention is a convolution",
-    "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
     "ObjectAttentionBlock": "its keys are object regions from convolutions (OCRNet)",
     "PAM": "its queries and keys are feature maps from convolutions (DANet)",
+    "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
     "NLHead": "a non-local block has queries and keys from convolutions",
     "DNLHead": "a disentangled non-local block has queries and keys from convolutions",
     "CCHead": "criss-cross attention is a compiled op over rows and columns",
@@ -66,6 +71,9 @@ REFUSED = {
 """Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them."""
 
 FUSED = "aten::scaled_dot_product_attention"
+
+MASKED = re.compile(r"(^|\.)(text_encoder|rec_with_attnbias)\.|cross_attn$")
+"""Paths of attention with a mask for each query: SAN's, and decoders of Mask2Former."""
 
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
 """Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
@@ -87,7 +95,7 @@ class MmsegAdapter(Adapter):
         """
         for path, module in model.named_modules():
             refused = _host_name(module, REFUSED)
-            if refused is not None:
+            if refused is not None and getattr(module, "cross_attn", True):  # only SAN has two ways
                 raise UnsupportedError(
                     f"attention= cannot be used in a model with {type(module).__name__}"
                     f"{f' (at {path!r})' if path else ''}: {REFUSED[refused]}. Name it on the parts that "
@@ -116,8 +124,8 @@ class MmsegAdapter(Adapter):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
-        if config.family and site.path.endswith("cross_attn") and not site.capabilities.ordered:
-            return f"Mask2Former hides other keys from each query, and '{config}' has no weights that could act on"
+        if config.family and MASKED.search(site.path):
+            return f"other keys are hidden from each query, and '{config}' has no weights that could act on"
         if any(part.on_grid for part in config.components):
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:
@@ -132,12 +140,13 @@ class MmsegAdapter(Adapter):
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Set the grid of families that have one at each call, because crops and images differ in size."""
-        for module in model.modules():
-            host: Any = module
-            if _host_name(module, GRID[:1]):
-                _connect(drafts, host, host.patch_embed, _patches, prefix=int(host.with_cls_token))
-            elif _host_name(module, GRID[1:]):
-                _connect(drafts, host, host, _head, prefix=int(host.num_classes), last=int(host.num_classes))
+        hosts: list[Any] = list(model.modules())
+        backbones = [host for host in hosts if _host_name(host, GRID[:1])]
+        trained = next(((b.img_size[0] // b.patch_size, b.img_size[1] // b.patch_size) for b in backbones), None)
+        for host in backbones:
+            _connect(drafts, host, host.patch_embed, _patches, trained, prefix=int(host.with_cls_token))
+        for host in (host for host in hosts if _host_name(host, GRID[1:])):
+            _connect(drafts, host, host, _head, trained, prefix=int(host.num_classes), last=int(host.num_classes))
 
     def change_host(self) -> None:
         """Have Runners check their config before they create a file, and write notices to mmengine's log.
@@ -158,7 +167,10 @@ class MmsegAdapter(Adapter):
 def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
     """Make a runner after checking its config and its model."""
     given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
-    check(given.get("cfg") or {}, given["model"])
+    model = given["model"]
+    check(given.get("cfg") or {}, model)
+    if isinstance(model, Mapping):
+        rehearse(lambda: MODELS.build(copy.deepcopy(model)))
     return stock(runner, *arguments, **options)
 
 
@@ -179,41 +191,56 @@ def _count_fused(inputs: Any, outputs: Any) -> int:
 
 
 def _connect(
-    drafts: dict[nn.Module, Any], owner: nn.Module, called: nn.Module, forward: Any, *, prefix: int, last: int = 0
+    drafts: dict[nn.Module, Any],
+    owner: nn.Module,
+    called: nn.Module,
+    forward: Any,
+    trained: tuple[int, int] | None,
+    *,
+    prefix: int,
+    last: int = 0,
 ) -> None:
-    """Have `forward` run in place of that of `called`, which learns the grid of `owner`, if a family in it has one.
+    """Have `forward` run in place of that of `called`, if a mechanism of `owner` knows the places of tokens.
 
     Args:
         drafts: as in `Adapter.connect`.
+        trained: as in `lay_out`.
         prefix: tokens of `owner` off the grid.
         last: how many of them are at the end of the sequence.
+
+    Raises:
+        UnsupportedError: biases by the number of a token would have no grid.
     """
     made = [drafts[module] for module in owner.modules() if module in drafts]
-    families = [family for one in made for family in grids(one)]
-    if families or "forward" in vars(called):  # of a former injection
+    found = [mechanism for one in made for mechanism in placed(one)]
+    if found or "forward" in vars(called):  # of a former injection
         drafts[called] = draft(called)
-    if families:
+    if found:
         # mmseg calls head.forward by its name, which passes by hooks.
-        drafts[called].forward = functools.partial(forward, owner)
-    for family in families:
+        drafts[called].forward = functools.partial(forward, owner, trained)
+    on_grid: list[Any] = [mechanism.family for mechanism in found if mechanism.on_grid]
+    if len(found) > len(on_grid) and trained is None:
+        raise UnsupportedError(
+            f"'{found[0].config}' has biases for the places of patches, and {type(owner).__name__} does not know the "
+            "size of the images; name the attention on the whole model"
+        )
+    for family in on_grid:
         family.prefix = prefix
     for module in (module for one in made for module in one.modules()):
         if isinstance(module, Attention):
-            module.class_tokens = last if families else 0
+            module.class_tokens = last if on_grid else 0
 
 
-def _patches(backbone: Any, images: Any) -> Any:
+def _patches(backbone: Any, trained: Any, images: Any) -> Any:
     """VisionTransformer's patch_embed on images [B, 3, height, width]; returns tokens and grid."""
     made = type(backbone.patch_embed).forward(backbone.patch_embed, images)
-    for family in grids(backbone):
-        family.grid = tuple(made[1])
+    lay_out(backbone, tuple(made[1]), trained)
     return made
 
 
-def _head(head: Any, inputs: Any) -> Any:
+def _head(head: Any, trained: Any, inputs: Any) -> Any:
     """Segmenter's head on features [B, C, height, width]."""
-    for family in grids(head):
-        family.grid = tuple(head._transform_inputs(inputs).shape[-2:])
+    lay_out(head, tuple(head._transform_inputs(inputs).shape[-2:]), trained)
     return type(head).forward(head, inputs)
 
 

@@ -15,9 +15,15 @@ from quest_core.hosts.inject import REPORT, Request
 from .registry import MODELS
 
 MODELS_WITH_ATTENTION = {
-    "segmentors": ["EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator"],
+    "segmentors": ["EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator", "MultimodalEncoderDecoder"],
     "backbones": ["VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"],
-    "heads": ["SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"],
+    "heads": [
+        "SegmenterMaskTransformerHead",
+        "KernelUpdateHead",
+        "Mask2FormerHead",
+        "MaskFormerHead",
+        "SideAdapterCLIPHead",
+    ],
 }
 """Classes of mmseg whose attention is replaced, each registered as quest_mmseg.<name>."""
 
@@ -40,7 +46,7 @@ def sections(config: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, An
         elif package in ("", "mmseg") and name in TYPES and config.get("attention") is not None:
             raise ConfigError(
                 f"{path}.attention is '{config['attention']}', and mmseg's {name} does not read it; write "
-                f"{path}.type='quest_mmseg.{name}'"
+                f"{path}.type='quest_mmseg.{name}' too (--cfg-options {path}.type=quest_mmseg.{name})"
             )
     items: Any = config.items() if isinstance(config, Mapping) else ()
     for key, value in enumerate(config) if isinstance(config, list | tuple) else items:

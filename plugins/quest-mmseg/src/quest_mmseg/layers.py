@@ -23,17 +23,39 @@ from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
+from quest_core.errors import InputError
 from quest_core.hosts.adapter import HostAttention, window_bias
 from quest_core.hosts.torch import TorchAttention
 from quest_core.mechanism import Mechanism
 from quest_core.projections import Packed, Projections, Separate
 
 
-def grids(module: nn.Module) -> Iterator[Any]:
-    """Yield the families in `module` whose tokens lie on the grid of patches, such as aft-conv."""
+def placed(module: nn.Module) -> Iterator[Mechanism]:
+    """Yield the mechanisms in `module` with biases for places: on a grid (aft-conv), or by number (aft-full)."""
     for found in module.modules():
-        if isinstance(found, Mechanism) and found.on_grid:
-            yield found.family
+        if isinstance(found, Mechanism) and (found.on_grid or (found.family is not None and "order" in found.reads)):
+            yield found
+
+
+def lay_out(module: nn.Module, grid: tuple[int, int], trained: tuple[int, int] | None) -> None:
+    """Tell the mechanisms in `module` the grid of patches.
+
+    Args:
+        grid: height and width in patches.
+        trained: of the images that `img_size` names, to which biases by the number of a token belong.
+
+    Raises:
+        InputError: such biases would be those of other patches.
+    """
+    for found in placed(module):
+        if found.on_grid:
+            found.family.grid = grid  # type: ignore[union-attr,assignment]
+        elif grid != trained:
+            raise InputError(
+                f"the biases of '{found.config}' belong to a grid of {trained} patches, which follows from "
+                f"backbone.img_size, and this image has {grid}; set img_size to the size of the crops, test with "
+                "test_cfg=dict(mode='slide', ...), or use aft-conv"
+            )
 
 
 class Attention(TorchAttention):
@@ -119,8 +141,7 @@ class EfficientMultiheadAttention(Wrapping, HostEfficientMultiheadAttention):  #
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """[B, N, E] with N = height · width -> [B, N, E]."""
-        for family in grids(self):
-            family.grid = tuple(hw_shape)
+        lay_out(self, tuple(hw_shape), tuple(hw_shape))
         out: Tensor = super().forward(x, hw_shape, identity)
         return out
 

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +23,9 @@ from torch import nn
 
 from quest_core.checkpoints import ENTRY, compare_before_loading, unexpected_entry
 from quest_core.config import STANDARD
-from quest_core.errors import CheckpointError, ConfigError, QuestError
+from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject
+from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject, rehearse
 from quest_core.mechanism import Mechanism
 from quest_core.notices import say
 from quest_core.tools.calibration import calibrate, refuse_uncalibratable
@@ -58,9 +57,6 @@ ATTENTION = {
 }
 """Module -> the hosts' own attention in it."""
 
-
-REHEARSAL: ContextVar[bool] = ContextVar("REHEARSAL", default=False)
-"""Whether a model is only built to see if it can be."""
 
 Stock = Callable[..., Any]
 
@@ -163,8 +159,7 @@ class Asked:
         whole = Report(said, tuple(rows), left, any(report.started for report in reports))
         compare_before_loading(model)
         vars(model).update({REPORT: whole, BATCHES: self.batches})
-        if not REHEARSAL.get():
-            whole.announce()
+        whole.announce()
 
 
 def _refuse_calibration(where: str, batches: Any, parts: Mapping[str, Request]) -> None:
@@ -301,7 +296,8 @@ def check(config: Mapping[str, Any], models: Any) -> None:
         if kind in POINTCEPT_MODELS and model is not None:
             asked = Asked.read(section, path, section.keys() - inspect.signature(model).parameters - {"type"})
             if asked is not None:
-                _build_once(model, {key: value for key, value in section.items() if key != "type"})
+                options = {key: value for key, value in section.items() if key != "type"}
+                rehearse(functools.partial(model, **options))
             continue
         if model is None and (kind is not None or path.startswith("model.")):
             continue  # another registry's, or options that a model passes on
@@ -311,20 +307,6 @@ def check(config: Mapping[str, Any], models: Any) -> None:
                     f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {kind or 'Pointcept'}; write "
                     f"it into the backbone of type {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
                 )
-
-
-def _build_once(model: Any, options: Mapping[str, Any]) -> None:
-    """Build a model and throw it away. Errors of the host are left to the host, which builds it again."""
-    rehearsal = REHEARSAL.set(True)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model(**options)
-    except QuestError:
-        raise
-    except Exception:  # the host builds the model again, and raises it there
-        return
-    finally:
-        REHEARSAL.reset(rehearsal)
 
 
 def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

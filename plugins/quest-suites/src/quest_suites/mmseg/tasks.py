@@ -93,7 +93,7 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
         )
     options = cell.options
     size = {"vit-t": "t", "vit-s": "s"}[cell.task]
-    config = Config.fromfile(CONFIGS / f"segmenter_vit-{size}_mask_standard_1xb8-160k_ade20k-512x512.py")
+    config = Config.fromfile(CONFIGS / f"segmenter_vit-{size}_mask_1xb8-160k_ade20k-512x512.py")
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         loader.dataset.data_root = str(cell.data)
         loader.num_workers = options["workers"]

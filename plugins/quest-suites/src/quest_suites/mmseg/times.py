@@ -37,7 +37,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 def build(cell: Cell, size: tuple[int, int], attention: str | None) -> tuple[Any, torch.optim.Optimizer]:
     """Return a Segmenter and its optimizer; stock without `attention`."""
     name = cell.task.removeprefix("vit-")
-    config = Config.fromfile(CONFIGS / f"segmenter_vit-{name}_mask_standard_1xb8-160k_ade20k-512x512.py")
+    config = Config.fromfile(CONFIGS / f"segmenter_vit-{name}_mask_1xb8-160k_ade20k-512x512.py")
     config.model.attention = attention
     if attention is None:
         config.model.type = "EncoderDecoder"

@@ -1,3 +1,0 @@
-_base_ = "./segmenter_vit-s_mask_quest_1xb8-160k_ade20k-512x512.py"
-
-optim_wrapper = dict(type="AmpOptimWrapper", dtype="float16", loss_scale="dynamic")
