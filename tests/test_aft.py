@@ -276,17 +276,6 @@ def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.d
     assert (loud.grad[:, :, 9:] == 0).all()
 
 
-@pytest.mark.parametrize("spec", SEQUENCE)
-@pytest.mark.usefixtures("tiles")
-def test_the_future_never_changes_the_past(spec: str) -> None:
-    q, k, v = tensors(spec, 1, 2, 10, 10, 3)
-    made = build(spec)
-    before = made(q, k, v, is_causal=True)
-    for x in (q, k, v):
-        x[:, :, 6:] += 10
-    torch.testing.assert_close(made(q, k, v, is_causal=True)[:, :, :6], before[:, :, :6], rtol=0, atol=1e-13)
-
-
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
 def test_padding_and_batch_mates_do_not_matter(spec: str) -> None:
@@ -449,24 +438,6 @@ def test_decoding_leaves_out_hidden_tokens(spec: str) -> None:
             torch.testing.assert_close(got, want[:, :, rows])
 
 
-@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS, "aft-conv(window=3, gumbel=true)"])
-def test_compiles_without_a_graph_break_and_exports(spec: str) -> None:
-    tokens = 8 if "dims=3" in spec else 9
-    made = build(spec, 2, 4).float()
-    q, k, v = (x.detach().float().requires_grad_() for x in tensors(spec, 2, 2, tokens, tokens, 4))
-    is_causal = not spec.startswith("aft-conv")
-    torch._dynamo.reset()  # the limit on recompilations counts those of earlier tests
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (made, compiled):
-        out = run(q, k, v, is_causal=is_causal)
-        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, *made.parameters()))])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
-    exported = torch.export.export(made, (q, k, v)).module()
-    torch.testing.assert_close(exported(q, k, v), made(q, k, v))
-
-
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("table", [False, True])
 def test_operators_keep_their_contracts(window: int, table: bool) -> None:
@@ -474,15 +445,6 @@ def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
     torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
-
-
-def test_compiled_lengths_may_vary() -> None:
-    made = build("aft-local", 2, 4).float()
-    torch._dynamo.reset()
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (6, 11, 17):
-        q, k, v = (x.float() for x in tensors("aft-local", 2, 2, tokens, tokens, 4))
-        torch.testing.assert_close(compiled(q, k, v, is_causal=True), made(q, k, v, is_causal=True))
 
 
 @pytest.mark.parametrize("spec", [*SEQUENCE, "aft-conv(window=3)"])
@@ -495,23 +457,6 @@ def test_autocast_gives_the_lower_type_and_computes_in_the_wider(spec: str) -> N
         mixed = made(q.bfloat16(), k, v.bfloat16())
     assert out.dtype == mixed.dtype == torch.bfloat16
     torch.testing.assert_close(out, exact.bfloat16(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("spec", [*ORDERED, "aft-conv(dims=1)"])
-def test_lengths_and_layouts_do_not_matter(spec: str) -> None:
-    made = build(spec)
-    q, k, v = tensors(spec, 2, 2, 9, 9, 3)
-    torch.testing.assert_close(made(q.contiguous(), k.contiguous(), v.contiguous()), made(q, k, v))
-    assert made(q[:, :, :0], k[:, :, :0], v[:, :, :0]).shape == (2, 2, 0, 3) if "conv" not in spec else True
-
-
-def test_token_order_does_not_matter_to_aft_simple() -> None:
-    q, k, v = tensors("aft-simple", 1, 2, 5, 7, 4)
-    order = torch.randperm(7)
-    torch.testing.assert_close(
-        quest_core.attention(q, k, v, "aft-simple"),
-        quest_core.attention(q, k[:, :, order], v[:, :, order], "aft-simple"),
-    )
 
 
 def test_wide_windows_make_aft_local_aft_full() -> None:
@@ -707,25 +652,6 @@ def test_values_of_another_width_cannot_be_gated() -> None:
     q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
     with pytest.raises(quest_core.InputError, match="v has head_dim 2; attention-free gates need that of q, 3"):
         quest_core.attention(q, k, v[..., :2], "aft-simple")
-
-
-@pytest.mark.parametrize("spec", [*SEQUENCE, *CONVOLUTIONS])
-def test_state_dicts_restore_the_layer(spec: str) -> None:
-    tokens = 8 if "dims=3" in spec else 9
-    first, second = build(spec, seed=0), build(spec, seed=1)
-    q, k, v = tensors(spec, 1, 2, tokens, tokens, 3)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first(q, k, v), second(q, k, v))
-
-
-@pytest.mark.parametrize("spec", ["aft-simple", "aft-full(max_length=16)", "aft-conv(dims=1, window=3)"])
-def test_a_layer_with_projections_learns(spec: str) -> None:
-    layer = quest_core.Attention(12, 4, spec)
-    x = torch.randn(2, 9, 12)
-    assert layer(x).shape == x.shape
-    layer(x).square().sum().backward()
-    missing = [name for name, p in layer.named_parameters() if p.grad is None]
-    assert not missing
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 30])

@@ -30,18 +30,6 @@ def test_is_projections_around_the_mechanism(attention: str) -> None:
     torch.testing.assert_close(layer(x, context, key_mask=real), layer.out_proj(want))
 
 
-@pytest.mark.parametrize("attention", MECHANISMS)
-def test_incremental_decoding_equals_full_decoding(attention: str) -> None:
-    layer = Attention(12, 4, attention).eval()
-    x = torch.randn(2, 9, 12)
-    want = layer(x, is_causal=True)
-    for chunks in ([1] * 9, [4, 1, 3, 1], [9]):
-        cache = Cache()
-        parts = [layer(piece, is_causal=True, cache=cache) for piece in x.split(chunks, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), want)
-        assert len(cache) == 9
-
-
 def test_the_cache_holds_unit_keys_and_reorders() -> None:
     layer = Attention(12, 4, "quest+gqa(kv_heads=2)").eval()
     x = torch.randn(3, 4, 12)

@@ -267,37 +267,6 @@ def test_activation_checkpointing_gives_the_same_gradients(training: bool) -> No
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_future_never_changes_the_past(name: str) -> None:
-    first, second = pair(name)
-    one, two = tensors(1, 4, 4, 6), tensors(1, 4, 4, 6)
-    first(*one, is_causal=True)
-    before = second(*two, is_causal=True)
-    for x in (*one, *two):
-        x[:, :, 4:] += 10
-    first(*one, is_causal=True)
-    torch.testing.assert_close(second(*two, is_causal=True)[:, :, :4], before[:, :, :4])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunks", [[1] * 6, [4, 2], [2, 1, 3]])
-def test_decoding_equals_the_full_pass(name: str, chunks: list[int]) -> None:
-    first, second = pair(name)
-    one, two = tensors(2, 4, 4, 6), tensors(2, 4, 4, 6)
-    first(*one, is_causal=True)
-    want = second(*two, is_causal=True)
-    caches = quest_core.Cache(), quest_core.Cache()
-    out = []
-    for a, b in zip(
-        zip(*(x.split(chunks, 2) for x in one), strict=True),
-        zip(*(x.split(chunks, 2) for x in two), strict=True),
-        strict=True,
-    ):
-        first.decode(*a, caches[0])
-        out.append(second.decode(*b, caches[1]))
-    torch.testing.assert_close(torch.cat(out, 2), want)
-
-
 def test_values_of_a_pass_that_ended_early_are_not_taken() -> None:
     layers = nn.ModuleList(quest_core.Attention(16, 2, "elliptical") for _ in range(3))
     quest_core.chain(layers)

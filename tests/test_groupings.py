@@ -234,18 +234,6 @@ def test_kv_heads_is_required_and_checked(part: str) -> None:
         made(*torch.randn(3, 1, 4, 3, 4))
 
 
-@pytest.mark.parametrize("name", [*KEY_DRIVEN, "pgqa"])
-def test_compiles_without_a_graph_break(name: str) -> None:
-    made = quest_core.Mechanism(f"quest+{name}(kv_heads=2)", num_heads=4, head_dim=4).eval()
-    q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    torch._dynamo.reset()
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    torch.manual_seed(0)
-    want = made(q, k, v)
-    torch.manual_seed(0)
-    torch.testing.assert_close(compiled(q, k, v), want)
-
-
 def test_starting_values_are_those_of_the_specification() -> None:
     dgqa: Any = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=8).grouping
     assert (dgqa.window, dgqa.evolution, dgqa.alpha) == (300, "ema", 0.9)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import quest_core
-from quest_core.mechanisms import linear, naive
+from quest_core.mechanisms import linear
 from quest_core.testing.truth import exact
 
 NAMES = ["linear", "cosine"]
@@ -133,48 +133,6 @@ def test_gradients_pass_gradcheck(name: str, is_causal: bool, monkeypatch: pytes
         )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_plain_arithmetic(name: str, dtype: torch.dtype, is_causal: bool) -> None:
-    """`Plain` is the formula with every weight, in operations of the same type."""
-    q, k, v = (x.to(dtype) for x in tensors(4, 2, 200, 200, 16))
-    made = build(name, 2, 16).to(dtype)
-    wanted = truth(made, q, k, v, is_causal=is_causal)
-    if name == "linear":
-        weight = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT
-        weight = weight.tril() if is_causal else weight
-        plain = weight / weight.sum(-1, keepdim=True) @ v
-    else:
-        weight = naive.unit(q) @ naive.unit(k).mT
-        count = torch.arange(1, 201, dtype=dtype)[:, None] if is_causal else torch.tensor(200, dtype=dtype)
-        weight = weight.tril() if is_causal else weight
-        plain = weight @ v / count ** made.family.stabiliser.detach().sigmoid()[:, None, None]
-    got = made(q, k, v, is_causal=is_causal)
-    assert got.dtype == dtype
-    error, allowed = ((x.double() - wanted).pow(2).mean().sqrt() for x in (got, plain))
-    assert error <= 2 * allowed
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_zero_keys_and_blind_rows_stay_finite(name: str, dtype: torch.dtype, is_causal: bool) -> None:
-    q, k, v = (x.to(dtype) for x in tensors(3, 2, 5, 5, 8))
-    q[0, 0, 1], k[:, :, 2], k[0] = 0, 0, 0
-    made = build(name, 2, 8).to(dtype)
-    inputs = [*(x.detach().requires_grad_() for x in (q, k, v)), *made.parameters()]
-    mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
-    mask[1], mask[2, ..., :2] = False, False
-    out = made(*inputs[:3], attn_mask=mask, is_causal=is_causal)
-    assert out.isfinite().all()
-    assert (out[1] == 0).all()
-    if is_causal:
-        assert (out[2, :, :2] == 0).all()
-    gradients = torch.autograd.grad(out.float().square().sum(), inputs)
-    assert all(g.isfinite().all() for g in gradients)
-
-
 def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
     q, k, v = (
@@ -212,52 +170,6 @@ def test_the_starting_value_is_that_of_the_specification() -> None:
     torch.testing.assert_close(out, torch.full_like(out, 9 ** (1 - 1 / (1 + math.exp(-0.5)))))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_future_never_changes_the_past(name: str, masked: bool) -> None:
-    """Nor does hiding a future key, which would change cosine's count."""
-    q, k, v = tensors(1, 2, 150, 150, 4)
-    made = build(name, 2, 4)
-    mask = torch.ones(1, 1, 1, 150, dtype=torch.bool)
-    mask[..., 5] = not masked
-    before = made(q, k, v, attn_mask=mask if masked else None, is_causal=True)
-    for x in (q, k, v):
-        x[:, :, 100:] += 10
-    later = mask.clone()
-    later[..., 120:] = False
-    after = made(q, k, v, attn_mask=later, is_causal=True)
-    torch.testing.assert_close(after[:, :, :100], before[:, :, :100], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_and_batch_mates_do_not_matter(name: str, is_causal: bool) -> None:
-    q, k, v = tensors(3, 2, 70, 70, 4)
-    made = build(name, 2, 4)
-    mask = torch.ones(3, 1, 1, 70, dtype=torch.bool)
-    mask[0, ..., 66:] = False
-    padded = made(q, k, v, attn_mask=mask, is_causal=is_causal)
-    alone = made(*(x[:1, :, :66] for x in (q, k, v)), is_causal=is_causal)
-    torch.testing.assert_close(padded[:1, :, :66], alone)
-    torch.testing.assert_close(padded[1:], made(q[1:], k[1:], v[1:], is_causal=is_causal))
-
-
-@pytest.mark.parametrize("steps", [(1,) * 7, (3, 1, 3), (7,), (1, 66), (66, 1, 70)])
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_equals_attending_to_everything(name: str, steps: tuple[int, ...]) -> None:
-    tokens = sum(steps)
-    q, k, v = tensors(2, 2, tokens, tokens, 4)
-    made = build(name, 2, 4)
-    cache = quest_core.Cache()
-    outputs, sizes = [], set()
-    for new in zip(*(x.split(steps, 2) for x in (q, k, v)), strict=True):
-        outputs.append(made.decode(*new, cache))
-        sizes.add(cache.nbytes)
-    torch.testing.assert_close(torch.cat(outputs, 2), made(q, k, v, is_causal=True))
-    assert len(sizes) == 1  # the state does not grow
-    assert cache.tokens == tokens
-
-
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_leaves_out_hidden_tokens(name: str, additive: bool) -> None:
@@ -281,18 +193,6 @@ def test_decoding_leaves_out_hidden_tokens(name: str, additive: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_follows_its_beams(name: str) -> None:
-    q, k, v = tensors(2, 2, 6, 6, 4)
-    made = build(name, 2, 4)
-    cache = quest_core.Cache()
-    made.decode(q[:, :, :5], k[:, :, :5], v[:, :, :5], cache)
-    rows = torch.tensor([1, 1])
-    cache.reorder(rows)
-    got = made.decode(*(x[rows][:, :, 5:] for x in (q, k, v)), cache)
-    torch.testing.assert_close(got, made(q[rows], k[rows], v[rows], is_causal=True)[:, :, 5:])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
     q, k, v = (x.float() for x in tensors(2, 2, 100, 100, 16))
     made = build(name, 2, 16).float()
@@ -305,19 +205,6 @@ def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
     assert cache["sum"].dtype == torch.float32
     # Nothing but the result is rounded.
     assert torch.equal(out, made(q, k, v, is_causal=True).bfloat16())
-
-
-def test_per_sample_gradients_through_torch_func() -> None:
-    q, k, v = tensors(1, 2, 70, 70, 4)
-    for name in NAMES:
-        made = build(name, 2, 4)
-
-        def loss(key: Tensor, made: quest_core.Mechanism = made) -> Tensor:
-            return made(q, key, v, is_causal=True).square().sum()
-
-        leaf = k.clone().requires_grad_()
-        loss(leaf).backward()
-        torch.testing.assert_close(torch.func.grad(loss)(k), leaf.grad)
 
 
 class Largest(TorchDispatchMode):

@@ -278,52 +278,6 @@ def test_padding_takes_no_mass() -> None:
 
 
 @pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", IDS)
-def test_padding_and_batch_mates_do_not_matter(spec: str, way: str) -> None:
-    q, k, v = tensors(3, 2, 2, 6, 6, 4)
-    real = torch.ones(3, 6, dtype=torch.bool)
-    real[0, 4:] = False
-    mask = real[:, None, :, None] & real[:, None, None, :]
-    with path(way):
-        alone = quest_core.attention(q[:1, :, :4], k[:1, :, :4], v[:1, :, :4], spec)
-        padded = quest_core.attention(q, k, v, spec, attn_mask=mask)
-        torch.testing.assert_close(padded[:1, :, :4], alone)
-        torch.testing.assert_close(padded[1:], quest_core.attention(q[1:], k[1:], v[1:], spec))
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", IDS)
-def test_token_order_does_not_matter_without_a_mask(spec: str, way: str) -> None:
-    q, k, v = tensors(1, 2, 2, 5, 7, 4)
-    rows, columns = torch.randperm(5), torch.randperm(7)
-    with path(way):
-        want = quest_core.attention(q, k, v, spec)[:, :, rows]
-        torch.testing.assert_close(quest_core.attention(q[:, :, rows], k[:, :, columns], v[:, :, columns], spec), want)
-
-
-@pytest.mark.parametrize("way", PATHS)
-def test_the_future_never_changes_the_past(way: str) -> None:
-    q, k, v = tensors(1, 2, 2, 8, 8, 4)
-    with path(way):
-        before = quest_core.attention(q, k, v, "quest+sigmoid", is_causal=True)
-        for x in (q, k, v):
-            x[:, :, 5:] += 10
-        after = quest_core.attention(q, k, v, "quest+sigmoid", is_causal=True)
-    torch.testing.assert_close(after[:, :, :5], before[:, :, :5], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("steps", [(1,) * 7, (3, 1, 3), (7,)])
-def test_sigmoid_decodes_as_it_attends(steps: tuple[int, ...], way: str) -> None:
-    q, k, v = tensors(2, 4, 2, 7, 7, 4)
-    made = quest_core.Mechanism("quest+sigmoid+gqa(kv_heads=2)", num_heads=4, head_dim=4)
-    cache = quest_core.Cache()
-    with path(way):
-        parts = [made.decode(*new, cache) for new in zip(*(x.split(steps, 2) for x in (q, k, v)), strict=True)]
-        torch.testing.assert_close(torch.cat(parts, 2), made(q, k, v, is_causal=True))
-
-
-@pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
 def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: str) -> None:
     q, k, v = tensors(2, 2, 2, 6, 6, 4)
@@ -348,40 +302,6 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
     bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     with path("blocks"):
         assert torch.autograd.gradcheck(lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), (bias,))
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
-def test_compiles_without_a_graph_break_and_exports(spec: str, way: str) -> None:
-    inputs = tuple(x.float().requires_grad_() for x in tensors(2, 4, 2, 7, 7, 8))
-    made = quest_core.Mechanism(f"{spec}+gqa(kv_heads=2)", num_heads=4, head_dim=8)
-    mask = make_mask("queries and keys", 2, 4, 7, 7)
-    with path(way):
-        torch._dynamo.reset()
-        want = made(*inputs, attn_mask=mask)
-        got = torch.compile(made, fullgraph=True, backend="aot_eager")(*inputs, attn_mask=mask)
-        torch.testing.assert_close(got, want)
-        for mine, true in zip(
-            torch.autograd.grad(got.square().sum(), inputs),
-            torch.autograd.grad(want.square().sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, true)
-        exported = torch.export.export(made, inputs).module()
-        torch.testing.assert_close(exported(*inputs), made(*inputs))
-
-
-@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
-def test_per_sample_gradients_through_torch_func(spec: str) -> None:
-    q, k, v = tensors(1, 2, 2, 4, 4, 5)
-    with path("blocks"):
-
-        def loss(key: Tensor) -> Tensor:
-            return quest_core.attention(q, key, v, spec).square().sum()
-
-        leaf = k.clone().requires_grad_()
-        loss(leaf).backward()
-        torch.testing.assert_close(torch.func.grad(loss)(k), leaf.grad)
 
 
 @pytest.mark.parametrize("way", PATHS)
