@@ -320,7 +320,7 @@ class AdapterConformance(ABC):
     @pytest.mark.parametrize("model", CHECKPOINTS)
     def test_no_checkpoint_loads_silently_into_another_attention(self, model: str) -> None:
         """As loaders do that copy a state dict into a plain mapping, through a file of tensors."""
-        names: dict[str, str | None] = {name: name for name in CHECKPOINTS} | {"stock": None, "gqa": self.grouped()}
+        names: dict[str, str | None] = {**{name: name for name in CHECKPOINTS}, "stock": None, "gqa": self.grouped()}
         possible = [name for name in CHECKPOINTS if name == "stock" or names[name]]  # without gqa in some hosts
 
         def build(name: str, seed: int) -> nn.Module:

@@ -408,8 +408,8 @@ def blocks(
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yield blocks of samples b and queries n: their logits, and the logarithms of their weights.
 
-    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. For softmax the logarithms
-    are the logits, up to a constant per row.
+    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. For softmax the
+    logarithms are the logits, up to a constant per row.
     """
     batch, heads, n, m = shape
     samples = max(1, BLOCK // (heads * n * m))

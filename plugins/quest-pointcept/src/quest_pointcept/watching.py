@@ -44,7 +44,8 @@ def register() -> None:
             values = self.watch.step()
             if not values:
                 return
-            trainer, totals = self.trainer, [f"{key}: {value:.4g}" for key, value in values.items() if key.count("/") == 1]
+            trainer = self.trainer
+            totals = [f"{key}: {value:.4g}" for key, value in values.items() if key.count("/") == 1]
             trainer.logger.info(f"Step {self.watch.steps} {' '.join(totals)}")
             if trainer.writer is not None:
                 for key, value in values.items():
