@@ -12,7 +12,7 @@ from torch import nn
 from quest_core.drafts import host_class
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
 
-from . import hosts
+from . import hosts, watching
 from .layers import LiteAttention, PointAttention, TensorAttention
 
 
@@ -42,3 +42,4 @@ class PointceptAdapter(Adapter):
     def change_host(self) -> None:
         """Let the models of Pointcept and torch-pointcloud accept `attention=`."""
         hosts.install(self)
+        watching.install(self.patches)

@@ -44,12 +44,11 @@ def register() -> None:
             values = self.watch.step()
             if not values:
                 return
-            trainer = self.trainer
-            totals = [f"{key}: {value:.4g}" for key, value in values.items() if key.count("/") == 1]
-            trainer.logger.info(f"Step {self.watch.steps} {' '.join(totals)}")
-            if trainer.writer is not None:
+            step, totals = self.watch.steps, {key: value for key, value in values.items() if key.count("/") == 1}
+            self.trainer.logger.info(f"Step {step} " + " ".join(f"{key}: {totals[key]:.4g}" for key in totals))
+            if self.trainer.writer is not None:
                 for key, value in values.items():
-                    trainer.writer.add_scalar(key, value, self.watch.steps)
+                    self.trainer.writer.add_scalar(key, value, step)
 
         def after_train(self) -> None:
             if self.watch is not None:
