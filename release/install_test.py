@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -35,7 +34,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "runs" / "install"
-TABLE = ROOT / "research" / "results" / "install.md"
 LIMIT_S = 90 * 60
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
@@ -108,21 +106,13 @@ def plan(found: Sequence[Block], may_clone: bool) -> list[Block]:
 
 
 def script(wanted: Sequence[Block], folder: Path) -> str:
-    """A bash script that runs the blocks and notes when each starts."""
+    """A bash script that runs the blocks, and says when each starts."""
     lines = ["set -eo pipefail", f"cd {folder / 'work'}"]
-    # Notes how long pip takes: what remains of a block is what its reader waits for besides.
-    lines.append(
-        f"""pip() {{
-    local start=$EPOCHREALTIME
-    command pip "$@"
-    echo "$BLOCK $start $EPOCHREALTIME" >> {folder / "pip"}
-}}"""
-    )
     python = ""
     for block in wanted:
         if block.not_run:
             continue
-        lines.append(f'BLOCK={block.line}; echo "== line $BLOCK"; echo "$BLOCK $EPOCHREALTIME" >> {folder / "times"}')
+        lines.append(f'echo "== line {block.line}, after $SECONDS s"')
         if block.title:
             lines.append(f"cat > {block.title} <<'QUEST_END'\n{block.code}QUEST_END")
         elif block.language == "python":
@@ -130,8 +120,6 @@ def script(wanted: Sequence[Block], folder: Path) -> str:
             lines.append(f"python - <<'QUEST_END'\n{python}QUEST_END")
         else:
             lines.append(block.code)
-    lines.append(f'echo "end $EPOCHREALTIME" >> {folder / "times"}')
-    lines.append(f"(command pip freeze > {folder / 'freeze'}; du -sm $VIRTUAL_ENV > {folder / 'size'}) 2>/dev/null")
     lines.append(f"quest doctor 2>&1 | tee {folder / 'doctor'}")
     return "\n".join(lines) + "\n"
 
@@ -176,13 +164,8 @@ def environment(
     return variables
 
 
-def commit() -> str:
-    """The commit of this clone, with a plus if it has changes."""
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
-
-
 def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
-    """Run one README; returns the facts for the table."""
+    """Run one README; returns what came of it."""
     found = blocks(readme(name).read_text())
     wanted = plan(found, online or repo is not None)
     home = folder / name
@@ -215,38 +198,17 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
     works = "quest-core" in doctor and (
         name in ("core", "bench", "suites") or re.search(rf"{package}\b.*\bok\b", doctor) is not None
     )
-    times = [line.split() for line in (home / "times").read_text().splitlines()] if (home / "times").exists() else []
-    ended = [float(at) for _, at in times]
-    pips = [line.split() for line in (home / "pip").read_text().splitlines()] if (home / "pip").exists() else []
-    freeze = (home / "freeze").read_text().splitlines() if (home / "freeze").exists() else []
     return {
         "name": name,
         "ok": status == 0 and works,
         "why": f"exit status {status}, log: {log}" if status else "" if works else f"quest doctor says:\n{doctor}",
         "seconds": seconds,
-        "blocks": [[int(line), b - a] for (line, _), a, b in zip(times, ended, ended[1:], strict=False)],
-        "pip": [[int(line), float(b) - float(a)] for line, a, b in pips],
         "not_run": [[block.line, block.not_run] for block in wanted if block.not_run not in (None, BUILD)],
-        "size_mib": int((home / "size").read_text().split()[0]) if (home / "size").exists() else None,
-        "compiled": re.findall(r"^\s*Created wheel for (\S+): .*linux_", log.read_text(), re.MULTILINE),
-        "packages": [line for line in freeze if "==" in line],
-        "doctor": doctor,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "load": os.getloadavg()[0],
     }
 
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def machine() -> str:
-    """The processor and the number of cores."""
-    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"^model name\s*: (.+)$", about, re.MULTILINE)
-    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
 
 
 def report(result: dict[str, object]) -> None:
@@ -261,52 +223,6 @@ def report(result: dict[str, object]) -> None:
         )
 
 
-def table() -> str:
-    """research/results/install.md, from the latest result of every README."""
-    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    shown = re.compile(
-        r"^(torch|tsai|torch-geometric|mmsegmentation|mmcv|ve-fairseq|torch-pointcloud|timm|transformers)=="
-    )
-    lines = [
-        "# Installation",
-        "",
-        "Every code block of every README, typed in an empty folder with an empty HOME and an empty pip cache, by",
-        "`./dev install-test --table`. The first block of a README goes from nothing to the first training step;",
-        "*besides pip* is what it takes without `pip install`. pip chose the versions; where PyTorch is a CPU build,",
-        "`--torch` chose it. A package under *compiles* was built in this run; otherwise pip found a wheel.",
-        "",
-        "| README | result | installs | compiles | first block | besides pip | all blocks | environment | Python "
-        "| commit | date |",
-        "|---|---|---|---|---:|---:|---:|---:|---|---|---|",
-    ]
-    for one in every:
-        packages = ", ".join(line.replace("==", " ") for line in one["packages"] if shown.match(line))
-        first, besides = "–", "–"
-        if one["blocks"]:
-            line, seconds = one["blocks"][0]
-            first = f"{seconds:.0f} s"
-            besides = f"{seconds - sum(spent for where, spent in one['pip'] if where == line):.0f} s"
-        compiled = ", ".join(one["compiled"]) or "–"
-        size = f"{one['size_mib'] / 1024:.1f} GiB" if one["size_mib"] else "–"
-        lines.append(
-            f"| {one['name']} | {'works' if one['ok'] else 'fails'} | {packages} | {compiled} "
-            f"| {first} | {besides} | {one['seconds']:.0f} s "
-            f"| {size} | {one['python']} | {one['commit']} | {one['date']} |"
-        )
-    loads = [one["load"] for one in every if "load" in one]
-    busy = f"; load average {min(loads):.0f} to {max(loads):.0f}" if loads else ""
-    lines += ["", f"Machine: {', '.join(sorted({one['machine'] for one in every}))}{busy}.", ""]
-    lines += ["## Not run", ""]
-    skipped = [f"- {one['name']}, line {line}: {why}" for one in every for line, why in one["not_run"]]
-    lines += skipped or ["Nothing was left out."]
-    lines += ["", "## Blocks", "", "The line of each block that ran, and its seconds:", ""]
-    lines += [f"- {one['name']}: " + ", ".join(f"{at} ({spent:.0f})" for at, spent in one["blocks"]) for one in every]
-    lines += ["", "## What `quest doctor` printed", "", "```text"]
-    for one in every:
-        lines += [line for line in one["doctor"].splitlines() if re.match(r"(  \w+ +)?quest-\w+ \d", line)]
-    return "\n".join([*lines, "```", ""])
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="./dev install-test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -317,7 +233,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
     parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
     parser.add_argument("--torch", metavar="VERSION", help="constrain PyTorch, for example to a CPU build pip can find")
-    parser.add_argument("--table", action="store_true", help="then write research/results/install.md from all results")
     parser.add_argument("--keep", action="store_true", help="keep the environments and print where they are")
     given = parser.parse_args(arguments)
     if given.list:
@@ -336,20 +251,15 @@ def main(arguments: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
     try:
-        built = commit()
         build(folder)
         results = []
         for name in chosen:
             print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
             result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
-            result["commit"] = built
             results.append(result)
-            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
             report(result)
             if not given.keep:
                 shutil.rmtree(folder / name)  # one environment at a time takes up to 6 GiB
-        if given.table:
-            TABLE.write_text(table())
         return 0 if all(result["ok"] for result in results) else 1
     except Failure as failure:
         print(f"./dev install-test: {failure}", file=sys.stderr)
