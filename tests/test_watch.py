@@ -81,6 +81,17 @@ def test_values_equal_float64(attention):
     assert any(isinstance(m, quest_core.Mechanism) for m in model.modules()) == bool(attention)
 
 
+def test_validation_between_two_steps_does_not_count():
+    model, x = encoder(), torch.randn(3, 5, 16)
+    with quest_core.Watch(model, every=1) as watch:
+        model.eval()(100 * x)
+        model.train()(x)
+        values = watch.step()
+        assert watch.step() == {}  # nothing ran
+        model(x)
+        assert watch.step()["attention/max_logit"] == values["attention/max_logit"]
+
+
 def test_a_model_that_cannot_be_measured_stays_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(quest_core.InjectionError):

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..hosts.inject import inject, uninject
 from ..mechanism import Mechanism
-from .monitor import Monitor
+from .monitor import Layer, Monitor
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
@@ -27,7 +27,8 @@ class Watch:
     ...         logger.log(watch.step())  # {} between; else {"attention/layers.0.self_attn/max_logit/max": 31.2, ...}
 
     Attention that is not of quest_core gets the mechanism `standard` meanwhile, which computes what the host computes.
-    The steps that are not measured run without hooks. What is measured stands at :class:`quest_core.Monitor`.
+    The steps that are not measured run without hooks, and forward passes in evaluation do not count. What is measured
+    stands at :class:`quest_core.Monitor`.
 
     Args:
         model: the model itself, without DistributedDataParallel or torch.compile around it.
@@ -51,7 +52,7 @@ class Watch:
         self._borrowed = not any(isinstance(module, Mechanism) for module in model.modules())
         if self._borrowed:
             inject(model, "standard", example=example, allow_partial=True)
-        self._monitor: Monitor | None = Monitor(model)
+        self._monitor: Monitor | None = _TrainingMonitor(model)
 
     def step(self) -> dict[str, float]:
         """Say that a step has ended; return what was measured in it, or {}.
@@ -69,7 +70,7 @@ class Watch:
                 self.history.append((self.steps, seen))
                 values = summary(seen)
         if (self.steps + 1) % self.every == 0:
-            self._monitor = Monitor(self.model)
+            self._monitor = _TrainingMonitor(self.model)
         return values
 
     def remarks(self) -> list[str]:
@@ -96,6 +97,18 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _TrainingMonitor(Monitor):
+    """A Monitor that leaves validation between two steps out."""
+
+    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
+        return _TrainingLayer(mechanism, every, logits)
+
+
+class _TrainingLayer(Layer):
+    def _skips(self) -> bool:
+        return not self.mechanism.training or super()._skips()
 
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:
