@@ -146,13 +146,13 @@ class _Search(Watching, Following):
             origin.mixes = tuple(f.origin for x in pair for f in self.flows(x) if f.origin.kind == "product")
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
-        kept = tuple(replace(flow, index=None) for flow in weights) if any(origin.learned) else ()
+        kept = tuple(flow._replace(entries=None) for flow in weights) if any(origin.learned) else ()
         self.new(out, origin, alpha(rest), also=(*self.added(head, rest), *kept))
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> _Operand:
         flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
         features = None
-        if flow is not None and flow.index is not None and flow.origin.axis is not None:
+        if flow is not None and flow.entries is not None and flow.origin.axis is not None:
             features = {s for i, s in enumerate(own) if flow.origin.axis in _varying(flow, i)}
         sizes = dict(zip(own, x.shape, strict=True))
         if not may_read(x, waits=True):
@@ -176,7 +176,7 @@ class _Search(Watching, Following):
                 if flow.origin.kind != "softmax" or learned[1 - i]:
                     continue
                 axis, use = flow.origin.axis, "applied"
-                if flow.index is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
+                if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
                     over = {s for place, s in enumerate(letters[i]) if axis in _varying(flow, place)}
                     use = "applied" if over & set(_contracted(letters)) else "kept"
                 flow.origin.uses.append(use)
@@ -198,7 +198,7 @@ class _Search(Watching, Following):
             return
         for flow in terms:
             result = flow.origin.equation[2]
-            if flow.index is not None and result:
+            if flow.entries is not None and result:
                 made.axes[flow.origin] = {result[axis] for axis in _varying(flow, origin.axis or 0)}
             for one in (flow.origin, *flow.origin.mixes):
                 one.uses.append(made)
@@ -215,8 +215,8 @@ def _contracted(letters: tuple[str, str, str]) -> list[str]:
 
 def _varying(flow: Flow, dim: int) -> set[int]:
     """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
-    assert flow.index is not None
-    shape, index = flow.origin.shape, flow.index
+    assert flow.entries is not None
+    shape, index = flow.origin.shape, flow.entries
     rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
     rows = rows[:: max(len(rows) // 512, 1)]
     real, found = rows > 0, set()
@@ -230,7 +230,7 @@ def _varying(flow: Flow, dim: int) -> set[int]:
 
 def _layout(flow: Flow) -> str | None:
     """Return the letters of a product in the order in which logits hold its entries; None if they hold others too."""
-    shape, result, index = flow.origin.shape, flow.origin.equation[2], flow.index
+    shape, result, index = flow.origin.shape, flow.origin.equation[2], flow.entries
     if index is None or index.numel() != math.prod(shape):
         return None
     order = "".join(result[i] for axis in range(index.dim()) for i in sorted(_varying(flow, axis)))

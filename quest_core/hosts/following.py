@@ -7,18 +7,18 @@ the first function on the way that does more than to move, scale, shift or hide 
 
 from __future__ import annotations
 
+import functools
 import math
-import numbers
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import is_compiling, may_read, until_changed
+from ..compat import may_read, until_changed
 
 
 def _words(text: str) -> frozenset[str]:
@@ -63,20 +63,18 @@ ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": 
     prefix + name: name.replace("true", "") for name in ("add", "sub", "mul", "div", "truediv") for prefix in "ir"
 }
 ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
+_names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
+SCALES = ("mul", "div")
 NEUTRAL = 1e3  # bounds beyond it do not change logits
 
 
 def name_of(func: Any) -> str:
     """Return the name of a function, method or property of tensors, one for ``a * b``, ``a *= b`` and torch.mul."""
-    if func in FUNCTIONS:
-        return FUNCTIONS[func]
-    if is_compiling():
-        return ""
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = func.__self__.__name__
-    name = name.strip("_")
-    return ALIASES.get(name, name)
+    if (name := _names.get(func)) is None:
+        name = getattr(func, "__name__", "")
+        name = (func.__self__.__name__ if name == "__get__" else name).strip("_")
+        name = _names[func] = ALIASES.get(name, name)
+    return name
 
 
 @dataclass(eq=False)
@@ -116,21 +114,24 @@ class Origin:
         return self.kind == "plain" or any(self.learned)
 
 
-@dataclass(frozen=True)
-class Flow:
+ACTIVATION = Origin("plain", "")
+"""The origin of an activation of which nothing is known but its factor."""
+
+
+class Flow(NamedTuple):
     """How a tensor was made from an origin.
 
     Attributes:
         origin: the product, softmax, parameter or projection.
         factor: the number by which it was multiplied since.
         odd: the first function that did more than to move, scale, shift or hide entries; None if there was none.
-        index: for each entry 1 + its place in the origin, 0 for an entry from elsewhere; None where it is not known.
+        entries: for each entry 1 + its place in the origin, 0 for an entry from elsewhere; None where it is not known.
     """
 
     origin: Origin
     factor: float = 1.0
     odd: str | None = None
-    index: Tensor | None = None
+    entries: Tensor | None = None
 
 
 Flows = tuple[Flow, ...]
@@ -147,19 +148,28 @@ class Following(TorchFunctionMode):
         super().__init__()
         self.places = places
         self.number = 0  # of products so far
-        self._flows: dict[int, tuple[ref[Tensor], Flows]] = {}
+        self.followed: dict[int, tuple[ref[Tensor], Flows]] = {}
 
     def flows(self, x: Any) -> Flows:
         """Return what is known of a tensor; () for others."""
-        found = self._flows.get(id(x))
+        found = self.followed.get(id(x))
         return found[1] if found is not None and found[0]() is x else ()
+
+    def knows(self, values: Any) -> bool:
+        """Return whether one of some arguments is followed."""
+        if known := self.followed:
+            for x in values:
+                found = known.get(id(x))
+                if (found is not None and found[0]() is x) or (type(x) in (list, tuple) and self.knows(x)):
+                    return True
+        return False
 
     def note(self, x: Any, flows: Flows) -> None:
         """Remember from what `x` was made, as long as it lives."""
         if flows:
-            self._flows[id(x)] = ref(x), flows
+            self.followed[id(x)] = ref(x), flows
         else:
-            self._flows.pop(id(x), None)
+            self.followed.pop(id(x), None)
 
     def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
         """Remember that `x` is the result of `origin`, and was made from `also` besides."""
@@ -183,7 +193,7 @@ class Following(TorchFunctionMode):
         if name in PROJECTIONS:
             if self.places:
                 self._project(name, known, out)
-        elif name in ("mul", "div"):
+        elif name in SCALES:
             self._scale(name, args, kwargs, known, out)
         elif any(flows for _, flows in known):
             for place, result in enumerate(results):
@@ -197,7 +207,7 @@ class Following(TorchFunctionMode):
         """Return the flows of what baddbmm or addmm adds to its product; arguments as `operands` returns them."""
         beta = float(rest.get("beta", 1.0))
         flows = self.flows(head[0]) if head and beta else ()
-        return tuple(replace(f, factor=f.factor * beta) for f in flows if f.origin.kind == "product")
+        return tuple(f._replace(factor=f.factor * beta) for f in flows if f.origin.kind == "product")
 
     def is_parameter(self, x: Any) -> bool:
         """Return whether a tensor is a parameter, or was made from parameters only."""
@@ -209,7 +219,7 @@ class Following(TorchFunctionMode):
         flows = [flow for _, flows in known for flow in flows]
         mixes = tuple(f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain)
         axis = PROJECTIONS[name] % out.dim()
-        weights = tuple(replace(f, index=None) for f in flows if f.origin.kind == "softmax")
+        weights = tuple(f._replace(entries=None) for f in flows if f.origin.kind == "softmax")
         self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=weights)
 
     def _scale(self, name: str, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
@@ -218,15 +228,16 @@ class Following(TorchFunctionMode):
         if name == "mul" and (not isinstance(one, Tensor) or (self.flows(other) and not self.flows(one))):
             one, other = other, one
         flows = self.flows(one)
-        learned = self.is_parameter(other)
-        factor = None if self.flows(other) and not learned else number(other)
+        plain = isinstance(other, int | float)
+        learned = not plain and self.is_parameter(other)
+        factor = float(other) if plain else None if self.flows(other) and not learned else number(other)
         changed: list[Flow] = []
         if factor is not None and isinstance(one, Tensor) and (factor != 0 or name == "mul"):
             if not flows and not self.is_parameter(one) and out.is_floating_point():
-                flows = (Flow(Origin("plain", name)),)
+                flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = "a learned factor" if learned else None
-            changed = [replace(f, factor=f.factor * times, odd=f.odd or why) for f in flows]
+            changed = [f._replace(factor=f.factor * times, odd=f.odd or why) for f in flows]
         else:
             for flow in flows:
                 kind, why = flow.origin.kind, None
@@ -236,9 +247,9 @@ class Following(TorchFunctionMode):
                     why = "a tensor of factors"
                 elif flow.factor != 1 and self.flows(other):
                     why = "a factor, and a product after it"
-                changed.append(replace(flow, odd=flow.odd or why))
+                changed.append(flow._replace(odd=flow.odd or why))
             changed += [
-                replace(f, odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
+                f._replace(odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
                 for f in self.flows(other)
                 if f.origin.kind in ("product", "softmax")
             ]
@@ -263,19 +274,19 @@ class Following(TorchFunctionMode):
             # The largest logit of a row, subtracted from all of them, changes no softmax.
             flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax")]
             sign = -1.0 if name == "sub" else 1.0
-            flows[len(known[0][1]) :] = [replace(f, factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
+            flows[len(known[0][1]) :] = [f._replace(factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
         if name in MOVES or name == "setitem":
-            moved = [f for f in flows if not self.places or f.index is not None]
-            lost = [f for f in flows if self.places and f.index is None]
+            moved = [f for f in flows if not self.places or f.entries is not None]
+            lost = [f for f in flows if self.places and f.entries is None]
             indices = {f.origin: self._moved(name, func, args, kwargs, f.origin, place) for f in moved if self.places}
-            return _joined([*(replace(f, index=indices.get(f.origin)) for f in moved), *lost])
+            return _joined([*(f._replace(entries=indices.get(f.origin)) for f in moved), *lost])
         if name in ("neg", "rsub"):
-            return _joined([_widen(replace(f, factor=-f.factor), out) for f in flows])
+            return _joined([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
             plain = any(f.origin.kind == "plain" and f.factor != 1 for f in flows)
             if plain and name in ("add", "sub") and (len(known) < 2 or not all(flows for _, flows in known)):
                 why = "a factor on a part of a sum"
-                flows = [replace(f, odd=f.odd or why) if f.origin.is_plain else f for f in flows]
+                flows = [f._replace(odd=f.odd or why) if f.origin.is_plain else f for f in flows]
             return _joined([_widen(f, out) for f in flows])
         return _joined([_widen(_odd(f, name), out) for f in flows])
 
@@ -287,7 +298,7 @@ class Following(TorchFunctionMode):
                 return type(x)(places(each) for each in x) if type(x) in (list, tuple) else x
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return x
-            found = [f.index for f in self.flows(x) if f.origin is origin]
+            found = [f.entries for f in self.flows(x) if f.origin is origin]
             return found[0] if found else torch.zeros(x.shape, dtype=torch.int32)
 
         try:
@@ -312,12 +323,12 @@ class Following(TorchFunctionMode):
         writes = any(flows for x, flows in known[1:] if x is not target)
         if writes or (name not in KEEPS and name != "setitem" and self.flows(target._base)):
             flows = self.flows(target._base) or tuple(f for x, flows in known[1:] for f in flows)
-            self.note(target._base, tuple(replace(f, odd=f.odd or f"{name} of a part", index=None) for f in flows))
+            self.note(target._base, tuple(f._replace(odd=f.odd or f"{name} of a part", entries=None) for f in flows))
 
 
 def number(x: Any) -> float | None:
     """Return a number, or the only entry of a tensor, as a float; None for everything else."""
-    if isinstance(x, numbers.Real):
+    if isinstance(x, int | float):
         return float(x)
     if isinstance(x, Tensor) and x.numel() == 1 and may_read(x, waits=True):
         return until_changed(x, "number", lambda: float(x.detach()))
@@ -352,15 +363,21 @@ def operands(name: str, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any, di
 
 def equation(name: str, head: list[Any], a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
     """Return the letters of the axes of both operands and of their product; None for products of vectors."""
-    batch = "ABCDEFGHIJ"
-    if name != "einsum":
-        if a.dim() < 2 or b.dim() < 2:
+    return _letters(head[0] if name == "einsum" else None, a.dim(), b.dim())
+
+
+@functools.lru_cache
+def _letters(given: str | None, first: int, second: int) -> tuple[str, str, str] | None:
+    """Return `equation` for einsum's string, or None for a matrix product, and the numbers of axes."""
+    if given is None:
+        if min(first, second) < 2:
             return None
-        one, two = (batch[len(batch) - x.dim() + 2 :] for x in (a, b))
+        batch = "ABCDEFGHIJ"
+        one, two = (batch[len(batch) - axes + 2 :] for axes in (first, second))
         return one + "nd", two + "dm", max(one, two, key=len) + "nm"
-    inputs, arrow, result = head[0].replace(" ", "").partition("->")
+    inputs, arrow, result = given.replace(" ", "").partition("->")
     one, two = inputs.split(",")
-    more = [max(x.dim() - len(letters.replace("...", "")), 0) for x, letters in ((a, one), (b, two))]
+    more = [max(axes - len(letters.replace("...", "")), 0) for axes, letters in ((first, one), (second, two))]
     if not arrow:
         result = ("..." if "..." in inputs else "") + "".join(
             letter for letter in sorted(set(one + two) - {"."}) if (one + two).count(letter) == 1
@@ -388,17 +405,17 @@ def _odd(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
     if flow.origin.kind in ("plain", "parameter") and flow.factor == 1:
         return flow
-    return replace(flow, odd=flow.odd or name)
+    return flow._replace(odd=flow.odd or name)
 
 
 def _widen(flow: Flow, out: Tensor) -> Flow:
     """Return a flow with places in the shape of `out`."""
-    if flow.index is None or flow.index.shape == out.shape:
+    if flow.entries is None or flow.entries.shape == out.shape:
         return flow
     try:
-        return replace(flow, index=flow.index.expand(out.shape))
+        return flow._replace(entries=flow.entries.expand(out.shape))
     except RuntimeError:
-        return replace(flow, index=None)
+        return flow._replace(entries=None)
 
 
 def _is_far(args: Any, kwargs: Any) -> bool:
@@ -414,6 +431,8 @@ def _is_far(args: Any, kwargs: Any) -> bool:
 
 def _joined(flows: list[Flow]) -> Flows:
     """Return each origin once; activations count as one, and parameters only if nothing else is there."""
+    if len(flows) < 2:
+        return tuple(flows)
     found: dict[Origin, Flow] = {}
     plain: Flow | None = None
     for flow in flows:
@@ -424,14 +443,14 @@ def _joined(flows: list[Flow]) -> Flows:
             if plain is None:
                 plain = flow
             elif not math.isclose(abs(plain.factor), abs(flow.factor)):
-                plain = replace(plain, odd=plain.odd or "a factor on a part of a sum")
+                plain = plain._replace(odd=plain.odd or "a factor on a part of a sum")
             continue
         other = found.get(flow.origin)
         if other is None:
             found[flow.origin] = flow
         elif other.factor != flow.factor:
-            found[flow.origin] = replace(other, odd=other.odd or flow.odd or "a sum of its multiples")
+            found[flow.origin] = other._replace(odd=other.odd or flow.odd or "a sum of its multiples")
         elif flow.odd and not other.odd:
-            found[flow.origin] = replace(other, odd=flow.odd)
+            found[flow.origin] = other._replace(odd=flow.odd)
     joined = (*found.values(), *(() if plain is None else (plain,)))
     return joined or tuple(flows[:1])

@@ -59,12 +59,13 @@ class FoundSite(nn.Module):
         """
         if (node := fx_node(self, args, kwargs)) is not None:
             return node
-        if self.mechanism.monitor is not None and torch.compiler.is_dynamo_compiling():
+        compiling = is_compiling()
+        if compiling and self.mechanism.monitor is not None and torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(FoundSite.forward)(self, *args, **kwargs)
         mode = self.attention_mode()
         if mode is None:
             return super().forward(*args, **kwargs)
-        if is_compiling():
+        if compiling:
             require("torch.compile of attention that an example found", (2, 6))
         with mode:
             out = super().forward(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,11 +20,36 @@ from ..errors import UnsupportedError
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import mechanism_for
-from .following import PRODUCTS, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
+from .following import FUNCTIONS, SCALES, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
 from .sites import FoundSite, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
+
+
+class _Turn(NamedTuple):
+    """How the axes of an operand are turned to batch, heads, tokens, features, and back; None if they are so."""
+
+    there: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+    lacks_heads: bool  # one key head for all query heads
+
+    @classmethod
+    def of(cls, letters: str, axes: tuple[str, ...]) -> _Turn:
+        order = "".join(s for s in "".join(axes) if s in letters)
+        pairs = () if order == letters else ((order, letters), (letters, order))
+        there, back = (tuple(y.index(s) for s in x) for x, y in pairs) if pairs else (None, None)
+        return cls(there, back, axes[1] not in letters)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Return an operand as a mechanism takes it."""
+        x = x if self.there is None else x.permute(self.there)
+        return x.unsqueeze(1) if self.lacks_heads else x
+
+    def host(self, x: Tensor) -> Tensor:
+        """Return an operand as the host takes it."""
+        x = x.squeeze(1) if self.lacks_heads else x
+        return x if self.back is None else x.permute(self.back)
 
 
 @dataclass(frozen=True)
@@ -37,6 +62,9 @@ class Product:
         factors: by which the host multiplies q, k and the product.
         normed: the host normalizes q, so that its factor on q is a part of q and stays.
         head: the letter of the axis of heads, if it is known.
+        roles: the places of q and k; empty if `query` is None.
+        axes: the letters of batch, heads, queries, keys and features; empty if `query` is None.
+        turns: how q and k are turned.
     """
 
     equation: tuple[str, str, str]
@@ -44,25 +72,27 @@ class Product:
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     normed: bool = False
     head: str | None = None
+    roles: tuple[int, ...] = field(init=False, compare=False, default=())
+    axes: tuple[str, ...] = field(init=False, compare=False, default=())
+    turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        if self.query is None:
+            return
+        roles = self.query, 1 - self.query
+        q, k, result = (self.equation[place] for place in (*roles, 2))
+        own = [s for s in result if s in q and s != self.head]
+        batch, queries = ("".join(s for s in own if (s in k) is shared) for shared in (True, False))
+        keys, features = ("".join(s for s in x if s not in y) for x, y in ((result, q), (q, result)))
+        axes = batch, self.head or "", queries, keys, features
+        object.__setattr__(self, "roles", roles)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "turns", tuple(_Turn.of(letters, axes) for letters in (q, k)))
 
     @property
     def undone(self) -> tuple[float, float, float]:
         """The factors that give way to those of a score."""
         return (1.0, *self.factors[1:]) if self.normed else self.factors
-
-    @property
-    def axes(self) -> tuple[str, str, str, str, str]:
-        """The letters of batch, heads, queries, keys and features."""
-        assert self.query is not None
-        q, k, result = self.equation[self.query], self.equation[1 - self.query], self.equation[2]
-        head = self.head or ""
-        batch, queries = ("".join(s for s in result if s in q and s != head and (s in k) is x) for x in (True, False))
-        keys = "".join(s for s in result if s not in q)
-        return batch, head, queries, keys, "".join(s for s in q if s not in result)
-
-    def order(self, operand: int) -> str:
-        """Return the letters of an operand as a mechanism takes its axes: batch, heads, tokens, features."""
-        return "".join(s for s in "".join(self.axes) if s in self.equation[operand])
 
 
 @dataclass(frozen=True)
@@ -121,6 +151,7 @@ class WrittenOut(FoundSite):
 
     written: Written
     untouched: bool
+    keeps_queries: bool  # the score takes the queries as they are
 
     def attention_mode(self) -> _Preparing | None:
         """Return the mode that prepares operands, or None where the host computes the same and no Monitor watches."""
@@ -134,21 +165,18 @@ class _Preparing(Following):
         super().__init__()
         self.site, self.known, self.softmaxes = site, site.written, 0
         self.eager = is_eager()
-        mechanism = site.mechanism
+        self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
         self.formed: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # product -> q, k and its shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (known := FUNCTIONS.get(func)) is not None:
+            return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
         if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
             return args[0].unflatten(*args[1:], **kwargs)
-        name = name_of(func)
-        if name in PRODUCTS:
-            return self._multiply(name, func, args, kwargs)
-        if name == SOFTMAX:
-            return self._weigh(func, args, kwargs)
         out = func(*args, **kwargs)
-        if self.eager:
+        if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
             self.follow(name, func, args, kwargs, out)
         return out
 
@@ -164,69 +192,71 @@ class _Preparing(Following):
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
             f"'{self.known.path}' {what}; its attention is not written as in the example with which "
-            f"'{self.site.mechanism.config}' was injected. Inject with an example of this kind"
+            f"'{self.mechanism.config}' was injected. Inject with an example of this kind"
         )
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         place = self.number % len(self.known.products)
         self.number += 1
-        product, parts = self.known.products[place], operands(name, args, kwargs)
+        product = self.known.products[place]
+        parts = None if product is None else operands(name, args, kwargs)
         if product is None or parts is None:
             return func(*args, **kwargs)
-        head, a, b, rest = parts
-        letters = equation(name, head, a, b)
+        head, *pair, rest = parts
         if self.eager:
             refuse_checkpoint(self.known.path, 3)
-            if letters != product.equation:
+            if (letters := equation(name, head, *pair)) != product.equation:
                 self._refuse(f"forms the product {letters}, and the example {product.equation}")
         if product.query is None:
             out = func(*args, **kwargs)
         else:
-            pair, raw = self._prepared(product, [a, b])
+            q, k = (turn.turned(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
+            if self.eager:
+                self._compare_factors(product, pair)
+            if not self.site.untouched:
+                pair = self._prepared(product, q, k)
             out = func(*head, *pair, **rest)
             if self.keeps:
-                self.formed[self.number - 1] = (*raw, out.shape)
+                self.formed[self.number - 1] = q, k, out.shape
         if self.eager:
             self.new(out, Origin("product", name, place), alpha(rest), also=self.added(head, rest))
         return out
 
-    def _prepared(self, product: Product, pair: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return both operands as the score prepares them, and q and k without the factors of the host."""
-        assert product.query is not None
-        roles = (product.query, 1 - product.query)
-        for role, factor, what in zip(roles, product.factors, ("queries", "keys"), strict=False):
-            if self.eager:
-                given = factor_of(self.flows(pair[role]))
-                if given is None or not _same(given, factor):
-                    self._refuse(f"multiplies its {what} by {given}, and in the example by {factor:g}")
-        turned = [_turned(pair[role], product, role) for role in roles]
-        raw = [x if factor == 1 else x * (1 / factor) for x, factor in zip(turned, product.undone, strict=False)]
-        if self.site.untouched:
-            return pair, raw
-        score: Any = self.site.mechanism.score
-        q, k, scale = score(*raw, raw[1], mask=None, is_causal=False)
-        scale = scale / product.factors[2]
-        q = q if scale == 1 else q * scale
-        made = [_turned(x, product, role, back=True) for role, x in zip(roles, (q, k), strict=True)]
-        return made if product.query == 0 else made[::-1], raw
+    def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
+        """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
+        for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
+            given = factor_of(self.flows(pair[role]))
+            if given is None or not _same(given, factor):
+                self._refuse(f"multiplies its {what} by {given}, and in the example by {factor:g}")
+
+    def _prepared(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
+        """Return both operands of a product as the score prepares them; q and k have the factors of the host."""
+        score: Any = self.mechanism.score
+        factors = product.undone
+        if self.site.keeps_queries:  # one multiplication in place of two
+            factors = (1.0, *factors[1:])
+        q, k, scale = score(*_undone((q, k), factors), k, mask=None, is_causal=False)
+        scale = scale / product.factors[2] / product.undone[0] * factors[0]
+        made = [product.turns[0].host(q if scale == 1 else q * scale), product.turns[1].host(k)]
+        return made if product.query == 0 else made[::-1]
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
         logits = args[0] if args else kwargs["input"]
         known = self.known.softmaxes[self.softmaxes % len(self.known.softmaxes)]
         self.softmaxes += 1
         if self.eager:
-            flows = [f for f in self.flows(logits) if f.origin.kind == "product"]
-            odd = [f.odd for f in flows if f.odd and known]
-            if odd:
+            flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
+            flows.sort(key=lambda flow: flow[:2])
+            if known and (odd := [odd for *_, odd in flows if odd]):
                 self._refuse(f"takes its logits through {odd[0]} before the softmax")
-            found = tuple(sorted((f.origin.number, f.factor) for f in flows))
-            pairs = [(*one, *two) for one, two in zip(found, known, strict=False)]
-            if len(found) != len(known) or any(a != b or not _same(x, y) for a, x, b, y in pairs):
+            pairs = zip(flows, known, strict=False)
+            if len(flows) != len(known) or any(a[0] != b[0] or not _same(a[1], b[1]) for a, b in pairs):
+                found = tuple(flow[:2] for flow in flows)
                 self._refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
         content = self._content(known) if self.keeps else None
         if content is None:
             return func(*args, **kwargs)
-        mechanism, (product, q, k, shape), planes = self.site.mechanism, content, None
+        mechanism, (product, q, k, shape), planes = self.mechanism, content, None
         if self.known.layout is not None:
             if self.eager and logits.numel() != math.prod(shape):
                 self._refuse("takes a softmax of more than its product")
@@ -242,7 +272,7 @@ class _Preparing(Following):
         return planes.back(mechanism.normalizer.weights(z.masked_fill(~mask, 0), mask))
 
     def _content(self, known: tuple[tuple[int, float], ...]) -> tuple[Product, Tensor, Tensor, tuple[int, ...]] | None:
-        """Return the product of q and k under the softmax, its raw q and k and its shape; None for other softmaxes."""
+        """Return the product of q and k under the softmax, its q and k and its shape; None for other softmaxes."""
         start = (self.softmaxes - 1) // len(self.known.softmaxes) * len(self.known.products)
         for place, _ in known:
             product = self.known.products[place]
@@ -252,16 +282,17 @@ class _Preparing(Following):
 
     def _show(self, q: Tensor, k: Tensor, logits: Tensor, planes: _Planes | None, product: Product, dim: int) -> None:
         """Hand q, k and the logits of a softmax to the Monitor."""
+        q, k = _undone((q, k), product.undone)
         if planes is None:
             logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
-            self.site.mechanism.monitor.saw_logits(q, k, z, None)
+            self.mechanism.monitor.saw_logits(q, k, z, None)
             return
         z = planes.of(logits)
         if product.head is None:
             count = len(product.axes[0])
             q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
-        self.site.mechanism.monitor.saw_logits(q, k, z, z > HIDDEN)
+        self.mechanism.monitor.saw_logits(q, k, z, z > HIDDEN)
 
 
 class _Planes:
@@ -292,16 +323,9 @@ class _Planes:
         return weights.reshape(self.split).permute(self.back_again).reshape(self.host)
 
 
-def _turned(x: Tensor, product: Product, operand: int, *, back: bool = False) -> Tensor:
-    """Return an operand with its axes as a mechanism takes them, or turned `back`."""
-    letters, order = product.equation[operand], product.order(operand)
-    places = [letters.index(letter) for letter in order]
-    lacks_heads = product.head is not None and product.head not in letters  # one key head for all query heads
-    if back:
-        x = x.squeeze(1) if lacks_heads else x
-        return x.permute([order.index(letter) for letter in letters])
-    x = x.permute(places)
-    return x.unsqueeze(1) if lacks_heads else x
+def _undone(pair: tuple[Tensor, Tensor], factors: tuple[float, ...]) -> list[Tensor]:
+    """Return q and k divided by the factors of the host."""
+    return [x if factor == 1 else x * (1 / factor) for x, factor in zip(pair, factors, strict=False)]
 
 
 def _same(one: float, two: float) -> bool:
@@ -314,11 +338,8 @@ def prepare(module: nn.Module, written: Written, config: AttentionConfig) -> nn.
     sizes = HeadSizes(written.heads, written.kv_heads, written.head_dim, written.head_dim, written.head_dim)
     made.written = written
     made.mechanism = mechanism_for(module, config, sizes, written.scale)
-    made.untouched = made.mechanism.fused and _is_host(made.mechanism.score, written)
+    score = made.mechanism.score
+    ours = [getattr(type(score), name) is getattr(Score, name) for name in ("forward", "query", "key")]
+    made.keeps_queries = all(ours[:2])
+    made.untouched = made.mechanism.fused and all(ours) and score.scale(written.head_dim) == written.scale
     return made  # type: ignore[no-any-return]
-
-
-def _is_host(score: Score, written: Written) -> bool:
-    """Return whether a score neither prepares operands nor scales them in another way than the host."""
-    plain = all(getattr(type(score), name) is getattr(Score, name) for name in ("query", "key", "forward"))
-    return plain and score.scale(written.head_dim) == written.scale
