@@ -233,9 +233,7 @@ def name_second_derivative(out: Tensor, name: str) -> None:
     """Let a second derivative of `out`, which attention `name` returned, raise an error that says how to get one."""
     node = None if is_compiling() else out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
-        register = getattr(node, "_register_hook_dict", None)
-        if register is not None:  # else PyTorch's own error remains
-            register(_refusal(name))
+        node._register_hook_dict(_refusal(name))
 
 
 @functools.cache

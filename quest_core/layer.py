@@ -70,9 +70,8 @@ class Attention(Projected):
         self.k_proj = nn.Linear(source, k_rows, bias, **factory)
         self.v_proj = nn.Linear(source, v_rows, bias, **factory)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias, **factory)
-        self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim, projected=True).to(
-            **factory
-        )
+        mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim, projected=True)
+        self.mechanism = mechanism.to(**factory)
         init_norms(self)
 
     def forward(

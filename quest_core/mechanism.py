@@ -384,8 +384,7 @@ class Mechanism(CheckpointGuard):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int
     ) -> None:
         """Raise InputError unless q, k, v and mask fit together; the mask covers `cached` further keys before k."""
-        same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in TYPES
-        for name, x in () if same and q.dim() == k.dim() == v.dim() == 4 else (("q", q), ("k", k), ("v", v)):
+        for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 4:
                 raise InputError(
                     f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features"

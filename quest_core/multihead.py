@@ -144,10 +144,8 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             packed = F.linear(query, self.in_proj_weight, bias)  # [B, N, (H + 2·G)·D]
             q, k, v = packed.split(sizes, dim=-1)
             return q, k, v
-        if self.in_proj_weight is not None:
-            w_q, w_k, w_v = self.in_proj_weight.split(sizes)
-        else:
-            w_q, w_k, w_v = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        w_q, w_k, w_v = separate if self.in_proj_weight is None else self.in_proj_weight.split(sizes)
         b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(sizes)
         return F.linear(query, w_q, b_q), F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
 
@@ -182,22 +180,16 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
 
         k: [B, G, M, Dk] -> [B, G, M + added, Dk], and v [B, G, M, D] alike.
         """
-        shape = (1, k.shape[1], 1, -1)
-        extra = []
-        if self.bias_k is not None and self.bias_v is not None:
-            extra.append((self.bias_k.view(shape), self.bias_v.view(shape)))
-        if self.add_zero_attn:
-            extra.append((k.new_zeros(1, k.shape[1], 1, k.shape[3]), v.new_zeros(1, v.shape[1], 1, v.shape[3])))
-        if not extra:
-            return k, v
-        if causal:
+        if causal and (self.bias_k is not None or self.add_zero_attn):
             raise InputError(
                 "is_causal says nothing of the keys of add_bias_kv and add_zero_attn; pass an attn_mask without it"
             )
-        k, v = (
-            torch.cat([x, *(pair[i].expand(x.shape[0], -1, -1, -1) for pair in extra)], dim=2)
-            for i, x in enumerate((k, v))
-        )
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (k.shape[1], 1, -1)
+            learned = (b.view(shape).expand(k.shape[0], -1, -1, -1) for b in (self.bias_k, self.bias_v))
+            k, v = (torch.cat(pair, 2) for pair in zip((k, v), learned, strict=True))
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return k, v
 
     def _forward_nested(

@@ -420,24 +420,6 @@ def test_decoding_equals_the_whole_sequence(spec: str, steps: list[int]) -> None
         assert cache["state_k"].shape == cache["state_v"].shape == (3, 2, 1, 3)
 
 
-@pytest.mark.parametrize("spec", SEQUENCE)
-@pytest.mark.usefixtures("tiles")
-def test_decoding_leaves_out_hidden_tokens(spec: str) -> None:
-    made = build(spec)
-    q, k, v = tensors(spec, 3, 2, 9, 9, 3)
-    seen = torch.rand(3, 9) > 0.4
-    seen[0, :3] = False  # padding on the left: queries that see no key
-    mask = seen[:, None, None]
-    want = made(q, k, v, attn_mask=mask, is_causal=True)
-    for steps in ([1] * 9, [4, 1, 4]):
-        cache, done = quest_core.Cache(), 0
-        for count in steps:
-            rows = slice(done, done + count)
-            done += count
-            got = made.decode(q[:, :, rows], k[:, :, rows], v[:, :, rows], cache, attn_mask=mask[..., :done])
-            torch.testing.assert_close(got, want[:, :, rows])
-
-
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("table", [False, True])
 def test_operators_keep_their_contracts(window: int, table: bool) -> None:

@@ -30,17 +30,6 @@ def test_is_projections_around_the_mechanism(attention: str) -> None:
     torch.testing.assert_close(layer(x, context, key_mask=real), layer.out_proj(want))
 
 
-def test_the_cache_holds_unit_keys_and_reorders() -> None:
-    layer = Attention(12, 4, "quest+gqa(kv_heads=2)").eval()
-    x = torch.randn(3, 4, 12)
-    cache = Cache()
-    layer(x[:, :3], is_causal=True, cache=cache)
-    torch.testing.assert_close(cache["k"].norm(dim=-1), torch.ones(3, 2, 3))
-    rows = torch.tensor([2, 2, 0])
-    cache.reorder(rows)
-    torch.testing.assert_close(layer(x[rows, 3:], is_causal=True, cache=cache), layer(x[rows], is_causal=True)[:, 3:])
-
-
 def test_masks_combine() -> None:
     layer = Attention(8, 2, "quest").eval()
     x = torch.randn(2, 5, 8)

@@ -204,25 +204,6 @@ def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
     torch.testing.assert_close(quiet.eval()(q, k, v), plain)
 
 
-@pytest.mark.parametrize("name", ["kdgqa", "pgqa"])
-def test_what_looks_ahead_is_refused_as_causal(name: str) -> None:
-    q, k, v = torch.randn(3, 1, 2, 4, 4)
-    made = quest_core.Mechanism(f"{name}(kv_heads=2)", num_heads=2, head_dim=4)
-    with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot be causal: .*future"):
-        made(q, k, v, is_causal=True)
-    with pytest.raises(quest_core.UnsupportedError, match="cannot decode incrementally"):
-        made.decode(q, k, v, quest_core.Cache())
-
-
-def test_dgqa_decodes() -> None:
-    layer = quest_core.Attention(12, 4, "quest+dgqa(kv_heads=2)").eval()
-    layer.mechanism.grouping.sizes.copy_(torch.tensor([1, 3]))
-    x = torch.randn(2, 6, 12)
-    cache = quest_core.Cache()
-    steps = [layer(x[:, i : i + 1], is_causal=True, cache=cache) for i in range(6)]
-    torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
-
-
 @pytest.mark.parametrize("part", ["gqa", "kdgqa", "dgqa", "pgqa"])
 def test_kv_heads_is_required_and_checked(part: str) -> None:
     with pytest.raises(quest_core.ConfigError, match=f"needs 'kv_heads'.*{part}\\(kv_heads=2\\)"):
