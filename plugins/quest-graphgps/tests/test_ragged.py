@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import quest_core
 from quest_core.checkpoints import set_attention_from
 from quest_core.mechanisms.elliptical import Elliptical
-from quest_core.tools import packing
+from quest_core.tools.packing import attention_packed
 from quest_graphgps import attention
 
 SCORES = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
@@ -34,11 +34,10 @@ OPTIONS = (
 def packed(monkeypatch):
     """Return a list with an entry for every packed call."""
     calls = []
-    stock = packing.attention_packed
 
     def count(*arguments, **options):
         calls.append(1)
-        return stock(*arguments, **options)
+        return attention_packed(*arguments, **options)
 
     monkeypatch.setattr(attention, "attention_packed", count)
     return calls
@@ -68,8 +67,8 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
         follow[0].follow(None)
         follow[1].follow(follow[0])
     results = []
-    for layers, limit in ((one, attention.RAGGED), (other, float("inf"))):
-        monkeypatch.setattr(attention, "RAGGED", limit)
+    for layers, packing in ((one, "auto"), (other, "never")):
+        monkeypatch.setattr(attention.GraphAttention, "packing", packing)
         x, *rest = inputs(RAGGED)
         out = layers(x.requires_grad_(), *rest)
         out.square().sum().backward()
@@ -93,7 +92,7 @@ def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
     assert torch.equal(layers(*x), one)
 
 
-def test_packing_follows_the_measured_rule(packed) -> None:
+def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed) -> None:
     layers = model("quest", dropout=0.5)
     layers(*inputs(SIZES))
     assert not packed
@@ -103,8 +102,8 @@ def test_packing_follows_the_measured_rule(packed) -> None:
 
 def test_padding_without_values_is_not_read(packed) -> None:
     attn = model("quest").convs[0].attn.eval()
-    hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
-    x = torch.randn(3, 20, 16, dtype=torch.double)
+    hidden = torch.arange(24) >= torch.tensor([[24], [2], [3]])
+    x = torch.randn(3, 24, 16, dtype=torch.double)
 
     def call(x, hidden):
         return attn(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
@@ -119,18 +118,18 @@ def test_padding_without_values_is_not_read(packed) -> None:
     assert packed
 
 
-def test_the_rule_is_applied_again_to_other_padding(monkeypatch) -> None:
+def test_the_rule_is_applied_again_to_other_padding() -> None:
     """Layers of one batch share a plan; another batch, also in the same tensor, and another rule do not."""
     hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
-    plan = attention.ragged_plan(hidden)
+    plan = attention.ragged_plan(hidden, 2)
     assert [n for n, _ in plan.lengths] == [20, 2, 3]
-    assert attention.ragged_plan(hidden.clone()) is plan
+    assert attention.ragged_plan(hidden.clone(), 2) is plan
     hidden[1, 2] = False
-    assert [n for n, _ in attention.ragged_plan(hidden).lengths] == [20, 3, 3]
-    assert attention.ragged_plan(torch.zeros(3, 20, dtype=torch.bool)) is None
-    assert attention.ragged_plan(hidden) is not None
-    monkeypatch.setattr(attention, "RAGGED", float("inf"))
-    assert attention.ragged_plan(hidden) is None
+    assert [n for n, _ in attention.ragged_plan(hidden, 2).lengths] == [20, 3, 3]
+    assert attention.ragged_plan(torch.zeros(3, 20, dtype=torch.bool), 2) is None
+    assert attention.ragged_plan(hidden, 64) is None
+    assert attention.ragged_plan(hidden, 64, always=True) is not None
+    assert attention.ragged_plan(torch.ones(3, 20, dtype=torch.bool), 2, always=True) is None
 
 
 def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) -> None:

@@ -64,6 +64,7 @@ class GraphGPSAdapter(TorchAdapter):
         """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported."""
         accept = functools.partial(_accept_attention, self)
         self.patches.around("torch_geometric.nn.conv.gps_conv:GPSConv", "__init__", accept)
+        self.patches.around("torch_geometric.nn.conv.gps_conv:GPSConv", "__repr__", _show_attention)
         graphgym.install(self)
 
 
@@ -90,3 +91,9 @@ def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *
     stock(*given.args, **given.kwargs)
     if request:
         inject(self, **vars(request), adapter=adapter, fresh=True)
+
+
+def _show_attention(stock: Callable[..., str], self: Any) -> str:
+    """GPSConv's text says attn_type=multihead whatever the attention."""
+    config = getattr(self.attn, "config", None)
+    return stock(self).replace(f"attn_type={self.attn_type}", f"attn_type={config or self.attn_type}")

@@ -1,13 +1,13 @@
 """GraphAttention: the multi-head attention of a graph Transformer layer, packed where padding costs more.
 
 PyTorch Geometric and GraphGPS pad the graphs of a batch to the largest one, so one large graph among small ones costs
-its square for each of them. If the padded area is well above the real one, the nodes are packed and go through
-`quest_core.attention_packed`.
+its square for each of them. If that is more than copying the nodes into one sequence costs, they are packed and go
+through `quest_core.attention_packed`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from quest_core import PackingPlan, attention_packed
 from quest_core.compat import is_eager, may_read
 from quest_core.hosts.torch import TorchAttention
-
-RAGGED = 2.0
-"""Pack where the padded area B·N² is at least this many times the real one, Σ n². On one CPU core, 32 graphs of 30 to
-200 nodes, forward and backward, packing takes 1.03 of the padded time at 1.0, 0.83 at 1.7 and 0.72 at 2.2
-(research/results/graph-packing.md)."""
 
 
 class GraphAttention(TorchAttention):
@@ -30,6 +25,9 @@ class GraphAttention(TorchAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
+    packing: ClassVar[str] = "auto"
+    """When to pack: "auto" where `ragged_plan` finds it cheaper, "always" or "never"."""
+
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +35,7 @@ class GraphAttention(TorchAttention):
         masked = options.get("attn_mask") is not None or options.get("is_causal", False)
         plain = query is key is value and not (masked or options.get("need_weights", True))
         if plain and key_padding_mask is not None and self._may_pack(query, key_padding_mask):
-            plan = ragged_plan(key_padding_mask)
+            plan = ragged_plan(key_padding_mask, self.head_dim, always=self.packing == "always")
             if plan is not None:
                 return self._packed(query, ~key_padding_mask, plan), None
         return super().forward(query, key, value, key_padding_mask, **options)
@@ -47,7 +45,7 @@ class GraphAttention(TorchAttention):
         extended = self.bias_k is not None or self.add_zero_attn
         keeps_stream = self.training and self.dropout > 0 and self.mechanism.is_standard
         known = hidden.dtype == torch.bool and is_eager() and may_read(hidden, waits=True)
-        return plain and known and not (extended or keeps_stream)
+        return plain and known and self.packing != "never" and not (extended or keeps_stream)
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
@@ -62,28 +60,34 @@ class GraphAttention(TorchAttention):
         return padded
 
 
-_last: tuple[Tensor, float, PackingPlan | None] | None = None
-"""The padding of the latest batch, the value of RAGGED, and the plan that followed."""
+_last: tuple[Tensor, tuple[int, bool], PackingPlan | None] | None = None
+"""The padding of the latest batch, the other arguments, and the plan that followed."""
 
 
-def ragged_plan(hidden: Tensor) -> PackingPlan | None:
+def ragged_plan(hidden: Tensor, head_dim: int, *, always: bool = False) -> PackingPlan | None:
     """Return how to pack the graphs of a batch, or None if padding costs less.
+
+    The cost of both is counted in elements. Padding forms B·N² logits per head, and packing Σ n². Packing reads and
+    writes q, k, v and the output of each node once more, 8·Σ n·D per head. No constant of a machine enters.
 
     All layers of a model see the same padding in different tensors. Comparing it with the previous one is faster than
     counting nodes.
 
     Args:
         hidden: [B, N], True for padding.
+        head_dim: D, features per head.
+        always: pack wherever there is a node.
     """
     global _last  # replaced as a whole, so that two threads at worst count twice
-    last = _last
-    if last and last[1] == RAGGED and last[0].device == hidden.device and torch.equal(last[0], hidden):
+    last, rule = _last, (head_dim, always)
+    if last and last[1] == rule and last[0].device == hidden.device and torch.equal(last[0], hidden):
         return last[2]
     batch, longest = hidden.shape
     lengths = longest - hidden.sum(1)  # [B]
-    area, plan = int(lengths.square().sum()), None
-    if area and batch * longest**2 >= RAGGED * area:
+    nodes, pairs = torch.stack([lengths.sum(), lengths.square().sum()]).tolist()
+    plan = None
+    if nodes and (always or batch * longest**2 - pairs > 8 * nodes * head_dim):
         ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
         plan = PackingPlan(ends, max_seqlen_q=longest, max_seqlen_k=longest)
-    _last = (hidden.clone(), RAGGED, plan)  # a copy, because the caller may write to its mask
+    _last = (hidden.clone(), rule, plan)  # a copy, because the caller may write to its mask
     return plan

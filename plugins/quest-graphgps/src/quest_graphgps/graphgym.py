@@ -11,15 +11,18 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from quest_core.checkpoints import ENTRY
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site, require
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.registry import mechanisms
@@ -40,10 +43,12 @@ def install(adapter: Adapter) -> None:
     patches.when_imported(config, lambda: patches.once("keys", register_keys, forget_keys))
     # A registered function of GraphGPS replaces the node `gt`, so ours must run after it.
     patches.when_imported("graphgps.config.gt_config", register_keys)
+    patches.around(config, "load_cfg", _refuse_unknown_keys)
     patches.around(config, "assert_cfg", functools.partial(_check_when_merged, adapter))
     patches.around(config, "set_out_dir", _name_after_attention)
     module = "torch_geometric.graphgym.model_builder:GraphGymModule"
     patches.around(module, "__init__", _inject_when_built)
+    patches.around("torch_geometric.graphgym.checkpoint", "load_ckpt", _load_in_own_words)
     patches.around("graphgps.finetuning", "load_pretrained_model_cfg", _keep_own_attention)
     patches.around("graphgps.finetuning", "init_model_from_pretrained", _load_only_the_checkpoint)
 
@@ -79,6 +84,45 @@ def forget_keys() -> None:
     for section in SECTIONS:
         for key in KEYS if cfg is not None and section in cfg else ():
             cfg[section].pop(key, None)
+
+
+def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
+    """load_cfg merges a file and the command line; yacs's errors about keys near ours do not say what to write."""
+    file = yaml.safe_load(Path(args.cfg_file).read_text(encoding="utf-8")) or {}
+    given = [f"{s}.{key}" + "." * isinstance(x, dict) for s in SECTIONS for key, x in (file.get(s) or {}).items()]
+    for path in (*given, *(args.opts or [])[::2]):
+        section, _, rest = str(path).partition(".")
+        key, dot, _ = rest.partition(".")
+        if section not in SECTIONS or section not in cfg or (key in cfg[section] and not (dot and key in KEYS)):
+            continue
+        path = path.rstrip(".")
+        near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
+        if near and key not in KEYS:
+            raise ConfigError(f"the config has no key {path}; did you mean {section}.{near[0]}?")
+        if near or key in mechanisms() or any(o.name == key for part in mechanisms().values() for o in part.options):
+            raise ConfigError(
+                f"the config has no key {path}; write the attention and its options as one text, "
+                f"{section}.attention: quest(kv_heads=2)"
+            )
+    return stock(cfg, args)
+
+
+@contextmanager
+def _own_words(cfg: Any) -> Iterator[None]:
+    """Name the arguments of `inject` in an error as the keys that a user of the config writes."""
+    try:
+        yield
+    except (InjectionError, CheckpointError) as error:
+        section = next((s for s in SECTIONS if _given((cfg.get(s) or {}).get("attention"))), SECTIONS[0])
+        said = re.sub(r"\b(attention|attention_from|allow_partial)=('[^']*'|True)", rf"{section}.\1: \2", str(error))
+        raise type(error)(said) from None
+
+
+def _load_in_own_words(stock: Stock, *arguments: Any, **options: Any) -> Any:
+    from torch_geometric.graphgym.config import cfg
+
+    with _own_words(cfg):
+        return stock(*arguments, **options)
 
 
 def requested(cfg: Any) -> Request | None:
@@ -174,7 +218,8 @@ def _inject_when_built(stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: 
     asked = requested(cfg)
     stock(self, dim_in, dim_out, cfg)
     if asked:
-        asked.apply(self.model, None)
+        with _own_words(cfg):
+            asked.apply(self.model, None)
 
 
 def _keep_own_attention(stock: Stock, cfg: Any) -> Any:
@@ -195,6 +240,6 @@ def _load_only_the_checkpoint(stock: Stock, model: nn.Module, *arguments: Any, *
     own = model.state_dict
     model.state_dict = lambda: {name: x for name, x in own().items() if not name.endswith(ENTRY)}  # type: ignore[assignment]
     try:
-        return stock(model, *arguments, **options)
+        return _load_in_own_words(stock, model, *arguments, **options)
     finally:
         del model.state_dict

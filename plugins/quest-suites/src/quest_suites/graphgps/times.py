@@ -18,8 +18,7 @@ from torch_geometric.nn import GINEConv, GPSConv
 import quest_core
 from quest_core import AttentionConfig
 from quest_core.drafts import assign
-from quest_graphgps import attention
-from quest_graphgps.attention import GraphAttention
+from quest_graphgps.attention import GraphAttention, ragged_plan
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import beside_stock
 
@@ -54,8 +53,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         rounds, nodes = 2, [40, 5, 5]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = {"auto": attention.RAGGED, "always": 0.0, "never": float("inf")}
-    before, attention.RAGGED = attention.RAGGED, limits[cell.options["packing"]]
+    before, GraphAttention.packing = GraphAttention.packing, cell.options["packing"]
     try:
         torch.manual_seed(cell.seed)
         hidden = torch.arange(max(nodes), device=device) >= torch.tensor(nodes, device=device)[:, None]  # [B, N]
@@ -79,9 +77,11 @@ def run_time(cell: Cell, progress: Progress) -> Result:
             steps = [partial(step, layer, padded, hidden) for layer in (host, own)]
         result = beside_stock(*steps, rounds=rounds, progress=progress)
         result.metrics["areas"] = len(nodes) * max(nodes) ** 2 / sum(n * n for n in nodes)
-        result.metrics["packed"] = float(attention.ragged_plan(hidden) is not None)
+        always, head_dim = cell.options["packing"] == "always", WIDTH // HEADS
+        packs = cell.options["packing"] != "never" and ragged_plan(hidden, head_dim, always=always) is not None
+        result.metrics["packed"] = float(packs)
     finally:
-        attention.RAGGED = before
+        GraphAttention.packing = before
     return result
 
 
