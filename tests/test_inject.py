@@ -152,6 +152,32 @@ def test_wrapped_models_are_refused() -> None:
             quest_core.inject(given, "quest")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("width", "attention", "note"),
+    [
+        (4, "quest", "k_norm gives keys one norm already, up to its weights, so unit keys change only the scale"),
+        (16, "quest", "k_norm normalizes keys over all heads, and unit keys normalize those of each head after it"),
+        (4, "standard", ""),
+    ],
+)
+def test_the_report_says_what_unit_keys_mean_after_the_hosts_norm(width: int, attention: str, note: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32)
+    layer.self_attn.k_norm = nn.RMSNorm(width)
+    text = str(quest_core.inject(layer, attention)[1])
+    assert note in text
+    assert bool(note) is ("norm" in text)
+
+
+def test_the_report_names_the_norm_of_keys_that_a_run_showed() -> None:
+    class Normed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, nn.functional.rms_norm(q, (4,)), q)
+
+    report = quest_core.inject(nn.Sequential(Normed()), "quest", example=torch.randn(2, 5, 16))[1]
+    assert "the host's keys have norm 2 already" in str(report)
+
+
 def test_observed_models_are_refused() -> None:
     model, _ = quest_core.inject(nn.TransformerEncoderLayer(16, 4, 32), "standard")
     monitor = quest_core.Monitor(model)

@@ -124,6 +124,16 @@ def scale_on_queries_and_after(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return F.softmax(2.0 * ((0.5 * q) @ k.mT), dim=-1) @ v
 
 
+def layer_normed(*tensors: Tensor) -> list[Tensor]:
+    return [F.layer_norm(x, (D,)) for x in tensors]
+
+
+@right(lambda m, q, k, v: quest(*layer_normed(q, k), v))
+def scale_on_normed_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = layer_normed(q, k)
+    return F.softmax((q * D**-0.5) @ k.mT, dim=-1) @ v
+
+
 @right()
 def no_scale(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT, dim=-1) @ v
@@ -625,6 +635,12 @@ def test_learned_scores_need_the_axis_of_heads() -> None:
     model, x = make(einsum_heads_last)
     quest_core.inject(model, "qknorm", example=x)
     assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
+
+
+def test_the_report_says_that_the_host_normalizes_its_keys() -> None:
+    model, x = make(scale_on_normed_queries)
+    report = quest_core.inject(model, "quest", example=x)[1]
+    assert "the host's keys have norm 2.83 already, so unit keys change only the scale" in str(report)
 
 
 def test_attention_changes_later_without_an_example() -> None:

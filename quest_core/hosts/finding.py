@@ -31,7 +31,7 @@ from .following import (
     name_of,
     operands,
 )
-from .sites import Watching, in_autograd_function, within
+from .sites import Watching, common_norm, in_autograd_function, norm_note, within
 from .universal import beyond_operands
 from .written import HIDDEN, Product, Written, WrittenOut, prepare
 
@@ -158,8 +158,8 @@ class _Search(Watching, Following):
         if not may_read(x, waits=True):
             return _Operand(sizes, features, factor_of(self.flows(x)), None, None)
         wide = x.detach().double()
-        vectors = wide.movedim(own.index(_contracted(letters)[0]), -1).flatten(0, -2)
-        norm = _common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
+        vectors = wide.movedim(own.index(_contracted(letters)[0]), -1)
+        norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
         values = wide.flatten()
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
         return _Operand(sizes, features, factor_of(self.flows(x)), norm, seen)
@@ -239,15 +239,6 @@ def _layout(flow: Flow) -> str | None:
         order = order if letter in order else order[:place] + letter + order[place:]
     entries = torch.arange(1, index.numel() + 1).view(shape).permute([result.index(s) for s in order])
     return order if torch.equal(entries.reshape(index.shape), index.long()) else None
-
-
-def _common_norm(vectors: Tensor, tolerance: float) -> float | None:
-    """Return the norm that all vectors [..., D] have; None if norms differ, or all vectors are one."""
-    norms = vectors.norm(dim=-1)
-    if len(norms) < 2 or bool(((vectors - vectors[0]).norm(dim=-1) < 1e-3 * norms[0]).all()):
-        return None
-    mean = norms.mean().item()
-    return mean if norms.std().item() < tolerance * mean else None
 
 
 class _Judge:
@@ -375,7 +366,8 @@ class _Judge:
         (feature,) = _contracted(letters)
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
-        product = Product(letters, query, (q.factor, k.factor, flow.factor), q.norm is not None)
+        factors = q.factor, k.factor, flow.factor
+        product = Product(letters, query, factors, _keeps_factor(q, k, factors))
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
@@ -389,20 +381,22 @@ class _Judge:
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes[3]} else None,
-            note=_note(q, k, product),
+            note=norm_note(k.norm),
         )
 
 
-def _note(q: _Operand, k: _Operand, product: Product) -> str:
-    """Return a remark on a host that normalizes its keys; UnsupportedError for cosine attention."""
-    if k.norm is None:
-        return ""
-    if q.norm is not None and abs(product.factors[2] * k.norm - 1) > 0.1:
-        raise UnsupportedError(
-            "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
-            f"{product.factors[2] * k.norm * q.norm:.3g}"
-        )
-    return f"the host normalizes its keys, to {k.norm:.3g}"
+def _keeps_factor(q: _Operand, k: _Operand, factors: tuple[float, float, float]) -> bool:
+    """Return whether the factor on queries is a part of the host's norm; UnsupportedError for cosine attention."""
+    if q.norm is None:
+        return False
+    if k.norm is None or abs(factors[2] * k.norm - 1) < 0.1:
+        return True
+    if abs(factors[0] * factors[2] * k.norm - 1) < 0.1:
+        return False
+    raise UnsupportedError(
+        "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
+        f"{factors[2] * k.norm * q.norm:.3g}"
+    )
 
 
 def _period(products: list[Any], softmaxes: list[Any]) -> int:

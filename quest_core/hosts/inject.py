@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
 KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
+KEY_NORM = re.compile(r"q?k_?(layer_?)?norm|key_?(layer_?)?norm|norm_?(k|key)|ln_k|k_ln", re.IGNORECASE)
+"""Names of the modules by which hosts normalize keys."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -267,7 +270,7 @@ def inject(
     for owner in adapters:  # also those that own no site: their hosts' configs may say the attention
         owner.connect(model, drafts)
     scaled = _scaled(config, chosen, made) if fresh else []
-    rows = [_row(owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
+    rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left), bool(scaled))
     changed = {origin_of(inner): type(inner) for one in drafts.values() for inner in drafts_in(one)}
     methods = _kept_methods(model, changed)
@@ -409,11 +412,29 @@ def _scaled(
     return found
 
 
-def _row(owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replacement:
+def _row(config: AttentionConfig, owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replacement:
     """Return the entry of a report for the draft that `site.module` will become."""
     norms = _query_norms(owner.projected(made)) if fresh else ()
     before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
-    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, site.note, norms)
+    note = site.note
+    if not note and any(part.unit_keys for part in config.components):
+        note = _normed(site)
+    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, note, norms)
+
+
+def _normed(site: Site) -> str:
+    """Return what unit keys mean in a module with a norm of its own on keys; "" for other modules."""
+    for path, norm in site.module.named_modules():
+        name = path.rpartition(".")[2]
+        if not KEY_NORM.fullmatch(name) or not re.search("norm", type(norm).__name__, re.IGNORECASE):
+            continue
+        weight = getattr(norm, "weight", None)
+        if weight is None or weight.numel() == site.head_dim:
+            return (
+                f"the host's {name} gives keys one norm already, up to its weights, so unit keys change only the scale"
+            )
+        return f"the host's {name} normalizes keys over all heads, and unit keys normalize those of each head after it"
+    return ""
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:

@@ -129,6 +129,21 @@ def in_autograd_function() -> bool:
     return False
 
 
+def common_norm(vectors: Tensor, tolerance: float) -> float | None:
+    """Return the norm that all vectors [..., D] have; None if norms differ, or all vectors are one."""
+    vectors = vectors.detach().double().flatten(0, -2)
+    norms = vectors.norm(dim=-1)
+    if len(norms) < 2 or bool(((vectors - vectors[0]).norm(dim=-1) < 1e-3 * norms[0]).all()):
+        return None
+    mean = norms.mean().item()
+    return mean if norms.std().item() < tolerance * mean else None
+
+
+def norm_note(norm: float | None) -> str:
+    """Return a remark for the report on keys that all have one norm."""
+    return "" if norm is None else f"the host's keys have norm {norm:.3g} already, so unit keys change only the scale"
+
+
 def within(path: str, others: Iterable[str]) -> bool:
     """Return whether `path` is one of the others or inside one of them."""
     return any(path == other or other == "" or path.startswith(other + ".") for other in others)

@@ -26,6 +26,7 @@ from ..compat import (
     is_compiling,
     is_exporting,
     is_tracing,
+    may_read,
     size,
 )
 from ..config import AttentionConfig
@@ -36,7 +37,7 @@ from ..multihead import MultiheadAttention, leave_native_path
 from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
-from .sites import FoundSite, Watching, refuse_checkpoint, site_draft, within
+from .sites import FoundSite, Watching, common_norm, norm_note, refuse_checkpoint, site_draft, within
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
@@ -58,6 +59,7 @@ class Call:
     axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
     function: str = "scaled_dot_product_attention"  # that it called
     weights: bool = False  # the function returned weights
+    note: str = ""  # a remark for the report
     query: Tensor | None = None  # without values: has the device and the type of the queries
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
@@ -78,7 +80,8 @@ class Call:
                     "write an adapter that makes two: https://quest-attention.github.io/quest/writing-an-adapter/"
                 )
         flags = ("causal", "cross", "masked", "dropout", "repeated", "weights")
-        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in flags})
+        note = self.note if self.note == other.note else ""
+        return replace(self, note=note, **{name: getattr(self, name) or getattr(other, name) for name in flags})
 
 
 class _Arguments(NamedTuple):
@@ -163,6 +166,7 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
         masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
         dropout=call.dropout_p > 0,
         axes=call.query.dim(),
+        note=norm_note(common_norm(call.key, 1e-2) if may_read(call.key, waits=True) else None),
         query=call.query.new_empty(0),
     )
 
@@ -377,7 +381,7 @@ class UniversalAdapter(Adapter):
             }
         for path, call in calls.items():
             asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout, weights=call.weights)
-            yield Site(path, modules[path], call.heads, call.head_dim, asked)
+            yield Site(path, modules[path], call.heads, call.head_dim, asked, note=call.note)
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the draft of a site with a mechanism; its parameters are the same objects."""
