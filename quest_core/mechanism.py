@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -156,25 +156,26 @@ class Mechanism(CheckpointGuard):
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        out: Tensor = self._attend(q, k, v, mask, is_causal, dropout_p, unit_keys=unit_keys)
+        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, unit_keys=unit_keys)
+        out: Tensor = normalizer(
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares
+        )
         if out.requires_grad:
             name_second_derivative(out, self._name)
         return out
 
-    def _attend(
+    def _prepare(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        dropout_p: float,
         *,
         cache: Cache | None = None,
         unit_keys: bool = False,
-        **plain: Any,
-    ) -> Any:
-        """Return what the normalizer makes of q, k and v; `plain` are its further arguments."""
+    ) -> tuple[Callable[..., Any], Tensor, Tensor, Tensor, float]:
+        """Return the normalizer, and the q, k, v, with those of a cache, and factor that it gets from the score."""
         score, normalizer = callables(self._modules["score"], self._modules["normalizer"])
         head = None  # the key/value head of each query head [H]; None: equal consecutive groups
         if self._chooses:
@@ -186,10 +187,8 @@ class Mechanism(CheckpointGuard):
         if head is not None:
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self._perturbs:
-            plain["perturb"] = self.grouping.perturb
-        return normalizer(
-            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares, **plain
-        )
+            normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
+        return normalizer, q, k, v, scale
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
@@ -238,10 +237,9 @@ class Mechanism(CheckpointGuard):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        made: tuple[Tensor, Tensor, Tensor] = self._attend(
-            q, k, v, mask, is_causal, dropout_p, residual=residual, need_weights=True
-        )
-        return made
+        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal)
+        how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares, "residual": residual}
+        return normalizer(q, k, v, mask=mask, is_causal=is_causal, need_weights=True, **how)  # type: ignore[no-any-return]
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, *, attn_mask: Tensor | None = None, dropout_p: float = 0
@@ -273,7 +271,9 @@ class Mechanism(CheckpointGuard):
                 key_mask = key_mask[:, cache.tokens :]
             out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
         else:
-            out = self._attend(q, k, v, mask, True, dropout_p, cache=cache)
+            normalizer, q, k, v, scale = self._prepare(q, k, v, mask, True, cache=cache)
+            how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares}
+            out = normalizer(q, k, v, mask=mask, is_causal=True, **how)
         cache.tokens += n
         return out
 
