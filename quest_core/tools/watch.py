@@ -15,6 +15,7 @@ from .monitor import Layer, Monitor
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
+TOTALS = {"max_logit": max, "entropy": statistics.fmean}
 PAGE = "https://quest-attention.github.io/quest/watching/"
 
 
@@ -73,6 +74,10 @@ class Watch:
             self._monitor = _TrainingMonitor(self.model)
         return values
 
+    def totals(self) -> dict[str, float]:
+        """Return the largest logit ("max_logit") and the mean "entropy" over all heads, as measured last; else {}."""
+        return _totals(self.history[-1][1]) if self.history else {}
+
     def remarks(self) -> list[str]:
         """Return what the latest measurement means, in words: a line for each layer whose logits are large or grow."""
         if not self.history:
@@ -113,11 +118,7 @@ class _TrainingLayer(Layer):
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:
     """Return what `Monitor.collect` returned as `Watch.step` does; heads without a visible pair do not count."""
-    out: dict[str, float] = {}
-    for name, join in (("max_logit", max), ("entropy", statistics.fmean)):
-        every = [v for names in seen.values() for v in names.get(name, []) if not math.isnan(v)]
-        if every:
-            out[f"attention/{name}"] = join(every)
+    out = {f"attention/{name}": value for name, value in _totals(seen).items()}
     for path, names in seen.items():
         for name, heads in names.items():
             finite = [value for value in heads if not math.isnan(value)]
@@ -125,6 +126,11 @@ def summary(seen: dict[str, Any]) -> dict[str, float]:
                 key = f"attention/{path}/{name}"
                 out |= {f"{key}/min": min(finite), f"{key}/mean": statistics.fmean(finite), f"{key}/max": max(finite)}
     return out
+
+
+def _totals(seen: dict[str, Any]) -> dict[str, float]:
+    every = {n: [v for layer in seen.values() for v in layer.get(n, []) if not math.isnan(v)] for n in TOTALS}
+    return {name: TOTALS[name](values) for name, values in every.items() if values}
 
 
 def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] | None = None) -> list[str]:

@@ -25,8 +25,7 @@ def train_and_watch(stock: Callable[..., Any], self: Trainer, *arguments: Any, *
     if WATCH not in vars(self):
         setattr(self, WATCH, Watch(self.get_model(), every=every))
     out = stock(self, *arguments, **options)
-    values = getattr(self, WATCH).step()
-    for name in ("max_logit", "entropy"):
-        if (value := values.get(f"attention/{name}")) is not None:
-            metrics.log_scalar(name, value, priority=1000, round=3)
+    watch = getattr(self, WATCH)
+    for name, value in watch.totals().items() if watch.step() else ():
+        metrics.log_scalar(name, value, priority=1000, round=3)
     return out

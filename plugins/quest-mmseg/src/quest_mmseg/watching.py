@@ -35,11 +35,9 @@ class WatchAttention(Hook):  # type: ignore[misc]
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         assert self.watch is not None  # the runner begins first
-        values = self.watch.step()
-        for key, value in values.items():
-            if key.count("/") == 1:
-                runner.message_hub.update_scalar(f"train/{key}", value)
-        if values:
+        if values := self.watch.step():
+            for name, value in self.watch.totals().items():
+                runner.message_hub.update_scalar(f"train/{name}", value)
             runner.visualizer.add_scalars(values, step=runner.iter + 1)
 
     def after_train(self, runner: Any) -> None:

@@ -41,14 +41,12 @@ def register() -> None:
 
         def after_step(self) -> None:
             assert self.watch is not None  # the trainer begins first
-            values = self.watch.step()
-            if not values:
-                return
-            step, totals = self.watch.steps, {key: value for key, value in values.items() if key.count("/") == 1}
-            self.trainer.logger.info(f"Step {step} " + " ".join(f"{key}: {totals[key]:.4g}" for key in totals))
-            if self.trainer.writer is not None:
-                for key, value in values.items():
-                    self.trainer.writer.add_scalar(key, value, step)
+            values, step = self.watch.step(), self.watch.steps
+            if values:
+                totals = self.watch.totals()
+                self.trainer.logger.info(f"Step {step} " + " ".join(f"{name}: {totals[name]:.4g}" for name in totals))
+            for key, value in values.items() if self.trainer.writer is not None else ():
+                self.trainer.writer.add_scalar(key, value, step)
 
         def after_train(self) -> None:
             if self.watch is not None:

@@ -29,7 +29,6 @@ class WatchAttention(Callback):  # type: ignore[misc]
         super().__init__()
         self.every, self.example = every, example
         self.watch: Watch | None = None
-        self.values: dict[str, float] = {}
 
     def after_create(self) -> None:
         """Add the columns, before fastai's Recorder lists them."""
@@ -37,14 +36,14 @@ class WatchAttention(Callback):  # type: ignore[misc]
             self.learn.metrics = [*self.learn.metrics, ValueMetric(lambda key=name: self._value(key), name)]
 
     def _value(self, name: str) -> float:
-        return self.values.get(f"attention/{name}", math.nan)
+        return math.nan if self.watch is None else self.watch.totals().get(name, math.nan)
 
     def before_fit(self) -> None:
         self.watch = Watch(self.learn.model, every=self.every, example=self.example)
 
     def after_batch(self) -> None:
         if self.training and self.watch is not None:
-            self.values |= self.watch.step()
+            self.watch.step()
 
     def after_fit(self) -> None:
         if self.watch is not None:
