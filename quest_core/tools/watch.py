@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from .monitor import Layer, Monitor
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
-TOTALS = {"max_logit": max, "entropy": statistics.fmean}
+TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
 PAGE = "https://quest-attention.github.io/quest/watching/"
 
 

@@ -27,6 +27,8 @@ from quest_core.hosts.adapter import Adapter, Site, require
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.registry import mechanisms
 
+from . import watching
+
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
 REGISTERED = "quest"
@@ -49,6 +51,7 @@ def install(adapter: Adapter) -> None:
     module = "torch_geometric.graphgym.model_builder:GraphGymModule"
     patches.around(module, "__init__", _inject_when_built)
     patches.around("torch_geometric.graphgym.checkpoint", "load_ckpt", _load_in_own_words)
+    watching.install(patches)
     patches.around("graphgps.finetuning", "load_pretrained_model_cfg", _keep_own_attention)
     patches.around("graphgps.finetuning", "init_model_from_pretrained", _load_only_the_checkpoint)
 
@@ -62,6 +65,8 @@ def declare(cfg: Any) -> None:
         if section in cfg and "attention_from" not in cfg[section]:
             cfg[section].attention = cfg[section].attention_from = None
             cfg[section].allow_partial = False
+    if "gnn" in cfg and watching.KEY not in cfg.gnn:
+        cfg.gnn[watching.KEY] = 0
 
 
 def register_keys() -> None:
@@ -84,6 +89,8 @@ def forget_keys() -> None:
     for section in SECTIONS:
         for key in KEYS if cfg is not None and section in cfg else ():
             cfg[section].pop(key, None)
+    if cfg is not None:
+        cfg.gnn.pop(watching.KEY, None)
 
 
 def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
@@ -180,6 +187,7 @@ def _parse(key: str, text: str) -> AttentionConfig:
 def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
+    watching.every(cfg)
     asked, mode = requested(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if asked and mode == "custom" and processes > 1:
@@ -220,6 +228,7 @@ def _inject_when_built(stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: 
     if asked:
         with _own_words(cfg):
             asked.apply(self.model, None)
+    watching.begin(self.model, cfg)
 
 
 def _keep_own_attention(stock: Stock, cfg: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The key `gnn.watch_attention`: GraphGym's and GraphGPS's logs hold the largest logit and the entropy of every epoch."""
+"""The key `gnn.watch_attention`: the logs of GraphGym and GraphGPS hold each epoch's largest logit and entropy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def install(patches: Patches) -> None:
         patches.around(logger, "update_stats", _add)
 
 
-def begin(model: nn.Module, cfg: Any) -> None:
-    """Watch a model that was built from a config, if the config says so.
+def every(cfg: Any) -> int:
+    """Return the number of batches from one measurement to the next, 0 for none; raise ConfigError for other values."""
+    found = cfg.gnn.get(KEY) or 0
+    if type(found) is not int or found < 0:
+        raise ConfigError(f"gnn.{KEY} is {found!r}; measure every n-th batch with a whole number, or none with 0")
+    return found
 
-    Raises:
-        ConfigError: the key is not a whole number of at least 0.
-        InjectionError: no attention was found.
-    """
-    every = cfg.gnn.get(KEY) or 0
-    if not isinstance(every, int) or every < 0:
-        raise ConfigError(f"gnn.{KEY} is {every!r}; measure every n-th batch with a whole number, or none with 0")
+
+def begin(model: nn.Module, cfg: Any) -> None:
+    """Watch a model that was built from a config, if the config says so; InjectionError if it has no attention."""
     _current.clear()
-    if every:
-        _current.append(Watch(model, every=every))
+    if every(cfg):
+        _current.append(Watch(model, every=every(cfg)))
 
 
 def _add(update: Callable[..., None], logger: Any, *arguments: Any, **stats: Any) -> None:

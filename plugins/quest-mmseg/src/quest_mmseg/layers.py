@@ -141,7 +141,8 @@ class EfficientMultiheadAttention(Wrapping, HostEfficientMultiheadAttention):  #
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """[B, N, E] with N = height · width -> [B, N, E]."""
-        lay_out(self, tuple(hw_shape), tuple(hw_shape))
+        grid = (int(hw_shape[0]), int(hw_shape[1]))
+        lay_out(self, grid, grid)
         out: Tensor = super().forward(x, hw_shape, identity)
         return out
 

@@ -1,0 +1,49 @@
+"""gnn.watch_attention: what GraphGym's own logger writes into its own stats.json."""
+
+import json
+
+import pytest
+import pytorch_lightning
+from models import configure, graph
+from torch_geometric.graphgym.config import cfg
+from torch_geometric.graphgym.logger import LoggerCallback
+from torch_geometric.graphgym.model_builder import create_model
+from torch_geometric.loader import DataLoader
+
+from quest_core.errors import ConfigError
+from quest_graphgps import watching
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_stats_hold_the_largest_logit_and_the_entropy(tmp_path, attention):
+    configure()
+    cfg.merge_from_list(["gt.attention", attention, "gnn.watch_attention", 2])
+    cfg.run_dir, cfg.share.num_splits, cfg.params = str(tmp_path), 1, 0
+    try:
+        model = create_model(dim_in=3, dim_out=2)
+        trainer = pytorch_lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[LoggerCallback()],
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(model, DataLoader([graph(n, None) for n in (5, 7, 4, 6)], batch_size=2))
+        steps = [step for step, _ in watching._current[0].history]
+    finally:
+        watching._current.clear()
+    assert steps == [1, 2, 4]
+    lines = [json.loads(line) for line in (tmp_path / "train" / "stats.json").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(line["max_logit"] > 0 and line["entropy"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "often"])
+def test_a_wrong_key_is_an_error(value):
+    configure()
+    cfg.gnn[watching.KEY] = value
+    with pytest.raises(ConfigError, match="gnn.watch_attention is"):
+        watching.every(cfg)
