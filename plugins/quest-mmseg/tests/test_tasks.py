@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 import random
 import sys
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
-import torch
-from conftest import segmenter
 from mmengine.config import Config
-from mmengine.runner.checkpoint import get_state_dict
 from mmseg.datasets import ADE20KDataset
-from mmseg.registry import DATASETS, MODELS, TRANSFORMS
+from mmseg.registry import DATASETS, TRANSFORMS
 
 from quest_core.errors import ConfigError
 from quest_core.registry import Option
@@ -84,40 +80,12 @@ def test_ade20k_from_a_folder(tmp_path, monkeypatch):
     found = run_ade20k(cell("seg/ade20k", tmp_path / "a", **options), lambda *_: None)
     assert math.isfinite(found.metrics["mIoU"])
     assert found.details["injected"].startswith("attention=quest in 14 modules")
-    checkpoint = str(tmp_path / "a" / "iter_1.pth")
-    again = run_ade20k(cell("seg/ade20k", tmp_path / "b", checkpoint=checkpoint, **options), lambda *_: None)
-    assert again.metrics == found.metrics
-    assert again.series == {"loss": []}
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))
-    corrupt = cell("seg/ade20k-c", tmp_path / "c", checkpoint=checkpoint, **options)
+    corrupt = cell("seg/ade20k-c", tmp_path / "c", **options)
     noisy = run_ade20k_corrupted(corrupt, lambda *_: None)
     assert {name: noisy.metrics[name] for name in found.metrics} == found.metrics
     assert len(noisy.details["mIoU by severity"]["gaussian_noise"]) == 3
     assert noisy.metrics["mIoU corrupted"] == noisy.metrics["mIoU corrupted/gaussian_noise"]
-
-
-def test_only_a_checkpoint_of_the_cells_own_attention_is_evaluated(tmp_path):
-    """mmengine would warn and evaluate something else."""
-    other = segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")
-    other.decode_head.num_classes += 1
-    quest = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
-    for name, config in (("quest", quest), ("wide", other), ("stock", segmenter())):
-        torch.save({"state_dict": get_state_dict(MODELS.build(config))}, tmp_path / f"{name}.pth")
-    standard = SimpleNamespace(model=MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention="standard")))
-    for name, why in (("quest", "trained with attention 'quest'"), ("wide", "size mismatch"), ("none", "can not be")):
-        with pytest.raises(ConfigError, match=rf"{name}.pth'.*with attention 'standard': [\s\S]*{why}"):
-            tasks.load(standard, str(tmp_path / f"{name}.pth"), "standard")
-    tasks.load(standard, str(tmp_path / "stock.pth"), "standard")
-    stock = MODELS.build(segmenter())
-    torch.save({"state_dict": torch.nn.DataParallel(stock).state_dict()}, tmp_path / "parallel.pth")
-    tasks.load(standard, str(tmp_path / "parallel.pth"), "standard")
-    for name, value in standard.model.state_dict().items():
-        assert torch.equal(value, stock.state_dict()[name]), name
-    torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(ConfigError, match=r"list.pth'.*it holds a list instead of weights"):
-        tasks.load(standard, str(tmp_path / "list.pth"), "standard")
-    with pytest.raises(ConfigError, match="trained with standard attention and are loaded into attention 'quest'"):
-        tasks.load(SimpleNamespace(model=MODELS.build(quest)), str(tmp_path / "stock.pth"), "quest")
 
 
 def test_data_that_is_not_there(tmp_path):

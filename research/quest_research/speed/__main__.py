@@ -50,7 +50,7 @@ def speed(
     rounds: Annotated[int, typer.Option(min=2, help="How often each contender takes its turn.")] = 31,
     smoke: Annotated[bool, typer.Option("--smoke", help="Small sizes, one thread; the numbers mean nothing.")] = False,
 ) -> None:
-    """Time attentions against their peers in PyTorch, in turns within one run, and compare with the ceilings.
+    """Time attentions against their peers in PyTorch, in turns within one run.
 
     The peer is scaled_dot_product_attention. quest in three lines takes turns too; linear has its naive formula.
 

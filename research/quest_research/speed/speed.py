@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,18 +32,15 @@ Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
 Fresh = Callable[[bool], tuple[list[Tensor], list[Tensor], Tensor]]
 
-SHAPES: dict[Shape, float] = {
-    (8, 3, 197, 64): 1.10,
-    (4, 8, 512, 64): 1.10,
-    (1, 8, 2048, 64): 1.10,
-    (16, 4, 1024, 16): 1.10,
-    (64, 4, 25, 16): 1.40,
-    (16, 8, 29, 16): 1.40,
-}
-"""(B, H, N, D) and quest's ceiling in forward+backward, as a multiple of scaled_dot_product_attention's time.
-
-A ViT's tokens, two lengths of language models, point-cloud patches, small graphs, time series.
-"""
+SHAPES: tuple[Shape, ...] = (
+    (8, 3, 197, 64),
+    (4, 8, 512, 64),
+    (1, 8, 2048, 64),
+    (16, 4, 1024, 16),
+    (64, 4, 25, 16),
+    (16, 8, 29, 16),
+)
+"""(B, H, N, D): a ViT's tokens, two lengths of language models, point-cloud patches, small graphs, time series."""
 
 LINEAR_SHAPE: Shape = (1, 8, 16384, 64)
 
@@ -72,21 +69,21 @@ class Plan:
 
     Attributes:
         attentions: names or specifications.
-        shapes: (B, H, N, D) -> quest's ceiling there.
+        shapes: (B, H, N, D) each.
         linear_shape: where linear attention is compared with its naive formula.
         rounds: how often each contender takes its turn, at least 2.
         slice_seconds: how long one turn lasts at least.
     """
 
     attentions: tuple[str, ...] = ("quest", "standard")
-    shapes: dict[Shape, float] = field(default_factory=lambda: dict(SHAPES))
+    shapes: tuple[Shape, ...] = SHAPES
     linear_shape: Shape = LINEAR_SHAPE
     rounds: int = 31
     slice_seconds: float = 0.03
 
     def smoke(self) -> Plan:
         """The same at small sizes, for seconds; the numbers mean nothing."""
-        shapes = {(max(1, b // 4), h, max(8, n // 8), d): ceiling for (b, h, n, d), ceiling in self.shapes.items()}
+        shapes = tuple((max(1, b // 4), h, max(8, n // 8), d) for b, h, n, d in self.shapes)
         return replace(self, shapes=shapes, linear_shape=(1, 8, 512, 64), rounds=2, slice_seconds=0.0)
 
     def races(self) -> list[tuple[str, Shape, str]]:
@@ -220,44 +217,6 @@ def markdown(rows: list[Timing]) -> str:
     return "\n".join(lines)
 
 
-def ceiling(row: Timing, shapes: dict[Shape, float]) -> float | None:
-    """The ceiling of a row's ratio, or None if it has none: all are of forward+backward."""
-    if row.direction != "forward+backward":
-        return None
-    if (row.contender, row.peer) == ("quest", PEER):
-        return shapes[row.shape]
-    return {("quest", FORMULA): 1.0, ("standard", PEER): 1.02, ("linear", NAIVE): 1.0}.get((row.contender, row.peer))
-
-
-def within(row: Timing, limit: float) -> bool:
-    """Whether the median is at most the ceiling; against the three lines, whether the lower quartile is."""
-    return (row.ratio_low if row.peer == FORMULA else row.ratio) <= limit
-
-
-def ceilings_markdown(rows: list[Timing], shapes: dict[Shape, float]) -> str:
-    """A row for each contender, peer and shape; layouts and threads across; each cell "within" or "over"."""
-    limits = {row: limit for row in rows if (limit := ceiling(row, shapes)) is not None}
-    runs = list(dict.fromkeys((row.layout, row.threads) for row in limits))
-    heads = [f"{layout}, {threads} thread{'s' * (threads > 1)}" for layout, threads in runs]
-    lines = [
-        "## Ceilings of forward+backward",
-        "",
-        "Each cell is the median ratio, which is compared with the ceiling; against "
-        f"{FORMULA} the lower end of the middle half is compared, so that only a difference beyond the spread counts. "
-        f"{sum(within(*pair) for pair in limits.items())} of {len(limits)} are within.",
-        "",
-        f"| contender | against | (B, H, N, D) | at most | {' | '.join(heads)} |",
-        "|---|---|---|---:|" + "---|" * len(runs),
-    ]
-    for key in dict.fromkeys((row.contender, row.peer, row.shape) for row in limits):
-        found = {(row.layout, row.threads): row for row in limits if (row.contender, row.peer, row.shape) == key}
-        limit = limits[next(iter(found.values()))]
-        marks = {run: "within" if within(row, limit) else "**over**" for run, row in found.items()}
-        cells = [f"{found[run].ratio:.3f} {marks[run]}" if run in found else "–" for run in runs]
-        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | {limit:.2f} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
-
-
 def check_threads(given: list[int] | None) -> list[int]:
     """The numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for.
 
@@ -281,10 +240,6 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
     numbers, started = check_threads(threads), time.monotonic()
     rows = [row for number in numbers for row in measure_apart(plan, number)]
     rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))
-    records = []
-    for row in rows:
-        limit = ceiling(row, plan.shapes)
-        records.append({**asdict(row), "ceiling": limit, "within": None if limit is None else within(row, limit)})
     return measurement(
         "Speed of attention",
         [
@@ -293,8 +248,6 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
             "fresh tensors. Layout contiguous: q, k, v of shape [B, H, N, D]. Layout packed: views of one projection "
             "[B, N, 3·H·D], to which the gradient flows. Freed memory stays with the process, as in a training process "
             "with a large heap.",
-            ceilings_markdown(rows, plan.shapes),
-            "## Times",
             markdown(rows),
         ],
         command=command,
@@ -302,5 +255,5 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
         place=f"{instruction_set()}, torch {torch.__version__}, float32",
         out=out,
         name="speed",
-        content={"instruction_set": instruction_set(), "rows": records},
+        content={"instruction_set": instruction_set(), "rows": list(map(asdict, rows))},
     )

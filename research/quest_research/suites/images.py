@@ -445,18 +445,16 @@ def load(
     """Read the images of a folder.
 
     Args:
-        folder: holds the four IDX files of Fashion-MNIST or MNIST, compressed or not; the binary version of CIFAR-10 or
-            CIFAR-100; or one folder of images for each class in `train/` and in `test/` or `val/`, as ImageNet has
-            them. None takes Debian's package dataset-fashion-mnist.
-        options: train and validation, numbers of images; test, 0 or left out for all; size, the pixels a side to which
-            images of folders are scaled.
+        folder: holds the four IDX files of Fashion-MNIST or MNIST, compressed or not, or the binary version of
+            CIFAR-10. None takes Debian's package dataset-fashion-mnist.
+        options: train and validation, numbers of images; test, 0 or left out for all.
         draw: selects training and validation images.
         sources: the training and the test split, in place of a folder.
 
     Raises:
         ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
     """
-    (training, labels), (test, test_labels) = sources or _sources(folder, options)
+    (training, labels), (test, test_labels) = sources or _sources(folder)
     count, held_out = options["train"], options["validation"]
     if count + held_out > len(labels):
         raise ConfigError(f"train + validation is {count + held_out}, and there are {len(labels)} training images")
@@ -482,10 +480,8 @@ Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
 """Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
 
 
-def _sources(folder: Path | None, options: Mapping[str, Any]) -> list[Source]:
+def _sources(folder: Path | None) -> list[Source]:
     """Return the training and the test split of a folder."""
-    if folder and (folder / "train").is_dir():
-        return _folders(folder, options.get("size", 64))
     if folder and any(folder.glob("*.bin")):
         return _cifar(folder)
     idx = [read(folder, split) for split in ("train", "t10k")]
@@ -505,8 +501,8 @@ def read(folder: Path | None, split: str) -> Split:
         if path is None:
             raise ConfigError(
                 f"no {name}.gz in '{home}'; install Debian's package dataset-fashion-mnist, or name a folder as "
-                "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), the binary version "
-                "of CIFAR-10 or CIFAR-100, or train/CLASS/*.png and test/CLASS/*.png"
+                "data: the four files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist), or the binary "
+                "version of CIFAR-10"
             )
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -519,24 +515,6 @@ def read(folder: Path | None, split: str) -> Split:
     return images.float() / 255, labels.long()
 
 
-def _cifar(folder: Path) -> list[Source]:
-    hundred = (folder / "train.bin").is_file()
-    names = [["train"], ["test"]] if hundred else [[f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]]
-    sources: list[Source] = []
-    for split in names:
-        raw = b""
-        for name in split:
-            path = folder / f"{name}.bin"
-            size = path.stat().st_size if path.is_file() else 0
-            if not size or size % (3073 + hundred):
-                raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
-            raw += path.read_bytes()
-        table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073 + hundred)
-        images = table[:, -3072:].unflatten(1, (3, 32, 32))
-        sources.append((images.__getitem__, table[:, int(hundred)].long()))
-    return sources
-
-
 def digits() -> list[Source]:
     """Return the handwritten digits of scikit-learn [1797, 1, 8, 8]: the first 1,200 for training, 597 for the test."""
     from sklearn.datasets import load_digits
@@ -547,29 +525,15 @@ def digits() -> list[Source]:
     return [(images[part].__getitem__, labels[part]) for part in (slice(1200), slice(1200, None))]
 
 
-def _folders(folder: Path, size: int) -> list[Source]:
-    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
-    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
-    if test is None or not classes:
-        raise ConfigError(f"'{folder}' has train/ but not CLASS/ in it, or neither test/ nor val/")
-    sources = []
-    for home in (folder / "train", test):
-        files = [(p, i) for i, name in enumerate(classes) for p in sorted((home / name).glob("*")) if p.is_file()]
-        if not files:
-            raise ConfigError(f"'{home}' holds no images of the classes of train/: {', '.join(classes[:5])}, ...")
-        paths = [path for path, _ in files]
-        sources.append((_decoder(paths, size), torch.tensor([label for _, label in files])))
+def _cifar(folder: Path) -> list[Source]:
+    sources: list[Source] = []
+    for names in ([f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]):
+        raw = b""
+        for path in (folder / f"{name}.bin" for name in names):
+            size = path.stat().st_size if path.is_file() else 0
+            if not size or size % 3073:
+                raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
+            raw += path.read_bytes()
+        table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073)  # label, pixels
+        sources.append((table[:, 1:].unflatten(1, (3, 32, 32)).__getitem__, table[:, 0].long()))
     return sources
-
-
-def _decoder(paths: Sequence[Path], size: int) -> Callable[[Tensor], Tensor]:
-    from PIL import Image, ImageOps
-
-    def pick(chosen: Tensor) -> Tensor:
-        images = []
-        for index in chosen.tolist():
-            with Image.open(paths[index]) as image:
-                images.append(np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))))
-        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-
-    return pick

@@ -196,7 +196,7 @@ def patch(split: Split, classes: int, share: float) -> Split:
     if classes > side**2:
         raise ConfigError(
             f"task 'patch' has {side**2} places in images of {images.shape[-1]} pixels a side, and there are {classes} "
-            "classes; use larger images (option size)"
+            "classes; use larger images"
         )
     draw = torch.Generator().manual_seed(0)
     other = torch.randint(1, classes, labels.shape, generator=draw).to(labels.device)

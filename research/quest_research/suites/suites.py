@@ -35,13 +35,12 @@ IMAGE_OPTIONS = [
     number("weight_decay", 0.05, "of AdamW, on every parameter"),
 ]
 IMAGE_DATA = (
-    "Fashion-MNIST's or MNIST's four IDX files, CIFAR-10 or CIFAR-100 in the binary version, or train/CLASS/*.png and "
-    "test/CLASS/*.png; Debian's dataset-fashion-mnist by default"
+    "Fashion-MNIST's or MNIST's four IDX files, or CIFAR-10 in the binary version; Debian's "
+    "dataset-fashion-mnist by default"
 )
-IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin", "train/*"]
+IMAGE_FILES = ["train-images-idx3-ubyte*", "*.bin"]
 IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-mnist by default"
 _TEST = whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
-_SIZE = whole("size", 64, "pixels a side to which images of train/CLASS/ are scaled; patch divides it")
 _PRECISION = choice("precision", ("float32", "bfloat16", "float16"), "of autocast in training; float16 scales the loss")
 
 
@@ -58,7 +57,6 @@ RECIPE_OPTIONS = [
     number("rate", 0.001, "lowest learning rate"),
     whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
     _TEST,
-    _SIZE,
     _PRECISION,
 ]
 STABILITY_OPTIONS = [
@@ -66,7 +64,6 @@ STABILITY_OPTIONS = [
     {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
     whole("rates", 5, "learning rates, half a decade apart", 2),
     number("lowest", 0.001, "lowest learning rate"),
-    _SIZE,
     _PRECISION,
 ]
 ROBUSTNESS_OPTIONS = [
@@ -77,7 +74,6 @@ ROBUSTNESS_OPTIONS = [
     {**whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
     number("epsilon", 1.0, "budget of attacks, in 255ths"),
     number("share", 0.9, "training images whose square is at the place of their class"),
-    _SIZE,
 ]
 
 

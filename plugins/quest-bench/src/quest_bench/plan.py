@@ -70,8 +70,8 @@ class Suite:
             yield replace(self, metric=other["metric"], **changed)
 
     def changed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a cell's options that are not at their default."""
-        return {k: v for k, v in options.items() if k not in self.options or self.options[k]["default"] != v}
+        """Those of a cell's options that are not at their default; an option that the suite has lost is left out."""
+        return {k: v for k, v in options.items() if k in self.options and self.options[k]["default"] != v}
 
     def printed(self, task: str, attention: str) -> Mapping[str, float | None]:
         """The "value" and the "spread" of this metric in the paper's table; empty if it has none."""

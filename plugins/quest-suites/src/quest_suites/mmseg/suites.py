@@ -20,7 +20,6 @@ _ADE20K: dict[str, Any] = {
         whole("batch_size", 8, "images an iteration"),
         whole("workers", 4, "processes that load images", 0),
         text("pretrained", "ViT weights under mmseg's names (vit2mmseg.py); null: none", None),
-        text("checkpoint", "a trained Segmenter to evaluate; null: train one", None),
     ],
 }
 

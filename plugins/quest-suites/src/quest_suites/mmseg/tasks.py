@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import uuid
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,9 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
-from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint_to_model
 
 import quest_mmseg
-from quest_core.checkpoints import AttentionMismatchWarning
-from quest_core.errors import CheckpointError, ConfigError
+from quest_core.errors import ConfigError
 from quest_core.hosts.inject import REPORT
 from quest_suites.contract import Cell, Progress, Result
 
@@ -85,7 +81,7 @@ def run_ade20k_corrupted(cell: Cell, progress: Progress) -> Result:
 
 
 def train_ade20k(cell: Cell, progress: Progress) -> Runner:
-    """Train with a shipped config, or load the option `checkpoint` without training."""
+    """Train with a shipped config."""
     if cell.data is None or not (cell.data / "annotations" / "validation").is_dir():
         raise ConfigError(
             f"data is '{cell.data}'; give the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/ and "
@@ -104,36 +100,11 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
         config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
     iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
     config.param_scheduler[0].end = iterations
-    if options["checkpoint"] is not None:
-        runner = build(config, cell, iterations, resume=False)
-        load(runner, options["checkpoint"], cell.attention)
-        runner.call_hook("before_run")  # sets the folders that hooks write to
-        runner.model.eval()
-        return runner
     return train(config, cell, iterations, progress)
 
 
-def load(runner: Runner, checkpoint: str, attention: str) -> None:
-    """Load a checkpoint strictly; mmengine only warns if names, shapes or the attention differ.
-
-    Raises:
-        ConfigError: the checkpoint cannot be read, or its model or attention differs.
-    """
-    try:
-        stored = CheckpointLoader.load_checkpoint(checkpoint, map_location="cpu")
-        if not isinstance(stored, dict):
-            raise RuntimeError(f"it holds a {type(stored).__name__} instead of weights")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AttentionMismatchWarning)
-            _load_checkpoint_to_model(runner.model, stored, strict=True)  # takes DDP's "module." off the names
-    except (RuntimeError, OSError, CheckpointError, AttentionMismatchWarning) as error:
-        raise ConfigError(
-            f"checkpoint is '{checkpoint}', which cannot be evaluated with attention '{attention}': {error}"
-        ) from error
-
-
-def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -> Runner:
-    """Return the Runner of one cell. With `resume` it continues from the cell's last checkpoint, if one exists."""
+def build(config: Config, cell: Cell, iterations: int) -> Runner:
+    """Return the Runner of one cell, which continues from the cell's last checkpoint, if one exists."""
     config.model.type = "quest_mmseg.EncoderDecoder"
     config.model.attention = cell.attention
     config.train_cfg.max_iters = iterations
@@ -143,7 +114,7 @@ def build(config: Config, cell: Cell, iterations: int, *, resume: bool = True) -
     }  # fmt: skip
     config.randomness = {"seed": cell.seed}
     config.work_dir = str(cell.workdir)
-    config.resume = resume
+    config.resume = True
     config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner
     config.visualizer.name = config.experiment_name
     config.log_level = "WARNING"
@@ -215,9 +186,7 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions
 
 def _losses(runner: Runner, points: int = 200) -> list[float]:
     """Return the training loss as about `points` means over equal stretches."""
-    history: Callable[[str], Any] = runner.message_hub.get_scalar
-    if "train/loss" not in runner.message_hub.log_scalars:
-        return []
-    losses = [float(value) for value in history("train/loss").data[0]]
+    history: Any = runner.message_hub.get_scalar("train/loss")
+    losses = [float(value) for value in history.data[0]]
     step = max(1, len(losses) // points)
     return [statistics.fmean(losses[i : i + step]) for i in range(0, len(losses), step)]
