@@ -96,6 +96,21 @@ class _Arguments(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value with the same number of axes, and heads that a mechanism takes.
+
+        PyTorch broadcasts axes that one of them lacks, and a single head.
+        """
+        axes = max(x.dim() for x in self[:3])
+        axes = 4 if axes == 3 and self.enable_gqa else axes  # the first axis is that of the heads
+        q, k, v = (x if x.dim() == axes else x[(None,) * (axes - x.dim())] for x in self[:3])
+        if axes > 3:
+            if k.shape[-3] != v.shape[-3]:
+                k, v = (x.expand(*x.shape[:-3], max(k.shape[-3], v.shape[-3]), -1, -1) for x in (k, v))
+            if q.shape[-3] == 1 != k.shape[-3]:
+                q = q.expand(*q.shape[:-3], k.shape[-3], -1, -1)
+        return q, k, v
+
 
 class Routed(FoundSite):
     """The class of a site: its calls of an attention function go to `mechanism`.
@@ -150,34 +165,35 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
         raise UnsupportedError(
             f"'{path}' calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
         )
-    n, m = call.query.shape[-2], call.key.shape[-2]
+    q, k, _ = call.operands()
+    n, m = q.shape[-2], k.shape[-2]
     mask, is_causal, masked = call.attn_mask, call.is_causal, False
     if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
         is_causal = is_causal or hides_the_future(mask)
         masked = True
     return Call(
         path,
-        heads=_heads(call.query),
-        kv_heads=_heads(call.key),
-        head_dim=call.query.shape[-1],
+        heads=_heads(q),
+        kv_heads=_heads(k),
+        head_dim=q.shape[-1],
         scale=call.scale,
         causal=is_causal,
         cross=n != m,
         masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
         dropout=call.dropout_p > 0,
-        axes=call.query.dim(),
+        axes=q.dim(),
         note=norm_note(common_norm(call.key, 1e-2) if may_read(call.key, waits=True) else None),
-        query=call.query.new_empty(0),
+        query=q.new_empty(0),
     )
 
 
 def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`."""
     call = _Arguments(*args, **kwargs)
-    _check(site, _heads(call.query), call.query.shape[-1], call.scale)
-    axes = call.query.dim()
+    q, k, v = call.operands()
+    _check(site, _heads(q), q.shape[-1], call.scale)
+    axes = q.dim()
     mask, is_causal = plain_mask(call.attn_mask), call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
-    q, k, v = call[:3]
     if not is_exporting() and (q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3] or axes == 3):
         lead = torch.broadcast_shapes(*(x.shape[: -2 if axes == 3 else -3] for x in (q, k, v)))
         q, k, v = (x.expand(*lead, *x.shape[len(lead) :]) for x in (q, k, v))
@@ -193,7 +209,8 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
     if axes == 2:
         return out[0, 0]
-    return out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
+    out = out.squeeze(1) if axes == 3 else out.unflatten(0, lead) if axes > 4 else out
+    return out if any(x.dim() == axes for x in call[:3]) else out[0]  # the batch that `operands` added
 
 
 def _check(site: Routed, heads: int, features: int, scale: float | None) -> None:
