@@ -80,7 +80,8 @@ def traces_onnx(counts: str | None = None) -> bool:
     traced = bool(is_tracing()) and is_exporting_to_onnx()
     if traced and counts:
         raise UnsupportedError(
-            f"attention '{counts}' counts its keys, which torch.onnx.export(dynamo=False) fixes; say dynamo=True"
+            f"attention '{counts}' counts its keys, and torch.onnx.export(dynamo=False) fixes their number; say "
+            "dynamo=True"
         )
     return traced
 
@@ -92,6 +93,18 @@ is_exporting_graph: Callable[[], bool] = getattr(torch.compiler, "is_exporting",
 def is_one_in_example(length: Any) -> bool:
     """Return whether torch.onnx.export(dynamo=True) records a dynamic size that is 1 in its example."""
     return is_exporting_to_onnx() and getattr(getattr(length, "node", None), "hint", None) == 1
+
+
+def refuse_one_token(attention: object, *lengths: Any) -> None:
+    """Raise UnsupportedError if torch.onnx.export(dynamo=True) would fix a length, because its example has one token.
+
+    PyTorch fixes the 1 where formulas without a kernel, or learned scales, broadcast.
+    """
+    if any(map(is_one_in_example, lengths)):
+        raise UnsupportedError(
+            f"attention '{attention}' cannot be exported by torch.onnx.export from an example of one token, which "
+            "fixes that number in the graph; give an example of two or more tokens"
+        )
 
 
 def is_exporting() -> bool:

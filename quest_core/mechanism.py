@@ -22,6 +22,7 @@ from .compat import (
     is_one_in_example,
     is_tracing,
     name_second_derivative,
+    refuse_one_token,
     same_random_state,
     tokens_are_divided,
     transform,
@@ -229,7 +230,7 @@ class Mechanism(CheckpointGuard):
         Args:
             residual: logits of the previous layer [B, H, N, M], added to these (RealFormer, He et al., 2021).
         """
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output only")
         if tokens_are_divided():
@@ -326,11 +327,13 @@ class Mechanism(CheckpointGuard):
         dropout_p: float,
         cached: int = 0,
         unit_keys: bool = False,
+        weights: bool = False,
     ) -> Tensor | None:
         """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism.
 
         Args:
             cached: further keys, before those of k, that the mask covers.
+            weights: they are wanted, so no kernel is called.
         """
         if self.monitor is not None:  # torch.compile guards this attribute, and not the hooks of the Monitor
             self.monitor.breaks_graphs()
@@ -357,12 +360,8 @@ class Mechanism(CheckpointGuard):
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
                 "dropout to 0"
             )
-        # PyTorch fixes the 1 where formulas without a kernel, or learned scales, broadcast.
-        if (self._learns or not self.fused) and any(is_one_in_example(x.shape[2]) for x in (q, k)):
-            raise UnsupportedError(
-                f"attention '{self.config}' cannot be exported by torch.onnx.export from an example of one token, "
-                "which fixes that number in the graph; give an example of two or more tokens"
-            )
+        if self._learns or not self.fused or (weights and is_one_in_example(q.shape[0])):
+            refuse_one_token(self.config, q.shape[2], k.shape[2])
         if self._mixing and tokens_are_divided():
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._mixing[0]}' looks at all tokens outside of "

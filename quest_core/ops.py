@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .compat import autocast_dtype, is_eager, is_exporting_graph, is_tracing, may_read, until_changed, wider
+from .compat import (
+    autocast_dtype,
+    is_eager,
+    is_exporting,
+    is_exporting_graph,
+    is_tracing,
+    may_read,
+    until_changed,
+    wider,
+)
 
 PLAIN_WEIGHTS = 2**23  # with this many weights a call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights a block, unless that would be fewer than `BLOCK_ROWS` queries
@@ -24,8 +33,8 @@ def unit(x: Tensor) -> Tensor:
     Norms are float32 (float64 for float64). Norms outside 1e-19 to 1e19 (1e-154 to 1e154) may round to zero or
     infinity; the result is zero then.
     """
-    # The heads of a projection [B, N, H, D] are read in the order of memory.
-    turned = not x.is_contiguous() and x.dim() == 4 and x.transpose(1, 2).is_contiguous()
+    # The heads of a projection [B, N, H, D] are read in the order of memory. An exporter may not know the sizes.
+    turned = x.dim() == 4 and not is_exporting() and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
     x = x.transpose(1, 2) if turned else x
     # The hand-written derivative takes half the time of the recorded one. Transforms and compilers need the formula.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()

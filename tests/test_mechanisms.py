@@ -290,7 +290,7 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> N
         torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)"])
+@pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)", "linear"])
 def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec: str) -> None:
-    with pytest.raises(UnsupportedError, match="counts its keys, which torch.onnx.export"):
-        traced_to_onnx(CausalOrNot(spec, False))
+    with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
+        traced_to_onnx(CausalOrNot(spec, spec == "linear"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..compat import is_compiling, is_eager
+from ..compat import is_compiling, is_eager, refuse_one_token
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanisms.base import Score
@@ -266,6 +266,7 @@ class _Preparing(Following):
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
+        refuse_one_token(mechanism.config, *logits.shape[-2:])
         z = planes.of(logits.to(kwargs.get("dtype") or logits.dtype))
         mask = z > HIDDEN
         mechanism.refuse_future(mask)

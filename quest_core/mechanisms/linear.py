@@ -169,6 +169,7 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
 
     Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
+    traces_onnx("linear")
     n, m = q.shape[2], k.shape[2]
     tokens = max(n, m) if is_tracing() else torch.sym_max(n, m)
     # One graph for all lengths has chunks of one size, and two or more: one would be a case of its own.

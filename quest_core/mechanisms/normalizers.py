@@ -60,16 +60,17 @@ class Softmax(Normalizer):
         if mask is not None:
             if is_exporting():  # other runtimes divide 0 by 0 in rows that see no key
                 blind = ~visible(mask).any(-1, keepdim=True)  # [B or 1, H or 1, N or 1, 1]
-                mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
+                mask = mask[(None,) * (4 - mask.dim())]
+                wide = blind.expand_as(mask)  # as `expand_mask`
+                mask = mask | wide if mask.dtype == torch.bool else mask.masked_fill(wide, 0)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         # Of the fused kernels, only those of the CPU take shared heads together with a mask.
         if grouped and ((mask is not None and not q.is_cpu) or traces_onnx()):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
-        if not q.is_contiguous():
-            batch, head, token, feature = q.stride()
-            if feature == 1 and (batch < 2 or head < 2 or token < 2):  # queries overlap; so would PyTorch's output
-                q = q.contiguous()
+        batch, head, token, feature = q.stride()
+        if feature == 1 and (batch < 2 or head < 2 or token < 2) and not q.is_contiguous():
+            q = q.contiguous()  # its queries overlap; so would PyTorch's output
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
         return out if blind is None else out.masked_fill(blind.expand_as(out), 0)  # as `expand_mask`
 
