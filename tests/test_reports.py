@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import quest_core
 
 
 class Model(nn.Module):
-    """Self-attention with a padding mask, by a module of torch.nn, a layer of ours or a call of PyTorch's function."""
+    """Self-attention with a padding mask: a module of torch.nn, a layer of ours, a call of PyTorch, or written out."""
 
     def __init__(self, kind: str, attention: str) -> None:
         super().__init__()
@@ -29,20 +30,28 @@ class Model(nn.Module):
         elif kind == "multihead":
             self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
             quest_core.inject(self, attention)
+        elif kind == "encoder":
+            self.inner = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            quest_core.inject(self, attention)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # [B, N, 16], [B, N] -> [B, N, 16]
         if self.kind == "layer":
             return self.inner(x, key_mask=~padding)
         if self.kind == "multihead":
             return self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        if self.kind == "encoder":
+            return self.inner(x, src_key_padding_mask=padding)
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
+        if self.kind == "written":
+            weights = (q @ k.transpose(-2, -1) * 8**-0.5).masked_fill(padding[:, None, None], -1e9).softmax(-1)
+            return (weights @ v).transpose(1, 2).flatten(2)
         out = F.scaled_dot_product_attention(q, k, v, ~padding[:, None, None])
         return out.transpose(1, 2).flatten(2)
 
 
 def model(kind: str, attention: str) -> nn.Module:
     made = Model(kind, attention).eval()
-    if kind == "call":
+    if kind in ("call", "written"):
         quest_core.inject(made, attention, example=inputs(2, 5))
     return made
 
@@ -58,7 +67,7 @@ def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm", "quest+sigmoid"])
-@pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
+@pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call", "written"])
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 5), (2, 1), (1, 1)], ids=str)
 def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """An example of one sample, or of one token, fixed that size in the exported graph."""
@@ -68,10 +77,14 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
     made = model(kind, attention)
     axes = {0: "batch", 1: "tokens"}
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
-    if sizes[1] == 1 and attention in ("qknorm", "quest+sigmoid"):  # PyTorch fixes the 1 where these broadcast
+    # PyTorch fixes the 1 where these broadcast.
+    broadcasts = attention == "quest+sigmoid" or (attention == "qknorm" and kind != "written")
+    if sizes[1] == 1 and broadcasts:
         with pytest.raises(Exception, match="example of one token"):
             torch.onnx.export(made, inputs(*sizes), **options)
         return
+    if sizes[1] == 1 and (kind == "written" or (kind, sizes) == ("encoder", (1, 1))):
+        pytest.skip("PyTorch itself fixes the length of this model")
     program = torch.onnx.export(made, inputs(*sizes), **options)
     program.save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
@@ -84,7 +97,8 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-def test_onnx_keeps_the_batch_dynamic_where_weights_are_asked_for(attention: str) -> None:
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 1), (1, 1)], ids=str)
+def test_onnx_keeps_every_axis_dynamic_where_weights_are_asked_for(attention: str, sizes: tuple[int, int]) -> None:
     """The formula that returns weights fixed a batch of one, because its masks and products broadcast."""
     import onnxruntime
 
@@ -99,11 +113,36 @@ def test_onnx_keeps_the_batch_dynamic_where_weights_are_asked_for(attention: str
 
     made, _ = quest_core.inject(Weighted().eval(), attention)
     axes = {0: "batch", 1: "tokens"}
-    program = torch.onnx.export(made, inputs(1, 5), dynamo=True, dynamic_shapes=(axes, axes), verbose=False)
+    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
+    if sizes == (1, 1) or (sizes[1] == 1 and attention == "quest+sigmoid"):
+        with pytest.raises(Exception, match="example of one token"):
+            torch.onnx.export(made, inputs(*sizes), **options)
+        return
+    program = torch.onnx.export(made, inputs(*sizes), **options)
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     given = inputs(3, 7)
     feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), given, strict=True)}
     torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), made(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
+@pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call"])
+def test_a_batch_whose_size_only_the_run_knows_is_exported(kind: str, attention: str) -> None:
+    """pytorch#180202: torch.export asked whether there is one sample, or none."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model(kind, attention)
+
+        def forward(self, x: Tensor, padding: Tensor, chosen: Tensor) -> Tensor:
+            return self.inner(x[chosen], padding[chosen])
+
+    made, given = Chosen().eval(), inputs(4, 5)
+    with torch.no_grad():  # else nn.TransformerEncoderLayer asks for more itself
+        program = torch.export.export(made, (*given, torch.tensor([True, False, True, True])), strict=False).module()
+        for chosen in ([True, False, True, True], [False, False, True, True], [False, False, True, False]):
+            torch.testing.assert_close(program(*given, torch.tensor(chosen)), made(*given, torch.tensor(chosen)))
 
 
 # --- what scaled_dot_product_attention takes --------------------------------------------------------------------------
@@ -121,31 +160,69 @@ def test_the_causal_biases_of_torch_are_masks(attention: str, bias: Any) -> None
 
 
 class Shapes(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
 SHAPES = {
+    "wide values": ((3, 2, 4, 8), (3, 2, 6, 8), (3, 2, 6, 5)),
     "latents: one query batch for all keys": ((1, 2, 4, 8), (3, 2, 6, 8)),
     "memory: one key batch for all queries": ((3, 2, 4, 8), (1, 2, 6, 8)),
+    "one batch of values": ((3, 2, 4, 8), (3, 2, 6, 8), (1, 2, 6, 8)),
     "no batch": ((2, 4, 8), (2, 6, 8)),
     "no batch and no heads": ((4, 8), (6, 8)),
     "two batch axes": ((2, 3, 2, 4, 8), (2, 3, 2, 6, 8)),
     "two batch axes, one of them broadcast": ((2, 3, 2, 4, 8), (1, 3, 2, 6, 8)),
+    "three batch axes": ((2, 1, 3, 2, 4, 8), (2, 2, 3, 2, 6, 8)),
     "one head of keys for all queries": ((3, 2, 4, 8), (3, 1, 6, 8)),
+    "one head of queries for all keys": ((3, 1, 4, 8), (3, 2, 6, 8)),
+    "queries without a batch": ((2, 4, 8), (3, 2, 6, 8)),
+    "keys without a batch": ((3, 2, 4, 8), (2, 6, 8)),
+    "keys without a batch and heads": ((3, 2, 4, 8), (6, 8)),
+    "one of everything": ((1, 1, 1, 8), (1, 1, 1, 8)),
+    "no samples": ((0, 2, 4, 8), (0, 2, 6, 8)),
+    "gqa": ((3, 4, 4, 8), (3, 2, 6, 8)),
+    "gqa of one key head": ((3, 4, 4, 8), (3, 1, 6, 8)),
+    "gqa with one key head and two value heads": ((3, 4, 4, 8), (3, 1, 6, 8), (3, 2, 6, 8)),
+    "gqa with one query batch": ((1, 4, 4, 8), (3, 2, 6, 8)),
+    "gqa without a batch": ((4, 4, 8), (2, 6, 8)),
+    "gqa with two batch axes": ((2, 3, 4, 4, 8), (2, 3, 2, 6, 8)),
 }
 
 
+def broadcasting(full: torch.Size) -> list[tuple[int, ...]]:
+    """Return every shape of two or more axes that broadcasts to `full`."""
+    axes = ((1, n) if n > 1 else (n,) for n in full)
+    return [shape[drop:] for shape in itertools.product(*axes) for drop in range(len(full) - 1)]
+
+
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_a_routed_call_takes_the_shapes_of_stock(attention: str, shapes: tuple[Any, Any]) -> None:
-    q, k, v = torch.randn(shapes[0]), torch.randn(shapes[1]), torch.randn(shapes[1])
-    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v))
-    found = made[0](q, k, v)
-    wide = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-    q, k, v = (x.expand(*wide, *x.shape[-2:]).reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
-    expected = quest_core.attention(q, k, v, attention).reshape(found.shape)
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_routed_call_takes_the_shapes_of_stock(attention: str, name: str) -> None:
+    """With masks of every shape that broadcasts: pytorch#120810, #178207, onnxscript#2558."""
+    q, k, v = (torch.randn(shape) for shape in (*SHAPES[name], SHAPES[name][1])[:3])
+    options = {"enable_gqa": True} if "gqa" in name else {}
+    stock = F.scaled_dot_product_attention(q, k, v, **options)
+    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v, **options))
+    repeated = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if options else x for x in (k, v))
+    axes = stock.dim()
+    wide = [x[(None,) * (axes - x.dim())].expand(*stock.shape[:-2], -1, -1) for x in (q, *repeated)]
+    rows = [x.reshape(-1, 1, *x.shape[-2:]) for x in wide]  # one head each, which a mechanism without a host takes
+    n, m = q.shape[-2], k.shape[-2]
+    full = torch.Size((*stock.shape[:-1], m))
+    seen = [torch.rand(shape) > 0.3 for shape in sorted(set(broadcasting(full)))]
+    masks = [*seen, *(torch.where(mask, torch.randn(mask.shape), -torch.inf) for mask in seen)]
+    causal = torch.ones(n, m, dtype=torch.bool).tril()
+    for mask, is_causal in ((None, False), (None, True), *((mask, False) for mask in masks)):
+        dense = causal if is_causal else mask
+        if dense is not None:
+            dense = dense.expand(full).reshape(-1, 1, n, m)
+        expected = quest_core.attention(*rows, attention, attn_mask=dense).reshape(stock.shape)
+        found = made[0](q, k, v, mask, is_causal=is_causal, **options)
+        torch.testing.assert_close(found, expected)
+        if attention == "standard":
+            host = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
+            torch.testing.assert_close(found, host.nan_to_num(0))
 
 
 def test_nested_tensors_are_refused_when_the_attention_is_injected() -> None:
@@ -251,7 +328,7 @@ def test_attributes_that_tools_read_stay_true() -> None:
 
 
 FLOATS = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-FLOATS = [dtype for dtype in FLOATS if dtype.is_floating_point and dtype.itemsize and "e8m0" not in str(dtype)]
+FLOATS = [dtype for dtype in dict.fromkeys(FLOATS) if dtype.is_floating_point]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -312,20 +389,6 @@ def test_a_replaced_output_projection_is_used_and_trained(attention: str) -> Non
     assert not torch.allclose(out, before)
     out.sum().backward()
     assert made.out_proj.added.weight.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("attention", [name for name in MIXED if "gqa" not in name])
-@pytest.mark.parametrize(
-    "shape", [(1, 5), (4, 5), (4, 1), (1, 1), (1, 1, 5), (2, 4, 5), (2, 1, 1, 5), (1, 2, 4, 5), (1, 1, 4, 1)], ids=str
-)
-def test_a_mask_has_any_shape_that_broadcasts(attention: str, shape: tuple[int, ...]) -> None:
-    """pytorch#120810: the function takes masks of fewer axes than it documents."""
-    q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    mask = torch.rand(shape) > 0.3
-    mask[..., 0] = True
-    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v, mask))
-    dense = made[0].mechanism(q, k, v, attn_mask=mask.expand(2, 2, 4, 5))
-    torch.testing.assert_close(made[0](q, k, v, mask), dense)
 
 
 @pytest.mark.parametrize("attention", MIXED)
