@@ -48,10 +48,12 @@ TINY = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner"), 64),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head"), 4),
     **dict.fromkeys(("num_heads", "n_heads"), 4),
-    **{"num_key_value_heads": 2, "head_dim": 16},
+    **{"num_key_value_heads": 2, "head_dim": 16, "num_queries": 8},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
 }
 """Sizes of a tiny model of transformers, by the attribute of a config that holds them."""
 SMALL = re.compile("atto|femto|pico|nano|tiny|mini|xx?s|small")
@@ -107,16 +109,30 @@ def judge(build: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def _configs(model_type: str) -> Iterator[Any]:
-    """Yield configs of a model type of transformers, the smallest first."""
+def configs(model_type: str) -> Iterator[tuple[Any, int]]:
+    """Yield configs of a model type of transformers, the smallest first, each with the parameters of its model.
+
+    Raises:
+        Exception: AutoModel builds no model of any config; whatever the host raises.
+    """
+    import torch
+    from transformers import AutoModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[model_type]
+    kind, why, found = CONFIG_MAPPING[model_type], None, False
     widths = [name for name in TINY if name != "head_dim"]
     for names in (TINY, widths, FEW, ()):
-        with contextlib.suppress(Exception):
-            made = kind()
-            yield kind(**_sizes(made, names)) if names else made
+        try:
+            config = kind(**_sizes(kind(), names)) if names else kind()
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+        except Exception as error:
+            why = error
+            continue
+        found = True
+        yield config, size
+    if not found and why is not None:
+        raise why
 
 
 def _sizes(config: Any, names: Any) -> dict[str, Any]:
@@ -140,21 +156,17 @@ def try_transformers(model_type: str) -> dict[str, Any]:
 
     import quest_transformers  # noqa: F401 - it makes transformers accept the name
 
-    why, failed = "no config of this type can be built", None
-    for config in _configs(model_type):
-        try:
-            with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
-        except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            continue
-        with torch.device("meta") if size > MOST else contextlib.nullcontext():
-            made = judge(lambda config=config: AutoModel.from_config(config, attn_implementation="quest"))  # type: ignore[misc]
-        if made["outcome"] != "none" and "only a run of it finds" not in made.get("reason", ""):
-            return made
-        if failed is None or made["outcome"] == "none":
-            failed = made  # these sizes may not fit together, or be too small for a layer with attention
-    return failed or {"outcome": "unbuilt", "reason": why}
+    found: list[dict[str, Any]] = []
+    try:
+        for config, size in configs(model_type):
+            with torch.device("meta") if size > MOST else contextlib.nullcontext():
+                made = judge(lambda config=config: AutoModel.from_config(config, attn_implementation="quest"))  # type: ignore[misc]
+            if made["outcome"] != "none" and "only a run of it finds" not in made.get("reason", ""):
+                return made
+            found.append(made)  # these sizes may not fit together, or be too small for a layer with attention
+    except Exception as error:
+        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return next((one for one in found if one["outcome"] == "none"), found[0])
 
 
 def transformers_names() -> list[str]:

@@ -17,10 +17,9 @@ from quest_core.hosts.sites import looks_like_attention
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
-from .choice import Choice
-from .configs import attention_of, choice_for, choice_of
+from .configs import asked_by, asked_for, attention_of
 from .examples import Example
-from .layers import is_attention, role
+from .layers import is_attention
 
 
 class Chosen(Adapter):
@@ -78,8 +77,8 @@ def fulfil(
     *,
     fresh: bool,
     loads: bool = False,
-    choice: Choice | None = None,
-    parts: Mapping[str, Choice] | None = None,
+    attention: AttentionConfig | None = None,
+    parts: Mapping[str, AttentionConfig] | None = None,
     runs: bool = True,
     example: Any = None,
     **options: Any,
@@ -91,7 +90,7 @@ def fulfil(
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
         fresh: the weights have only been initialized.
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
-        choice: what to put instead of what the configs ask for.
+        attention: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
         runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
             what adapters know is replaced.
@@ -101,7 +100,7 @@ def fulfil(
     Raises:
         As quest_core.inject.
     """
-    asked = choice or choice_of(model.config)
+    asked = attention or asked_by(model.config)
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig] = {}
@@ -110,25 +109,30 @@ def fulfil(
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        own = choice or (parts or {}).get(site.path) or (choice_for(model, module) if held is None else None)
+        own = attention or (parts or {}).get(site.path) or (asked_for(model, module) if held is None else None)
         if own is None and held is None:
             kept.append(site.path)
             continue
-        chosen[site.path] = held.config if own is None else own.of(role(module))
+        chosen[site.path] = held.config if own is None else own
         changed = changed or held is None or held.config != chosen[site.path]
     others: list[Adapter] = []
     if asked is not None:
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *kept, *(site.path for one in others for site in one.sites(model))]
     unknown = [] if asked is None else unknown_attention(model, known)
+    idle: set[str] = set()  # classes of modules that form no weights, as state-space mixers
     if asked is not None and example is not None and runs:
         options["example"] = example
     elif asked is not None and (unknown or not known) and runs:
         try:
-            options["example"] = Example(model, unknown)
+            made = Example(model, unknown)
         except InjectionError:
             if not options.get("allow_partial"):
                 raise
+        else:
+            options["example"] = made
+            kinds = {path: _kind(model.get_submodule(path)) for path in unknown}
+            idle = {*kinds.values()} - {kinds[path] for path in unknown if path in made.weighs}
     elif unknown:
         options["allow_partial"] = True
     if not known and "example" not in options:
@@ -136,14 +140,14 @@ def fulfil(
     if chosen or asked is not None:
         # Unless the whole model asks for another, modules whose own config asks for nothing keep the host's attention,
         # and those that a part of it has replaced, through another adapter, keep theirs.
-        apart = set()
+        apart = idle
         if asked is None:
             apart = {_kind(part) for path in kept for part in _along(model, path)}
             apart |= {_kind(part) for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part)}
-        configs = sorted({*chosen.values()} or ({asked.decoder} if asked is not None else set()), key=str)
+        configs = sorted({*chosen.values()} or ({asked} if asked is not None else set()), key=str)
         if len(configs) > 1 and len(known) > len(chosen) + len(kept):
             raise UnsupportedError(
-                f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
+                f"{type(model).__name__} has attention that belongs to no part, so it takes one attention, not "
                 f"{', '.join(map(str, configs))}"
             )
         # inject links layers if its own argument is chained, and refuses one with a start for trained weights.

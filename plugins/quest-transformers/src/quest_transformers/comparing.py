@@ -19,8 +19,8 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
 
-from .configs import choice_for, choice_of
-from .layers import has_mechanism, is_attention, role
+from .configs import asked_by, asked_for
+from .layers import has_mechanism, is_attention
 
 
 def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConfig | None, load: object) -> bool:
@@ -35,10 +35,9 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     Raises:
         CheckpointError: the checkpoint has another attention, which `attention_from` does not name.
     """
-    choices = [(part, choice_for(model, part)) for part in model.modules() if is_attention(part)]
-    wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
-    if not choices and (choice := choice_of(model.config)) is not None:
-        wanted = {choice.decoder}
+    parts = [part for part in model.modules() if is_attention(part)]
+    asked = [asked_for(model, part) for part in parts] if parts else [asked_by(model.config)]
+    wanted = {one for one in asked if one is not None}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
     for key, entry in entries(stored).items():
         trained = decode(entry)
@@ -60,8 +59,9 @@ def take_unexpected(model: nn.Module, info: Any, stored: Mapping[str, Tensor]) -
     for key in [*info.unexpected_keys]:
         path, mechanism, _ = key.rpartition(".mechanism.")
         owner = next((part for name, part in model.named_modules() if name == path), None)
-        if mechanism and key in stored and owner is not None and not hasattr(owner, "mechanism"):
-            found[key] = stored[key]
+        names = [one for one in stored if one == key or one.endswith(f".{key}")]  # a host may shorten what files say
+        if mechanism and names and owner is not None and not hasattr(owner, "mechanism"):
+            found[key] = stored[names[0]]
             info.unexpected_keys.remove(key)
     return found
 

@@ -1,27 +1,42 @@
-"""Inputs for one run of a model, made from its config: they find attention that calls no AttentionInterface."""
+"""Runs of a model on inputs of the plugin's own: they find attention that calls no AttentionInterface."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 
 from quest_core.compat import same_random_state
 from quest_core.errors import InjectionError
+from quest_core.hosts.universal import FUNCTIONS, SOFTMAXES
 
-_SIZES = ("image_size", "input_size", "img_size")
+from .inputs import TRIES, inputs
+
+_WEIGHING = {*SOFTMAXES, *FUNCTIONS, F.log_softmax, torch.log_softmax}
+
+HELP = (
+    "build it without attn_implementation, and say quest_core.inject(model, 'quest', example=batch); to load what was "
+    "saved after that, say from_pretrained(..., example=batch)"
+)
 
 
 class Example:
     """What `quest_core.inject` takes as an example: it runs parts of a model, each time on other values.
 
+    A part is a model within the model, or, where no run of such a model reaches an attention, a module around it.
+
     Args:
         model: a PreTrainedModel.
-        paths: of the modules that have to run.
+        paths: of the modules that have to run; without any, the model runs.
+
+    Attributes:
+        weighs: paths of the modules that form weights by a softmax, themselves or in a module within.
 
     Raises:
         InjectionError: no inputs can be made that run them.
@@ -34,88 +49,101 @@ class Example:
                 "it on a CPU"
             )
         self.calls = 0
-        owners = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-        around = [[owners[p] for p in owners if not p or path == p or path.startswith(f"{p}.")] for path in paths]
-        self.parts: list[Any] = []
-        for found in around or [[model]]:
-            if not any(part in self.parts for part in found):
-                self.parts.append(self._runnable(found[::-1]))
-
-    def _runnable(self, parts: list[Any]) -> Any:
-        """Return the first of some models that runs."""
-        why: list[str] = []
-        for part in parts:
-            try:
-                with same_random_state(part), torch.no_grad():
-                    self._run(part)
-            except Exception as error:  # whatever a model raises on inputs that do not suit it
-                why.append(f"{type(part).__name__}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
-            else:
-                return part
-        raise InjectionError(
-            f"{type(parts[-1]).__name__} has attention that only a run of it finds, and does not run on the inputs "
-            f"that the plugin makes ({'; '.join(why)}); build it without attn_implementation, and say "
-            "quest_core.inject(model, 'quest', example=batch); to load what was saved after that, say "
-            "from_pretrained(..., example=batch)"
-        )
+        self.runs: list[tuple[str, int]] = []  # the path of a module, and which of its inputs
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.failed: dict[tuple[str, int], str] = {}
+        self.weighs: set[str] = set()
+        missed = list(paths) or [""]
+        while missed:
+            reached = self._reach(missed[0])
+            missed = [path for path in missed if path not in reached]
 
     def __call__(self, model: nn.Module) -> None:
         """Run the parts, in evaluation mode."""
-        for part in self.parts:
-            self._run(part)
+        for run in self.runs:
+            self._run(*run)
 
-    def _run(self, part: Any) -> None:
+    def _reach(self, path: str) -> set[str]:
+        """Add the first run that reaches a module, and return the paths of all that it reaches."""
+        why: dict[str, str] = {}
+        for part in self._around(path):
+            for number in range(TRIES):
+                if (part, number) not in self.failed:
+                    reached = self._tried(part, number)
+                    if path in reached:
+                        self.runs.append((part, number))
+                        return reached
+                why.setdefault(type(self.modules[part]).__name__, self.failed[part, number])
+        name = type(self.modules[""]).__name__
+        raise InjectionError(
+            f"{name} has attention that only a run of it finds, and no inputs that the plugin makes reach "
+            f"'{path}' ({'; '.join(f'{kind}: {reason}' for kind, reason in why.items())}); {HELP}"
+        )
+
+    def _around(self, path: str) -> list[str]:
+        """Return the paths of the models around a module, from the inside, then those of the modules within them."""
+        names = path.split(".") if path else []
+        around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+        models = [one for one in around if isinstance(self.modules[one], PreTrainedModel)]
+        inner = around[: around.index(models[0])]
+        return models + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
+
+    def _tried(self, part: str, number: int) -> set[str]:
+        """Return the paths of the modules that run; if the run fails, none, and `failed` says why."""
+        self.failed[part, number] = "it runs, and does not reach it"
+        watch = _Watch(self.modules)
+        try:
+            with same_random_state(self.modules[part]), torch.no_grad(), watch:
+                self._run(part, number)
+        except Exception as error:  # whatever a model raises on inputs that do not suit it
+            self.failed[part, number] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            return set()
+        self.weighs |= watch.weighs
+        return watch.reached
+
+    def _run(self, path: str, number: int) -> None:
+        part: Any = self.modules[path]
+        config = self.modules[self._around(path)[0]].config
         modes = {module: module.training for module in part.modules()}
         self.calls += 1
         part.eval()
         try:
-            part(**inputs(part, torch.Generator().manual_seed(self.calls)))
+            part(**inputs(part, config, number, torch.Generator().manual_seed(self.calls)))
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
 
-def inputs(model: Any, random: torch.Generator) -> dict[str, Tensor]:
-    """Return arguments for the forward of a model: two samples of the modality that it names as its main input."""
-    weight = next(model.parameters())
-    config, names = model.config, inspect.signature(model.forward).parameters
+class _Watch(TorchFunctionMode):
+    """Notes which modules run, and which of them form weights by a softmax."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=random).to(weight)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.modules = modules
+        self.running: list[str] = []
+        self.reached: set[str] = set()
+        self.weighs: set[str] = set()
+        self.handles: list[Any] = []
 
-    def ids(length: int) -> Tensor:
-        most = getattr(config.get_text_config(), "vocab_size", None) or 100
-        return torch.randint(min(5, most - 1), min(most, 100), (2, length), generator=random).to(weight.device)
+    def __enter__(self) -> Any:
+        for path, module in self.modules.items():
+            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path)))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return super().__enter__()
 
-    main = model.main_input_name if model.main_input_name in names else next(iter(names))
-    if main == "input_ids":
-        made = {main: ids(12)}
-    elif main == "pixel_values":
-        made = {main: normal(*_image(config))}
-    elif main == "input_features":
-        bins = _first(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim") or 80
-        long = getattr(config, "max_source_positions", None)
-        made = {main: normal(bins, 2 * long) if long and hasattr(config, "num_mel_bins") else normal(64, bins)}
-    elif main == "input_values":
-        bins = getattr(config, "num_mel_bins", None)
-        made = {main: normal(config.max_length, bins) if bins and hasattr(config, "max_length") else normal(4000)}
-    elif main in ("hidden_states", "inputs_embeds", "input_embeds"):
-        made = {main: normal(12, config.hidden_size)}
-    else:
-        made = dict(model.dummy_inputs)
-    if "decoder_input_ids" in names:
-        made["decoder_input_ids"] = ids(9)
-    return made
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self.handles:
+            handle.remove()
 
+    def _enter(self, path: str, *_: Any) -> None:
+        self.running.append(path)
+        self.reached.add(path)
 
-def _image(config: Any) -> tuple[int, int, int]:
-    """Return channels, height and width of the images of a vision model."""
-    size = _first(config, *_SIZES) or 64
-    if isinstance(size, dict):
-        size = (size["height"], size["width"])
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return _first(config, "num_channels", "in_channels", "in_chans") or 3, height, width
+    def _leave(self, *_: Any) -> None:
+        self.running.pop()
 
-
-def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WEIGHING:
+            self.weighs.update(self.running)
+        return func(*args, **(kwargs or {}))

@@ -26,10 +26,9 @@ from quest_core.mechanism import Mechanism
 
 from . import configs
 from .caching import LAYERS, keep_unit_keys
-from .choice import Choice
 from .chosen import fulfil
 from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
-from .configs import KEY, as_text, attention_of, choice_of, interface_of, parse, parts_of
+from .configs import KEY, as_text, asked_by, attention_of, interface_of, parse, parts_of
 from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, is_attention, mask, refuse, whole_mask
 
 
@@ -100,9 +99,9 @@ def _accept_names(stock: Any) -> Any:
     def get_correct_attn_implementation(
         self: Any, requested_attention: str | None, *arguments: Any, **options: Any
     ) -> str:
-        choice = choice_of(self.config)
-        if requested_attention in (None, *NAMES) and choice is not None:
-            name = interface_of(self, choice)
+        asked = asked_by(self.config)
+        if requested_attention in (None, *NAMES) and asked is not None:
+            name = interface_of(self, asked)
             return name if name in NAMES else stock(self, None, *arguments, **options)
         if requested_attention in NAMES:
             raise ConfigError(
@@ -113,7 +112,7 @@ def _accept_names(stock: Any) -> Any:
             return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
         except ValueError as error:
             try:
-                Choice.parse(requested_attention or STANDARD)
+                AttentionConfig.parse(requested_attention or STANDARD)
             except ConfigError as ours:
                 raise ConfigError(f"{error} As an attention of quest it is refused too: {ours}") from None
             raise
@@ -197,25 +196,25 @@ def _inject_instead(adapter: Adapter, stock: Any) -> Any:
         self: Any, attn_implementation: Any, *arguments: Any, allow_partial: bool = False, **options: Any
     ) -> None:
         given = as_text(self.config, attn_implementation)
-        choice, parts = parse(given), dict[str, Choice]()
+        attention, parts = parse(given), dict[str, AttentionConfig]()
         if isinstance(given, Mapping):
             parts, given = _chosen_parts(self, given)
-        elif choice is None and self.config._attn_implementation in NAMES:
+        elif attention is None and self.config._attn_implementation in NAMES:
             raise _kept(self.config, given)
-        if choice is not None or parts:
-            fulfil(adapter, self, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
+        if attention is not None or parts:
+            fulfil(adapter, self, fresh=False, attention=attention, parts=parts, allow_partial=allow_partial)
             getattr(self, REPORT).announce()
-        if choice is None and given != {}:
+        if attention is None and given != {}:
             stock(self, given, *arguments, **options)
 
     return set_attn_implementation
 
 
-def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Any]]:
+def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, AttentionConfig], dict[str, Any]]:
     """Split a mapping of the parts of a model, as transformers reads it.
 
     Returns:
-        The choice for the path of each attention module that shall have one of quest, and the rest of the mapping.
+        The attention of each path that shall have one of quest, and the rest of the mapping.
 
     Raises:
         InjectionError: a part has no attention module.
@@ -227,7 +226,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
     for path, owner in model.named_modules():
         if isinstance(owner, PreTrainedModel):
             owners |= {inner: owner.config for inner, part in owner.named_modules(prefix=path) if is_attention(part)}
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, AttentionConfig] = {}
 
     def rest(config: Any, value: Any, name: str) -> Any:
         value = as_text(config, value)
@@ -236,17 +235,17 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
             return {key: each for key, each in left.items() if each is not chosen}
         parts = list(parts_of(config)) if name else [config]
         paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
-        choice = parse(value)
-        if choice is None:
+        attention = parse(value)
+        if attention is None:
             if any(part._attn_implementation in NAMES for part in parts):
                 raise _kept(config, value)
             return value
         if not paths:
             raise InjectionError(
-                f"{KEY}={{{name!r}: '{choice}'}}: no module of this part of {type(model).__name__} calls transformers' "
-                "AttentionInterface"
+                f"{KEY}={{{name!r}: '{attention}'}}: no module of this part of {type(model).__name__} calls "
+                "transformers' AttentionInterface"
             )
-        chosen.update(dict.fromkeys(paths, choice))
+        chosen.update(dict.fromkeys(paths, attention))
         return chosen
 
     left: dict[str, Any] = rest(model.config, given, "")
@@ -311,7 +310,7 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
             paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
             info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
         else:
-            if choice_of(model.config) is not None:
+            if asked_by(model.config) is not None:
                 loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
             loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
         return info, *others
@@ -340,7 +339,7 @@ def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
     def _finalize_model_loading(model: Any, *arguments: Any, **options: Any) -> Any:
         made = stock(model, *arguments, **options)
         loading = _loading.get()
-        late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
+        late = asked_by(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
         known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
         if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
             fulfil(adapter, model, fresh=False, **loading.options)
