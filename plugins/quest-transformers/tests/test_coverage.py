@@ -45,7 +45,7 @@ def built(config, attention=None):
 
 
 def outputs(model):
-    """What a model returns for inputs of the plugin's own; nothing where the whole model runs on none of them."""
+    """Return the tensors of a run on inputs of the plugin's own; none where the whole model does not run on them."""
     for number in range(2):  # the main input only, or several
         made = inputs(model, model.config, number, torch.Generator().manual_seed(1))
         torch.manual_seed(0)

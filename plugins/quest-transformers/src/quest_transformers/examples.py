@@ -129,10 +129,10 @@ class _Watch(TorchFunctionMode):
         for path, module in self.modules.items():
             self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path)))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self.handles:
             handle.remove()
 

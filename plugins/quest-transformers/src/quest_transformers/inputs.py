@@ -30,7 +30,8 @@ def inputs(part: Any, config: Any, number: int, random: torch.Generator) -> dict
     """
     make = Maker(part, config, number // 2, random)
     parameters = inspect.signature(part.forward).parameters
-    wanted = {getattr(part, "main_input_name", None), "decoder_input_ids", "use_cache"} & parameters.keys()
+    main: str = getattr(part, "main_input_name", "")
+    wanted = {main, "decoder_input_ids", "use_cache"} & parameters.keys()
     wanted |= {name for name, one in parameters.items() if one.default is one.empty and one.kind in _BY_NAME}
     if number % 2:
         wanted |= {name for name in parameters if name in OPTIONAL}
@@ -74,7 +75,8 @@ class Maker:
         """Return the width of what a module reads: of its child with one of some names, or of its first layer."""
         children = [child for name in names if isinstance(child := getattr(self.part, name, None), nn.Module)]
         widths = [getattr(one, "in_features", None) for inner in (*children, self.part) for one in inner.modules()]
-        return next((width for width in widths if width), None) or self.of_config("hidden_size", "d_model")
+        width: int = next((width for width in widths if width), None) or self.of_config("hidden_size", "d_model")
+        return width
 
     # Texts
 
@@ -138,7 +140,7 @@ class Maker:
         long = self.of_config("context_length") or TOKENS
         return self.normal(long, *([] if self.form else [self.of_config("num_input_channels", "input_size") or 1]))
 
-    # What a module hands to another
+    # Features between modules
 
     def hidden_states(self) -> Tensor:
         tokens = (SIDE, SIDE) if self.form == 1 else (TOKENS,)
