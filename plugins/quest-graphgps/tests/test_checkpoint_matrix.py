@@ -21,8 +21,6 @@ from torch_geometric.graphgym.model_builder import GraphGymModule, create_model
 from torch_geometric.loader import DataLoader
 
 from devtools import matrix
-from quest_core.checkpoints import ENTRY
-from quest_graphgps import GraphGPSAdapter
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
@@ -157,21 +155,3 @@ def test_a_state_dict_of_another_attention(loader: str) -> None:
 @pytest.mark.parametrize("loader", GYM)
 def test_a_checkpoint_of_another_attention(loader: str, tmp_path: Path) -> None:
     matrix.check_loader(by_graphgym(loader, tmp_path), PAGE, "GraphGPS", loader)
-
-
-@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm+dgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)"])
-def test_learnable_and_stateful_mechanisms_resume_from_a_moving_average(attention, tmp_path) -> None:
-    save_average(attention, tmp_path)
-    fit_average(gym(attention), tmp_path)
-
-
-def test_what_an_uninstalled_plugin_leaves_refuses_a_checkpoint(tmp_path) -> None:
-    save_by_graphgym("quest", tmp_path)
-    adapter = GraphGPSAdapter()
-    try:
-        adapter.uninstall()
-        configure()
-        with pytest.raises(RuntimeError, match=ENTRY):
-            evaluate(create_model(dim_in=3, dim_out=2), tmp_path)
-    finally:
-        adapter.install()

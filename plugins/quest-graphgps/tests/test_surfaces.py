@@ -487,7 +487,3 @@ def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) 
     assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"], text
     assert len(set(ranks.values())) == 1
     assert ranks["rank 0 of 2"].startswith("quest ")
-
-
-def test_the_launcher_teaches(python, tmp_path) -> None:
-    assert "usage: quest run [--host NAME ...]" in python("-m", "quest_graphgps", "--help", cwd=tmp_path)
