@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -249,6 +249,15 @@ def window_bias(bias: Tensor, mask: Tensor | None, batch: int) -> Tensor:
         return bias
     hidden = mask.masked_fill(mask < 0, -torch.inf)[:, None]  # [W, 1, N, N]
     return (bias + hidden).repeat(batch // len(mask), 1, 1, 1)
+
+
+def sections(config: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping inside a host's nested config with its dotted path, the outer ones first."""
+    if isinstance(config, Mapping):
+        yield path, config
+    items: Any = config.items() if isinstance(config, Mapping) else ()
+    for name, inner in enumerate(config) if isinstance(config, list | tuple) else items:
+        yield from sections(inner, f"{path}.{name}".lstrip("."))
 
 
 def refuse_arguments(module: nn.Module, **given: Any) -> None:

@@ -53,18 +53,14 @@ REPLACEMENTS: dict[str, Any] = {
 }
 """Host class -> what replaces it."""
 
+CONVOLUTIONS = "its queries and keys are feature maps from convolutions"
 REFUSED = {
     "RecWithAttnbias": "with cross_attn=True SAN reads the raw weights of torch.nn.MultiheadAttention and adds a term "
     "for each query to the softmax",
     "LocallyGroupedSelfAttention": "Twins-SVT attends inside windows with a mask of its own",
     "MSCAAttention": "SegNeXt's attention is a convolution",
-    "ObjectAttentionBlock": "its keys are object regions from convolutions (OCRNet)",
-    "PAM": "its queries and keys are feature maps from convolutions (DANet)",
-    "SelfAttentionBlock": "its queries, keys and values are feature maps from convolutions (ANN, ISA)",
-    "NLHead": "a non-local block has queries and keys from convolutions",
-    "DNLHead": "a disentangled non-local block has queries and keys from convolutions",
-    "CCHead": "criss-cross attention is a compiled op over rows and columns",
-    "PSAHead": "point-wise spatial attention is a compiled op",
+    **dict.fromkeys(("ObjectAttentionBlock", "PAM", "SelfAttentionBlock", "NLHead", "DNLHead"), CONVOLUTIONS),
+    **dict.fromkeys(("CCHead", "PSAHead"), "its attention is a compiled op"),
     "EMAHead": "its attention is expectation maximization over bases",
     "VPD": "its attention is inside a diffusion model of another library",
 }

@@ -10,6 +10,7 @@ from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
+from quest_core.hosts.adapter import sections
 from quest_core.hosts.inject import REPORT, Request
 
 from .registry import MODELS
@@ -31,26 +32,26 @@ TYPES = frozenset(name for names in MODELS_WITH_ATTENTION.values() for name in n
 """mmseg's classes that this plugin offers with `attention`."""
 
 
-def sections(config: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
+def offered(config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Yield the path, the mapping and the class of every part of a model's config whose type is of this plugin.
+
+    Args:
+        at: path of `config`.
 
     Raises:
         ConfigError: a class of mmseg itself is given an attention. Some of them ignore unknown keys.
     """
-    if isinstance(config, Mapping):
-        kind = config.get("type") or ""
+    for path, part in sections(config, at):
+        kind = part.get("type") or ""
         home, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
         package = home.partition(".")[0]
         if package == "quest_mmseg" and name in TYPES:
-            yield path, config, name
-        elif package in ("", "mmseg") and name in TYPES and config.get("attention") is not None:
+            yield path, part, name
+        elif package in ("", "mmseg") and name in TYPES and part.get("attention") is not None:
             raise ConfigError(
-                f"{path}.attention is '{config['attention']}', and mmseg's {name} does not read it; write "
+                f"{path}.attention is '{part['attention']}', and mmseg's {name} does not read it; write "
                 f"{path}.type='quest_mmseg.{name}' too (--cfg-options {path}.type=quest_mmseg.{name})"
             )
-    items: Any = config.items() if isinstance(config, Mapping) else ()
-    for key, value in enumerate(config) if isinstance(config, list | tuple) else items:
-        yield from sections(value, f"{path}.{key}" if path else str(key))
 
 
 def read(options: Mapping[str, Any], kind: Any) -> Request | None:
@@ -62,7 +63,7 @@ def read(options: Mapping[str, Any], kind: Any) -> Request | None:
     name = f"quest_mmseg.{kind.__name__}"
     known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
     request = Request.read(options, name, options.keys() - known - {"type"})
-    inner = [(path, part.get("attention")) for path, part, _ in sections(options) if path]
+    inner = [(path, part.get("attention")) for path, part, _ in offered(options) if path]
     parts = [(path, AttentionConfig.parse(own)) for path, own in inner if own is not None]
     if request is None and not parts:
         raise ConfigError(
@@ -89,7 +90,7 @@ def check(config: Any, model: Any) -> None:
     """
     given, built = config.get("attention"), set()
     for part in (config.get("model"), model):
-        for _, options, name in sections(part, "model"):
+        for _, options, name in offered(part, "model"):
             request = read(options, MODELS.get(name))
             built |= {str(request.attention)} if request else set()
     if given is None:

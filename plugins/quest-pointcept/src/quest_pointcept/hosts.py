@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from quest_core.checkpoints import ENTRY, compare_before_loading, unexpected_entry
 from quest_core.config import STANDARD
 from quest_core.errors import CheckpointError, ConfigError
-from quest_core.hosts.adapter import Adapter
+from quest_core.hosts.adapter import Adapter, sections
 from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject, rehearse
 from quest_core.mechanism import Mechanism
 from quest_core.notices import say
@@ -290,7 +290,7 @@ def check(config: Mapping[str, Any], models: Any) -> None:
         ConfigError: it is misspelt or misplaced, or its key/value heads or stages do not fit the model.
         UnsupportedError: the model cannot have it.
     """
-    for path, section in _sections(config, ""):
+    for path, section in sections(config):
         kind = section.get("type")
         model = models.get(kind) if isinstance(kind, str) else kind
         if kind in POINTCEPT_MODELS and model is not None:
@@ -307,15 +307,6 @@ def check(config: Mapping[str, Any], models: Any) -> None:
                     f"{path + '.' if path else ''}{key}={section[key]!r} is not read by {kind or 'Pointcept'}; write "
                     f"it into the backbone of type {', '.join(POINTCEPT_MODELS)}, as in model.backbone.{key}"
                 )
-
-
-def _sections(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every mapping inside `value` with its dotted path."""
-    if isinstance(value, Mapping):
-        yield path, value
-    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
-    for name, inner in items:
-        yield from _sections(inner, f"{path}.{name}" if path else str(name))
 
 
 def reduce(config: Any) -> tuple[Any, ...]:
