@@ -15,7 +15,8 @@ from quest_graphgps import watching
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_stats_hold_the_largest_logit_and_the_entropy(tmp_path, attention):
+def test_stats_hold_the_largest_logit_and_the_entropy(tmp_path, monkeypatch, attention):
+    monkeypatch.chdir(tmp_path)
     configure()
     cfg.merge_from_list(["gt.attention", attention, "gnn.watch_attention", 2])
     cfg.run_dir, cfg.share.num_splits, cfg.params = str(tmp_path), 1, 0

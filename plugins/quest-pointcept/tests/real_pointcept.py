@@ -48,6 +48,7 @@ hooks = [
     for name in ("CheckpointLoader", "ModelHook", "InformationWriter", "SemSegEvaluator", "CheckpointSaver")
 ]
 """
+WATCHED = 'hooks.append(dict(type="WatchAttention", every=4))'
 PLUGIN = 'custom_imports = dict(imports=["quest_pointcept"], allow_failed_imports=False)'
 
 
@@ -77,6 +78,7 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
             attention="" if attention is None else f", attention={attention!r}",
             data=str(data),
         )
+        + (WATCHED if plugin else "")
     )
     return path
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,6 +483,10 @@ def test_the_trainer(trained):
     assert quest.report in (folder / "quest/exp/train.log").read_text()
     assert quest.losses != stock.losses
     assert sum(quest.losses[8:]) < sum(quest.losses[:8])
+    for run in (standard, quest):
+        watched = re.findall(r"Step (\d+) max_logit: ([\d.]+) entropy: [\d.]+", "\n".join(run.lines))
+        assert [int(step) for step, _ in watched] == [1, 4, 8, 12, 16]
+        assert all(float(top) > 0 for _, top in watched)
 
 
 @pytest.mark.slow
