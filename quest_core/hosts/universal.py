@@ -105,10 +105,11 @@ class _Arguments(NamedTuple):
         axes = 4 if axes == 3 and self.enable_gqa else axes  # the first axis is that of the heads
         q, k, v = (x if x.dim() == axes else x[(None,) * (axes - x.dim())] for x in self[:3])
         if axes > 3:
-            if k.shape[-3] != v.shape[-3]:
-                k, v = (x.expand(*x.shape[:-3], max(k.shape[-3], v.shape[-3]), -1, -1) for x in (k, v))
-            if q.shape[-3] == 1 != k.shape[-3]:
-                q = q.expand(*q.shape[:-3], k.shape[-3], -1, -1)
+            heads, *others = (size(x, -3) for x in (q, k, v))
+            if others[0] != others[1]:
+                k, v = (x.expand(*x.shape[:-3], max(others), -1, -1) for x in (k, v))
+            if heads == 1 < max(others):
+                q = q.expand(*q.shape[:-3], max(others), -1, -1)
         return q, k, v
 
 
