@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import shutil
 import sys
 import warnings
@@ -28,6 +29,7 @@ from mmseg.utils import register_all_modules
 
 import quest_mmseg
 from devtools.configs import with_start
+from devtools.wrong import WRONG
 from quest_core.errors import QuestError, UnsupportedError
 from quest_core.projections import Projected
 from quest_mmseg.adapter import REFUSED
@@ -194,27 +196,16 @@ def test_the_table_of_the_wheels_configs() -> None:
 
 NO = "has no attention; write dict(type='quest_mmseg.EncoderDecoder', attention='quest', ...)"
 VIT = {"type": "quest_mmseg.VisionTransformer"}
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+OWN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, NO),
     ({"attention": None}, {}, NO),
     ({"attention": "None"}, {}, NO),
     ({"atention": "quest"}, {}, "has no option 'atention'; did you mean 'attention'?"),
-    ({"attention": "quset"}, {}, "did you mean 'quest'"),
-    ({"attention": 3}, {}, "attention is 3 (int)"),
-    ({"attention": ["quest"]}, {}, "attention is ['quest'] (list)"),
-    ({"attention": {"kv_heads": 2}}, {}, "has no 'name'"),
-    ({"attention": "quest(inti=5)"}, {}, "did you mean 'init'"),
-    ({"attention": "quest(init=no)"}, {}, "takes a number"),
-    ({"attention": "quest(init=5"}, {}, "cannot be read"),
-    ({"attention": "quest+qnorm"}, {}, "two choices for the score"),
     ({"attention": "quest+gqa(kv_heads=3)"}, {}, "kv_heads is 3, which does not divide the 4 heads"),
     ({"attention": "aft-conv(dims=1)"}, {}, "dims is 1, and patches have 2 axes"),
     ({"attention": "aft-conv(prefix=1)"}, {}, "the model sets the grid and the class tokens"),
     ({"attention": "quest", "kv_heads": 2}, {}, "write attention={'name': 'quest', 'kv_heads': 2}"),
-    ({"attention_from": "standard"}, {}, "attention_from='standard' is given without attention"),
-    ({"attention": "quest", "attention_from": "standart"}, {}, "did you mean 'standard'"),
     ({"attention": "quest", "atention_from": "quest"}, {}, "did you mean 'attention_from'"),
-    ({"attention": "quest", "allow_partial": "yes"}, {}, "allow_partial='yes' must be true or false"),
     ({"backbone": {**VIT, "attention": "qest"}}, {}, "did you mean 'quest'"),
     ({"attention": "quest", "backbone": {**VIT, "attention": "linear"}}, {}, "named twice: 'quest' for"),
     ({"allow_partial": True, "backbone": {**VIT, "attention": "quest"}}, {}, "allow_partial=True is given without"),
@@ -243,7 +234,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "top", "why"), WRONG)
+@pytest.mark.parametrize(("options", "top", "why"), [*OWN, *((one, {}, why) for one, why in WRONG)])
 def test_a_wrong_key_is_one_error_before_a_folder_is_made(
     options: dict[str, Any], top: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
@@ -254,5 +245,5 @@ def test_a_wrong_key_is_one_error_before_a_folder_is_made(
     for kind in (Runner, FlexibleRunner):
         with pytest.raises(QuestError) as raised:
             kind.from_cfg(Config({"model": model, **parts, **top}))
-        assert why in str(raised.value)
+        assert why in str(raised.value) or re.search(why, str(raised.value))
     assert not work.exists()

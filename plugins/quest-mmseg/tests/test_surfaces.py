@@ -269,15 +269,7 @@ def test_mmengine_activation_checkpointing():
 # --- mechanisms on the grid -----------------------------------------------------------------------------------------
 
 
-EVERY = [
-    "standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest",
-    "quest+sigmoid", "sinkhorn", "quest+gqa(kv_heads=2)", "quest+mqa", "quest+kdgqa(kv_heads=2)",
-    "quest+dgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)", "linear", "cosine", "aft-simple", "aft-full", "aft-local",
-    "aft-conv(window=3)",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attention", EVERY)
+@pytest.mark.parametrize("attention", ["quest", "aft-simple", "aft-full", "aft-local", "aft-conv(window=3)"])
 def test_every_mechanism_trains_and_predicts_at_any_size(attention):
     model = build(attention=attention)
     loss(model).backward()

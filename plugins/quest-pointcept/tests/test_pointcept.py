@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from pointcept.engines.defaults import default_config_parser
 from pointcept.engines.hooks.misc import CheckpointLoader, PreciseEvaluator
 from pointcept.engines.test import TESTERS, SemSegTester
 from pointcept.models.builder import MODELS, build_model
+from pointcept.models.litept import litept_v1
 from pointcept.utils import logger
 from pointcept.utils.config import Config
 
@@ -133,6 +135,45 @@ class TestM3HalfRotary(Pointcept):
     name = "PT-v3m3"
     options: ClassVar[dict] = {"dec_rope_enable": False}
     refused = ("aft-conv",)
+
+
+LITE = {
+    "order": ("z", "z-trans"), "stride": (2,), "enc_depths": (1, 2), "enc_channels": (24, 48), "enc_num_head": (2, 4),
+    "enc_patch_size": (16, 16), "enc_conv": (True, False), "enc_attn": (False, True), "enc_rope_freq": (100.0,) * 2,
+    "dec_depths": (0,), "dec_channels": (24,), "dec_num_head": (2,), "dec_patch_size": (16,), "dec_conv": (False,),
+    "dec_attn": (False,), "dec_rope_freq": (100.0,), "drop_path": 0.0,
+    "shuffle_orders": False,
+}  # fmt: skip
+
+
+def flash(qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale):
+    """flash-attn's call by LitePT, in loops: [S, 3, H, D] -> [S, H, D]."""
+    outs = []
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        q, k, v = qkv[a:b].float().permute(1, 2, 0, 3)  # [H, N, D]
+        outs.append(((q @ k.mT * softmax_scale).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def test_litept_trains_without_flash_attn(monkeypatch):
+    """And `standard` is what flash-attn computes, in float32 where no flash kernel runs."""
+    models = []
+    for attention in ({}, {"attention": "standard"}, {"attention": "quest+gqa(ratio=2)"}):
+        torch.manual_seed(0)
+        models.append(MODELS.build({"type": "LitePT-v1", "in_channels": 4, **LITE, **attention}))
+    stock, standard, quest = models
+    points = data(70, 9, 33)
+    with pytest.raises(ImportError, match="requires flash_attn"):
+        stock(copy.copy(points))
+    monkeypatch.setattr(litept_v1, "flash_attn", SimpleNamespace(flash_attn_varlen_qkvpacked_func=flash))
+    found = []
+    for model in (standard, stock):
+        torch.manual_seed(1)  # the orders of a pooled stage are shuffled
+        found.append(model(copy.copy(points)).feat)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    assert "kernel=buckets" in str(quest.attention_report)
+    quest(copy.copy(points)).feat.square().sum().backward()
+    assert all(p.grad is not None for p in quest.enc.enc1.block0.attn.parameters())
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -250,7 +291,7 @@ class Kept:
         pass
 
 
-def loader(path, attention, resume=False, model=None, **options):
+def loader(path, attention, resume=False, model=None, batches=(), **options):
     """Pointcept's own CheckpointLoader before a training."""
     checkpoint = torch.load(path, weights_only=True)
     path = path.with_name("resumed.pth")
@@ -259,6 +300,7 @@ def loader(path, attention, resume=False, model=None, **options):
     trainer = SimpleNamespace(
         cfg=cfg,
         model=model or build_segmentor(attention),
+        train_loader=batches,
         logger=logging.getLogger(__name__),
         optimizer=Kept(),
         scheduler=Kept(),
@@ -413,6 +455,29 @@ def test_a_config_is_refused_before_a_file_is_written(written, options, why, tmp
     path.write_text(CONFIG.format(attention=', attention="quest"', folder=folder))
     assert default_config_parser(str(path), {"model.backbone.attention_from": "standard"}).model.backbone.attention
     assert (folder / "config.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "why"),
+    [
+        ({"name": "quest", "kv_heads": 3}, {}, "kv_heads is 3, which does not divide"),
+        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
+    ],
+)
+def test_an_attention_that_does_not_fit_is_refused_before_a_file_is_written(attention, options, why):
+    with pytest.raises(quest_core.QuestError, match=why):
+        Config({"model": segmentor(attention, type="PT-v3m1", **options)})
+    before = torch.get_rng_state()
+    Config({"model": segmentor("quest")})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_loader_calibrates_what_it_has_loaded(tmp_path, log):
+    torch.save({"epoch": 1, "state_dict": build_segmentor(None).state_dict()}, tmp_path / "stock.pth")
+    model = build_segmentor({"name": "quest", "calibrate": 2}, attention_from="standard")
+    batch = {**data(70, 45), "segment": torch.arange(115) % 3}
+    loader(tmp_path / "stock.pth", None, model=model, batches=[batch] * 3)
+    assert "attention=quest calibrated in 6 modules" in log.read_text()
 
 
 @pytest.fixture

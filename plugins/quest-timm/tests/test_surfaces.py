@@ -14,6 +14,7 @@ from timm.utils import ParseKwargs
 
 import quest_core
 import quest_timm
+from devtools.wrong import WRONG
 from quest_core.hosts import plugins
 from quest_core.mechanisms import naive as reference
 from quest_core.projections import Projected
@@ -262,11 +263,18 @@ def test_a_registered_function_that_does_not_read_it_is_refused(monkeypatch):
     assert timm.create_model("swallows").num_classes == 5
 
 
-def test_misplaced_and_misspelt_options_are_named():
-    with pytest.raises(quest_core.ConfigError, match="'qest' is not a mechanism"):
-        vit(attention="qest")
-    with pytest.raises(quest_core.ConfigError, match="is given without attention"):
-        vit(attention_from="standard")
+HERE = [
+    ({"attention": "quest", "qk_norm": True, "attention_from": "quset"}, "did you mean 'quest'"),
+    ({"attention": "quest(init=5)", "pretrained": True}, "pretrained=True loads trained ones"),
+    ({"attention": "quest+gqa(kv_heads=3)"}, "kv_heads is 3, which does not divide the 4 heads"),
+    ({"attention": "quest+gqa(ratio=3)"}, "ratio"),
+]
+
+
+@pytest.mark.parametrize(("options", "why"), [*WRONG, *HERE])
+def test_a_wrong_option_is_one_error(options, why):
+    with pytest.raises(quest_core.ConfigError, match=why):
+        vit(**options)
 
 
 def test_an_unsupported_version_is_named(monkeypatch):
@@ -329,7 +337,5 @@ def test_a_saved_model_is_made_again_with_its_start(tmp_path):
 
 
 def test_a_start_that_has_no_effect_is_refused():
-    with pytest.raises(quest_core.ConfigError, match="pretrained=True loads trained ones"):
-        timm.create_model("vit_tiny_patch16_224", pretrained=True, attention="quest(init=5)")
     with pytest.raises(quest_core.UnsupportedError, match="qk_norm=True normalizes"):
         timm.create_model("vit_tiny_patch16_224", qk_norm=True, attention="quest(init=5)")
