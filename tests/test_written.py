@@ -489,13 +489,19 @@ def test_left_alone(name: str) -> None:
     assert not list(written.sites(model))
     assert not written.refused
     whole = nn.Sequential(Model(scale_after_product), model)
-    if name == "squeeze_and_excite":  # called Attention, and the example shows nothing that decides
-        with pytest.raises(InjectionError, match="look like attention"):
-            quest_core.inject(whole, "quest", example=x)
-        return
     _, report = quest_core.inject(whole, "quest", example=x)
     assert [row.path for row in report.replacements] == ["0.layers.0", "0.layers.1"]
     assert report.left_alone == ("1.layers.0", "1.layers.1")
+
+
+def kernel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.from_numpy(q.numpy() @ k.mT.numpy() @ v.numpy())
+
+
+def test_what_no_function_of_pytorch_computes_may_be_attention() -> None:
+    model, x = make(kernel)
+    with torch.no_grad(), pytest.raises(InjectionError, match="look like attention.*layers.0"):
+        quest_core.inject(nn.Sequential(Model(scale_after_product), model.eval()), "quest", example=x)
 
 
 # --- at run time ------------------------------------------------------------------------------------------------------

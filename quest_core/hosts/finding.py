@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ from .following import (
     factor_of,
     name_of,
     operands,
+    tensors,
 )
-from .sites import Watching, common_norm, in_autograd_function, norm_note, within
+from .sites import Watching, common_norm, in_autograd_function, looks_like_attention, norm_note, within
 from .universal import beyond_operands
 from .written import HIDDEN, Product, Written, WrittenOut, prepare
 
@@ -83,20 +85,43 @@ class _Search(Watching, Following):
         self.products: list[Origin] = []
         self.softmaxes: list[_Softmax] = []
         self.by_hand: dict[str, str] = {}  # path -> function
+        self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
+        self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self.running:
+            self._make(inputs)
         frame = _Frame(self.paths[module], module, (len(self.products), len(self.softmaxes)))
         self.running.append(frame)
         self.frames.append(frame)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._use(output)
+        self._make(output)
         self.running.pop().end = len(self.products), len(self.softmaxes)
+
+    def _make(self, values: Any) -> None:
+        self.made |= {id(x): ref(x) for x in tensors((values,))}
+
+    def _use(self, values: Any) -> None:
+        """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
+        for x in tensors((values,)):
+            known = self.made.get(id(x))
+            if x.is_floating_point() and (known is None or known() is not x):
+                self._hide()
+
+    def _hide(self) -> None:
+        self.unseen.update(frame.path for frame in self.running)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self.running or is_compiling():
             return out
+        self._use((*args, *kwargs.values()))
+        self._make(out)
+        if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
+            self._hide()
         if any(isinstance(frame.module, Mechanism) or self.skip(frame.path) for frame in self.running):
             return out
         name = name_of(func)
@@ -106,6 +131,7 @@ class _Search(Watching, Following):
             self._softmax(args, kwargs, out)
         elif name in OTHER_PRODUCTS and isinstance(out, Tensor):
             self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+            self._hide()
         else:
             self.follow(name, func, args, kwargs, out)
             if name == "mul" and isinstance(out, Tensor):
@@ -117,6 +143,7 @@ class _Search(Watching, Following):
         pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
         if len(pair) == 2 and all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
             origin = Origin("product", "mul", frames=tuple(self.running))
+            self._hide()
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
@@ -265,6 +292,9 @@ class _Judge:
             hidden = any(within(path, [origin.frames[-1].path]) for path in lost)
             if not hidden and all(operand.features for operand in origin.operands or (_NONE,)):
                 self.left.setdefault(origin.frames[-1].path, "no softmax follows its products of two activations")
+        for frame in search.frames:
+            if frame.begin == frame.end and looks_like_attention(frame.module) and frame.path not in search.unseen:
+                self.left.setdefault(frame.path, "it forms no product of two activations and no softmax")
         self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
 
     def _frame(self, frame: _Frame, softmaxes: list[_Softmax]) -> None:

@@ -184,12 +184,12 @@ class Following(TorchFunctionMode):
         if name.endswith("_like") or name.startswith("new_"):
             return
         given = (args[0],) if name.endswith("_as") else (*args, *kwargs.values())
-        tensors = list(_tensors(given))
+        found = list(tensors(given))
         if name == "setitem":
-            tensors = [x for x in (args[0], args[2]) if isinstance(x, Tensor)]
+            found = [x for x in (args[0], args[2]) if isinstance(x, Tensor)]
             out = args[0]
-        known = [(x, self.flows(x)) for x in tensors]
-        results = list(_tensors((out,)))
+        known = [(x, self.flows(x)) for x in found]
+        results = list(tensors((out,)))
         if name in PROJECTIONS:
             if self.places:
                 self._project(name, known, out)
@@ -199,7 +199,7 @@ class Following(TorchFunctionMode):
             for place, result in enumerate(results):
                 self.note(result, self._passed(name, func, args, kwargs, known, result, place))
             self._change_base(name, args, known, out)
-        elif self.places and _only_parameters(tensors):
+        elif self.places and _only_parameters(found):
             for result in results:
                 self.new(result, Origin("parameter", name))
 
@@ -311,7 +311,7 @@ class Following(TorchFunctionMode):
                     target[args[1]] = places(args[2])
                 return target  # type: ignore[no-any-return]
             moved = func(*places(args), **{key: places(value) for key, value in kwargs.items()})
-            return list(_tensors((moved,)))[place]
+            return list(tensors((moved,)))[place]
         except (RuntimeError, TypeError, IndexError):
             return None
 
@@ -387,17 +387,17 @@ def _letters(given: str | None, first: int, second: int) -> tuple[str, str, str]
     return one, two, result.replace("...", rare[len(rare) - max(more) :])
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors of arguments or results, also in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors(value)
 
 
-def _only_parameters(tensors: list[Tensor]) -> bool:
-    floating = [x for x in tensors if x.is_floating_point()]
+def _only_parameters(given: list[Tensor]) -> bool:
+    floating = [x for x in given if x.is_floating_point()]
     return bool(floating) and all(isinstance(x, nn.Parameter) for x in floating)
 
 
