@@ -19,6 +19,7 @@ from mmengine.analysis import complexity_analysis
 from mmengine.analysis.jit_handles import get_shape
 from mmengine.logging import MMLogger
 from mmengine.runner import FlexibleRunner, Runner, checkpoint
+from mmseg.registry import MODELS
 from torch import nn
 
 from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
@@ -28,7 +29,7 @@ from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, refusal
 from quest_core.hosts.inject import rehearse
 
-from .keys import check
+from .keys import check, offered
 from .layers import (
     Attention,
     BEiTAttention,
@@ -40,7 +41,6 @@ from .layers import (
     lay_out,
     placed,
 )
-from .registry import MODELS
 
 REPLACEMENTS: dict[str, Any] = {
     "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
@@ -165,7 +165,7 @@ def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options:
     given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
     model = given["model"]
     check(given.get("cfg") or {}, model)
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) and any(offered(model)):
         rehearse(lambda: MODELS.build(copy.deepcopy(model)))
     return stock(runner, *arguments, **options)
 
