@@ -34,8 +34,8 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 DATA, PAGE = DOCS / "coverage.csv", DOCS / "coverage.md"
-LIMIT = 240
-"""Seconds for one model."""
+LIMIT = 60
+"""Seconds of processor time for one model."""
 MOST = 600_000_000
 """Parameters of a model that is built with values; a larger one is built on the meta device."""
 LONGEST = 260
@@ -121,7 +121,8 @@ def configs(model_type: str) -> Iterator[tuple[Any, int]]:
 
     kind, why, found = CONFIG_MAPPING[model_type], None, False
     widths = [name for name in TINY if name != "head_dim"]
-    for names in (TINY, widths, FEW, ()):
+    narrow = [name for name in TINY if name not in FEW]  # of the host's depth
+    for names in (TINY, widths, narrow, FEW, ()):
         try:
             config = kind(**_sizes(kind(), names)) if names else kind()
             with torch.device("meta"):
@@ -255,11 +256,12 @@ def attempt(package: str, name: str) -> Row:
     return Row(package, importlib.metadata.version(package), name, **made, reason=reason[:LONGEST])
 
 
-def _send(package: str, name: str, to: Connection) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(LIMIT)  # ends this process
+def _send(package: str, model: str, to: Connection) -> None:
+    for which, name, factor in ((signal.ITIMER_PROF, signal.SIGPROF, 1), (signal.ITIMER_REAL, signal.SIGALRM, 20)):
+        signal.signal(name, signal.SIG_DFL)  # ends this process
+        signal.setitimer(which, LIMIT * factor)
     with contextlib.redirect_stdout(io.StringIO()):
-        to.send(asdict(attempt(package, name)))
+        to.send(asdict(attempt(package, model)))
 
 
 def measure(models: Iterable[tuple[str, str]], jobs: int) -> Iterator[Row]:
@@ -284,7 +286,8 @@ def measure(models: Iterable[tuple[str, str]], jobs: int) -> Iterator[Row]:
             try:
                 yield Row(**receiver.recv())
             except EOFError:
-                took = f"took more than {LIMIT} s" if process.exitcode == -signal.SIGALRM else "its process ended"
+                slow = process.exitcode in (-signal.SIGPROF, -signal.SIGALRM)
+                took = f"took more than {LIMIT} s" if slow else "its process ended"
                 yield Row(package, importlib.metadata.version(package), name, "not", reason=took)
 
 

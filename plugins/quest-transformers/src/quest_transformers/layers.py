@@ -147,7 +147,10 @@ def examine(module: Any) -> Anatomy:
     """
     heads = _first(module, _HEADS) or _first(module.config, _HEADS)
     projections = next((each for each in SEPARATE if _is_separate(module, each)), None)
-    query, key = (getattr(module, name) for name, _ in projections.entries[:2]) if projections else (None, None)
+    parts: tuple[Any, ...] = (None, None, None)
+    if projections is not None:
+        parts = tuple(getattr(module, name) for name, _ in projections.entries)
+    query, key, value = parts
     head_dim = _first(module, _HEAD_DIM)
     if head_dim is None and query is not None and heads:
         head_dim = query.out_features // heads
@@ -156,7 +159,10 @@ def examine(module: Any) -> Anatomy:
             f"{type(module).__name__} says neither in {', '.join(_HEADS)} how many heads it has nor in "
             f"{', '.join(_HEAD_DIM)} how wide they are, so no attention can take its place"
         )
-    if query is not None and query.out_features != heads * head_dim:  # Qwen3-Next packs a gate
+    if query is not None and (
+        query.out_features != heads * head_dim  # Qwen3-Next packs a gate
+        or key.out_features != value.out_features  # MiMo's values are wider
+    ):
         projections = None
     held = getattr(module, "mechanism", None)
     if held is not None:
