@@ -305,11 +305,24 @@ def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
 def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
-    done = dev("gpu", "integration_tests/gpu/test_backends.py", "-k", "tells_back_ends_apart")
+    done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "suite_of_quest_bench")
     assert done.returncode == 77, done.stdout + done.stderr
-    assert "1 passed, 0 failed" in done.stdout
+    assert "3 passed, 0 failed" in done.stdout
     assert "no CUDA device" in done.stderr
     assert "were not run" in done.stderr
+
+
+def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> None:
+    """`./dev gpu` and `./dev gpu --wheels` name their stages differently; the table adds up what lies there."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for old in ("gpu.xml", "tsai.json"):
+        (kept / old).write_text("")
+    report = tmp_path / "gpu-core.xml"
+    report.write_text("<testsuite/>")
+    stages = [running.Stage("gpu core", report=report), running.Stage("gpu quest-tsai", report=tmp_path / "none.xml")]
+    gpu.keep_reports([*stages, running.Stage("an environment that could not be made")], kept)
+    assert {path.name for path in kept.iterdir()} == {"gpu-core.xml", "tsai.json"}
 
 
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:

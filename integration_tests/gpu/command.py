@@ -1,4 +1,4 @@
-"""`./dev gpu`: the CUDA tests, and the wheels for a machine without a network.
+"""`./dev gpu`: the CUDA tests, the table of measurements, and the wheels for a machine without a network.
 
 Standard library only, because the machine may have nothing but PyTorch, and pip in place of uv.
 """
@@ -26,6 +26,22 @@ from devtools.running import Stage, clean_environment, run
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
 NO_DEVICE = 77  # exit status if nothing failed without a GPU; test harnesses read it as skipped
+RESULTS = ROOT / "runs" / "gpu"  # where table.py looks for step times and test results
+ATTENTIONS = (
+    "standard",
+    "quest",
+    "qnorm",
+    "qknorm-hs",
+    "qknorm-ds",
+    "qknorm",
+    "aft-simple",
+    "aft-local",
+    "aft-full",
+    "standard+gqa(kv_heads=4)",
+    "quest+gqa(kv_heads=4)",
+)
+SUITE = ["run", "gpu/attention", "--attention", ",".join(ATTENTIONS), "--seeds", "0-2"]
+"""Arguments of `quest bench`, without the folder."""
 CORE_REQUIREMENTS = ("-e", f"{ROOT}[test]", "-e", str(PLUGINS / BENCH), "-e", str(RESEARCH))
 
 
@@ -39,17 +55,25 @@ def gpu(arguments: Sequence[str]) -> int:
         return fetch(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="./dev gpu",
-        usage="path/to/python dev gpu [--wheels FOLDER] [PYTEST ...]\n"
+        usage="path/to/python dev gpu [--wheels FOLDER] [--table] [PYTEST ...]\n"
         "       path/to/python dev gpu fetch FOLDER [NAME ...]",
         description="The CUDA tests, with the PyTorch of the python that runs this. See docs/gpu.md.",
         epilog="Other arguments go to pytest: -k precision, a file. Exit status 77: a CUDA device is missing, and the "
         "part of the tests that a CPU can run has passed. fetch: with a network, download what --wheels installs.",
         allow_abbrev=False,
     )
+    parser.add_argument("--table", action="store_true", help="then measure, and write research/results/gpu.md")
     help_ = "test every framework, in environments made from this folder of ./dev gpu fetch, without a network"
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=help_)
     options, chosen = parser.parse_known_args(arguments)
     version, cuda = _pytorch()
+    bench = Path(sys.executable) if options.wheels is None else running.STATE / "gpu" / CORE / "bin" / "python"
+    if options.table and cuda and options.wheels is None and not _has_bench(bench):
+        raise Failure(  # before the minutes that the tests take
+            f"--table runs a suite of quest-bench, which {sys.executable} lacks; install it (pip install -e . -e "
+            "plugins/quest-bench -e research), or carry it along: ./dev gpu fetch FOLDER, then "
+            "./dev gpu --wheels FOLDER --table"
+        )
     sources = [
         str(ROOT),
         *(str(PLUGINS / name / "src") for name in environments.plugins()),
@@ -68,9 +92,13 @@ def gpu(arguments: Sequence[str]) -> int:
     else:
         # Plugins are read from their sources: this python need not have them installed, and may be offline.
         stages = [running.pytest_stage("gpu", sys.executable, paths or [FOLDER], selection, live=True, env=env)]
+    if cuda and not chosen:
+        keep_reports(stages, RESULTS)
     ok, closing = running.summary(stages)
     print(closing, flush=True)
     status = 0 if ok else 1
+    if options.table:
+        status = _table(bench, cuda, env) or status
     if not cuda:
         print(
             f"./dev gpu: no CUDA device: the PyTorch {version} of {sys.executable} sees none. What ran above is the "
@@ -78,6 +106,34 @@ def gpu(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
     return status if cuda or status else NO_DEVICE
+
+
+def _has_bench(python: Path) -> bool:
+    """Whether `quest bench` and its suites are installed for `python`; a source on its path has no entry points."""
+    code = "import importlib.metadata as m; m.version('quest-bench'); import quest_bench.cli"
+    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+
+
+def _table(bench: Path, cuda: bool, env: dict[str, str]) -> int:
+    """Run the suite of attention on a GPU and write research/results/gpu.md; without CUDA, what is to be measured."""
+    writing = [sys.executable, "-m", "integration_tests.gpu.table"]
+    if not cuda:
+        return int(run([*writing, "--not-measured"], None, env))
+    folder, quest = RESULTS / "attention", [str(bench), "-m", "quest_bench.cli"]
+    measured = run([*quest, *SUITE, "--out", str(folder)], None, env)  # 1: some cells failed, which the report shows
+    if measured > 1:
+        return int(measured)
+    return int(run([*quest, "report", str(folder)], None, env) or run([*writing, "--run", str(folder)], None, env))
+
+
+def keep_reports(stages: Sequence[Stage], folder: Path) -> None:
+    """Copy the reports of a whole run for the table, which counts all that it finds, and remove older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for older in folder.glob("*.xml"):
+        older.unlink()
+    for stage in stages:
+        if stage.report is not None and stage.report.exists():
+            shutil.copy(stage.report, folder)
 
 
 def _pytorch() -> tuple[str, bool]:
@@ -224,7 +280,7 @@ def fetch(arguments: Sequence[str]) -> int:
     version = ".".join(map(str, sys.version_info[:2]))
     print(
         f"{len(found)} wheels, {size:.0f} MiB, for Python {version} on this kind of machine. Where PyTorch has CUDA, "
-        f"nothing else is needed: path/to/python{version} dev gpu --wheels {folder.name}"
+        f"nothing else is needed: path/to/python{version} dev gpu --wheels {folder.name} --table"
     )
     return 0
 

@@ -1,13 +1,33 @@
-"""Memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
+"""Ratios, memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call, as the median of the rounds, and ratios to the peer of the same round: median, quartiles."""
+
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+
+def against(own: list[float], peer: list[float]) -> Timing:
+    """Round by round."""
+    ratios = [a / b for a, b in zip(own, peer, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return Timing(1e3 * statistics.median(own), middle, low, high, len(own))
 
 
 def peak_bytes(call: Call, device: str) -> int:
@@ -43,3 +63,15 @@ def back_ends(call: Call) -> set[str]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         call()
     return {BACK_ENDS[event.name] for event in seen.events() if event.name in BACK_ENDS}
+
+
+def versions(device: str) -> dict[str, str]:
+    """The device and the software that the numbers depend on."""
+    import platform
+
+    found = {"device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu ({platform.machine()})"}
+    if device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"compute capability": f"{major}.{minor}", "cuda": str(torch.version.cuda)}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return {**found, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from argparse import Namespace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from omegaconf import DictConfig
 
 import quest_fairseq
 
-from .training import HostTraining, compiler
+from .training import HostTraining, Run, compiler, now
 
 environment = "quest-fairseq"
 
@@ -61,11 +62,13 @@ def without_tpu(given: Namespace) -> DictConfig:
 
 
 class TestFairseq(HostTraining):
+    host = "fairseq"
+    # Two distributions bring the package: the release, and a build of the main branch.
+    distribution = metadata.packages_distributions()["fairseq"][0]
+    model = "transformer_lm, 6 layers, width 512, 8 heads, 512 tokens, batch 16"
     half_on_cpu: ClassVar = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = SIZES[device]
         arch = ["--arch", "transformer_lm"] if attention is None else ["--arch", "quest_transformer_lm"]
         arch += [] if attention is None else ["--attention", attention]
@@ -81,13 +84,16 @@ class TestFairseq(HostTraining):
         half = ["--fp16", *(["--fp16-no-flatten-grads"] if device == "cpu" else [])]
         given += {"fp32": [], "fp16": half, "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")
         losses: list[float] = []
+        seconds: list[float] = []
         step = Trainer.train_step
 
         def watched(trainer: Trainer, *arguments: Any, **named: Any) -> Any:
             if compiled and not losses:
                 torch.compiler.reset()
                 trainer.model.compile(backend=compiler(device))
+            started = now(device)
             logged = step(trainer, *arguments, **named)
+            seconds.append(now(device) - started)
             if logged is not None:  # None where --fp16 overflowed while its scale was still too large
                 losses.append(float(logged["loss"]))
             return logged
@@ -99,4 +105,4 @@ class TestFairseq(HostTraining):
             train = importlib.import_module("fairseq_cli.train")
             patch.setattr(train, "convert_namespace_to_omegaconf", without_tpu)
             train.cli_main()
-        return losses[:steps]
+        return Run(losses[:steps], seconds[-steps:])

@@ -19,7 +19,7 @@ from torch_geometric.graphgym.train import GraphGymDataModule
 from quest_suites.graphgps import gps
 from quest_suites.graphgps.data import GENERATORS
 
-from .training import HostTraining, compiler
+from .training import HostTraining, Run, compiler, now
 
 environment = "quest-graphgps"
 
@@ -31,16 +31,25 @@ PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "
 
 
 class Watch(Callback):
-    """The loss of every step."""
+    """The loss and the time of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.on = device
         self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started = now(self.on)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.seconds.append(now(self.on) - self.started)
         self.losses.append(outputs["loss"].item())
 
 
 class TestGraphGPS(HostTraining):
+    host = "graphgps"
+    distribution = "torch_geometric"
+    model = "GPS, 6 layers, width 256, 8 heads, PATTERN's graphs of about 118 nodes, batch 64"
     # Graphs of unlike size are padded, and the mask keeps flash away.
     fused = frozenset({"flash", "cudnn", "efficient"})
     half_on_cpu: ClassVar = {
@@ -48,9 +57,7 @@ class TestGraphGPS(HostTraining):
         "fp16": torch.bfloat16,
     }  # Lightning takes bf16 there, with a warning
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = SIZES[device]
         set_cfg(cfg)
         cfg.merge_from_file(str(files("quest_graphgps") / "configs" / "pattern.yaml"))
@@ -63,7 +70,7 @@ class TestGraphGPS(HostTraining):
         cfg.dataset.format, cfg.dataset.name = "memory", "PATTERN"
         gps.MEMORY["PATTERN"] = GENERATORS["PATTERN"]((sizes["graphs"], 4, 4), 0)
         seed_everything(0, verbose=False)
-        data, model, watch = GraphGymDataModule(), create_model(), Watch()
+        data, model, watch = GraphGymDataModule(), create_model(), Watch(device)
         if compiled:
             torch.compiler.reset()
             model.model.compile(backend=compiler(device), dynamic=True)  # every batch has another size
@@ -82,4 +89,4 @@ class TestGraphGPS(HostTraining):
             limit_val_batches=0,
         )
         trainer.fit(model, datamodule=data)
-        return watch.losses
+        return Run(watch.losses, watch.seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import uuid
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from mmseg.structures import SegDataSample
 import quest_mmseg
 from quest_suites.mmseg.scenes import LABELS, scene
 
-from .training import HostTraining, compiler
+from .training import HostTraining, Run, compiler, now
 
 environment = "quest-mmseg"
 
@@ -49,21 +50,28 @@ def images(device: str) -> list[dict[str, Any]]:
 
 
 class Watch(Hook):
-    """The loss of every step."""
+    """The loss and the time of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.on = device
         self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def before_train_iter(self, *_: Any, **__: Any) -> None:
+        self.started = now(self.on)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.seconds.append(now(self.on) - self.started)
         self.losses.append(outputs["loss"].item())
 
 
 class TestMmseg(HostTraining):
+    host = "mmseg"
+    distribution = packages_distributions()["mmseg"][0]  # mmsegmentation or onedl-mmsegmentation
+    model = "Segmenter, ViT-S/16, 12 layers, width 384, 6 heads, 512x512, batch 8"
     half_on_cpu: ClassVar = dict.fromkeys(("bf16", "fp16"), "only available training on gpu, npu, mlu or musa")
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = SIZES[device]
         shape, width = (sizes["size"], sizes["size"]), sizes["width"]
         config = Config.fromfile(CONFIG).model
@@ -79,7 +87,7 @@ class TestMmseg(HostTraining):
         wrapper = {"type": "OptimWrapper", "optimizer": {"type": "AdamW", "lr": 1e-3 if device == "cpu" else 2e-4}}
         if precision != "fp32":
             wrapper |= {"type": "AmpOptimWrapper", "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
-        watch = Watch()
+        watch = Watch(device)
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             patch.setattr(runner, "get_device", lambda: device)  # mmengine takes a GPU wherever there is one
             if compiled:
@@ -104,4 +112,4 @@ class TestMmseg(HostTraining):
                 experiment_name=uuid.uuid4().hex,  # mmengine keeps runners by their name
                 cfg={"compile": {"backend": compiler(device)}} if compiled else None,
             ).train()
-        return watch.losses
+        return Run(watch.losses, watch.seconds)

@@ -23,7 +23,7 @@ import quest_pointcept  # torch-pointcloud accepts attention= from here on
 from quest_suites.pointcept import scenes
 from quest_suites.pointcept.tasks import Batch, batches
 
-from .training import HostTraining, compiler
+from .training import HostTraining, Run, compiler, now
 
 environment = "quest-pointcept"
 
@@ -60,11 +60,12 @@ def batch(device: str) -> Batch:
 
 
 class TestPointcept(HostTraining):
+    host = "pointcept"
+    distribution = "torch-pointcloud"
+    model = "PTv3 of torch-pointcloud in its base size, patches of 1024 points, 8 scenes of a 64-ring sensor"
     half_on_cpu: ClassVar = {"bf16": "torch.bfloat16", "fp16": "got c10::Half instead"}  # spconv's CPU build
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         if device == "cuda" and CPU_ONLY_BUILD:
             pytest.skip("spconv is its CPU build in this Python; install spconv-cu126 or another that fits the driver")
         quest_pointcept.train_on_cpu()
@@ -88,12 +89,15 @@ class TestPointcept(HostTraining):
         scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         losses: list[float] = []
+        seconds: list[float] = []
         for _ in range(steps):
+            started = now(device)
             with contextlib.nullcontext() if half is None else torch.autocast(device, half):
                 loss = cross_entropy(model(x, grid, scene), label)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+            seconds.append(now(device) - started)
             losses.append(loss.item())
-        return losses
+        return Run(losses, seconds)

@@ -16,7 +16,7 @@ from tsai.basics import TSClassification, TSClassifier
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
 
-from .training import HostTraining, compiler
+from .training import HostTraining, Run, compiler, now
 
 environment = "quest-tsai"
 
@@ -27,23 +27,29 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class Watch(Callback):
-    """The loss of every step."""
+    """The loss and the time of every step."""
 
     order = 70
 
-    def __init__(self) -> None:
+    def __init__(self, device: str, steps: int) -> None:
+        self.on, self.most = device, steps
         self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def before_batch(self) -> None:
+        self.started = now(self.on)
 
     def after_batch(self) -> None:
+        self.seconds.append(now(self.on) - self.started)
         self.losses.append(self.learn.loss.item())
 
 
 class TestTsai(HostTraining):
+    host = distribution = "tsai"
+    model = "TSTPlus, 4 layers, width 512, 8 heads, 512 time steps, batch 64"
     half_on_cpu: ClassVar = {"bf16": torch.float32, "fp16": torch.float32}  # fastai's autocast is for CUDA only
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
         sizes = dict(SIZES[device])
         series, length, bs = (sizes.pop(key) for key in ("series", "length", "bs"))
         labels = np.arange(series) % 4
@@ -52,7 +58,7 @@ class TestTsai(HostTraining):
         # As many series as the steps take, over and over; one is held out, for tsai wants a validation set.
         splits = ([i % (series - 1) for i in range(steps * bs)], [series - 1])
         torch.manual_seed(0)
-        watch = Watch()
+        watch = Watch(device, steps)
         learn = TSClassifier(
             x,
             labels,
@@ -74,4 +80,4 @@ class TestTsai(HostTraining):
             learn.model.compile(backend=compiler(device))
         with learn.no_bar(), learn.no_logging():
             learn.fit(1, 1e-3)
-        return watch.losses[:steps]
+        return Run(watch.losses[:steps], watch.seconds[:steps])

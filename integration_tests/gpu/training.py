@@ -5,21 +5,40 @@ On the CPU the same tests run at toy sizes, where the framework's own mixed prec
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import statistics
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from .measure import back_ends, peak_bytes
+from .measure import against, back_ends, peak_bytes, versions
+
+RESULTS = Path("runs/gpu")
+"""Where step times go, for `python -m integration_tests.gpu.table`; under the folder that pytest runs in."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: the loss of every step, and the seconds that each took on the device."""
+
+    losses: list[float]
+    seconds: list[float]
 
 
 class HostTraining:
     """Trainings by a framework's own trainer.
 
     Attributes:
+        host: the framework's name, and `distribution` that of its package.
+        model: the architecture in words; the table shows it.
         steps: training steps of a run, on the CPU and on a GPU.
+        rounds: rounds of the step times on a GPU.
         compiles: whether the framework's model can go through torch.compile.
         fused: implementations of scaled_dot_product_attention that a mixed-precision step on a GPU may use, and must
             use one of.
@@ -27,16 +46,18 @@ class HostTraining:
             the error.
     """
 
+    host: str
+    distribution: str
+    model: str
     steps: ClassVar[dict[str, int]] = {"cpu": 8, "cuda": 40}
+    rounds = 9
     compiles = True
     fused = frozenset({"flash", "cudnn"})
 
     half_on_cpu: ClassVar[dict[str, torch.dtype | str]]
 
-    def train(
-        self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False
-    ) -> list[float]:
-        """Train from one seed for `steps` steps of the same data, and return the loss of each.
+    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+        """Train from one seed for `steps` steps of the same data.
 
         Args:
             attention: what the framework's config says under `attention`; None leaves the framework as it is.
@@ -48,7 +69,7 @@ class HostTraining:
 
     def test_standard_trains_as_the_framework_does(self, device: str) -> None:
         stock, own = (
-            self.train(attention, device=device, precision="fp32", steps=self.steps[device])
+            self.train(attention, device=device, precision="fp32", steps=self.steps[device]).losses
             for attention in (None, "standard")
         )
         assert own == pytest.approx(stock, rel=1e-4 if device == "cpu" else 5e-3)
@@ -60,7 +81,7 @@ class HostTraining:
     )
     def test_training_converges(self, attention: str, device: str, precision: str) -> None:
         steps = self.steps[device]
-        losses = self.train(attention, device=device, precision=precision, steps=steps)
+        losses = self.train(attention, device=device, precision=precision, steps=steps).losses
         assert len(losses) == steps
         assert all(map(math.isfinite, losses))
         quarter = max(1, steps // 4)
@@ -77,14 +98,14 @@ class HostTraining:
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
         steps, expected = self.steps["cpu"], self.half_on_cpu[precision]
-        full = self.train("quest", device="cpu", precision="fp32", steps=steps)
+        full = self.train("quest", device="cpu", precision="fp32", steps=steps).losses
         dtypes.clear()
         if isinstance(expected, str):
             with pytest.raises(Exception, match=expected):
                 self.train("quest", device="cpu", precision=precision, steps=steps)
             return
         torch.manual_seed(0)
-        half = self.train("quest", device="cpu", precision=precision, steps=steps)
+        half = self.train("quest", device="cpu", precision=precision, steps=steps).losses
         assert dtypes == {expected}
         assert half == pytest.approx(full, rel=0.02)
 
@@ -103,7 +124,7 @@ class HostTraining:
                 self.train("quest", device=device, precision="fp32", steps=2, compiled=True)
             return
         eager, compiled = (
-            self.train("quest", device=device, precision="fp32", steps=2, compiled=c) for c in (False, True)
+            self.train("quest", device=device, precision="fp32", steps=2, compiled=c).losses for c in (False, True)
         )
         assert compiled == pytest.approx(eager, rel=1e-3 if device == "cpu" else 1e-2)
 
@@ -116,7 +137,53 @@ class HostTraining:
         }
         assert peaks["quest"] <= 1.15 * peaks["standard"]
 
+    @pytest.mark.parametrize(
+        ("device", "precisions"),
+        [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp16", "fp32"), marks=pytest.mark.gpu)],
+    )
+    def test_step_time(self, device: str, precisions: tuple[str, ...], tmp_path: Path) -> None:
+        """Stock, standard and quest train in turns; on a GPU the times go to the table."""
+        rounds = self.rounds if device == "cuda" else 2
+        rows = []
+        order = random.Random(0)
+        for precision in precisions:
+            times: dict[str, list[float]] = {"stock": [], "standard": [], "quest": []}
+            for _ in range(rounds):
+                names = list(times)
+                order.shuffle(names)
+                for name in names:
+                    run = self.train(
+                        None if name == "stock" else name, device=device, precision=precision, steps=self.steps[device]
+                    )
+                    assert len(run.seconds) == self.steps[device]
+                    warm = run.seconds[len(run.seconds) // 4 :]  # the first steps compile and allocate
+                    times[name].append(statistics.median(warm))
+            for name, own in times.items():
+                row = {"attention": name, "precision": precision, "timing": asdict(against(own, times["stock"]))}
+                rows.append(row)
+        found = {
+            "host": self.host,
+            "version": version(self.distribution),
+            "model": self.model,
+            "versions": versions(device),
+            "rows": rows,
+        }
+        folder = RESULTS if device == "cuda" else tmp_path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.host}.json").write_text(json.dumps(found, indent=1))
+        assert all(row["timing"]["milliseconds"] > 0 for row in rows)
+        assert {row["timing"]["ratio"] for row in rows if row["attention"] == "stock"} == {1.0}
+
 
 def compiler(device: str) -> str:
     """The torch.compile back-end to use: on the CPU one that needs no C++ compiler."""
     return "inductor" if device == "cuda" else "aot_eager"
+
+
+def now(device: str) -> float:
+    """Seconds, after all that the device was given is done."""
+    import time
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -595,7 +595,8 @@ def test_the_trainer_of_pretraining(model, dataset, tmp_path):
 def test_the_launcher_of_several_processes(dataset, tmp_path):
     """`--num-gpus 2`: the children, which never read the configuration's file, build and train what it asks for.
 
-    Pointcept's launcher insists on CUDA and NCCL; without a GPU, tests/cpu gives it gloo.
+    Pointcept's launcher insists on CUDA and NCCL; without a GPU, tests/cpu gives it gloo. With GPUs it runs as it
+    is in integration_tests/gpu/test_pointcept_launcher.py.
     """
     root = Path(ROOT)
     configs = [
