@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from ..mechanism import Mechanism
 from ..ops import logits, merge_masks
 from .packing import PIECE
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Own = TypeVar("Own", bound="Monitor")
 
 BLOCK = 2**19  # logits held at a time
 
@@ -135,7 +134,7 @@ class Monitor:
         for layer in self._layers.values():
             layer.remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Own) -> Own:
         return self
 
     def __exit__(self, *_: object) -> None:
