@@ -41,6 +41,14 @@ def test_from_config_starts_as_asked_and_what_was_saved_is_not_scaled(name, tmp_
     assert loaded.config.attention == model.config.attention
 
 
+def test_each_role_starts_as_its_own_attention_says():
+    choice = {"encoder": "qnorm", "decoder": "quest(init=5)", "cross": "standard"}
+    found = norms(build("bart", attention=choice))
+    assert {path for path, heads in found.items() if heads == pytest.approx([5] * 4)} == {
+        path for path in found if ".decoder." in path and path.endswith("self_attn")
+    }
+
+
 def test_pretrained_weights_are_not_scaled(tmp_path):
     build("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="this model may be trained"):

@@ -17,6 +17,7 @@ from quest_core import AttentionConfig, AttentionMismatchWarning, CheckpointErro
 from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts import plugins
 from quest_transformers import TransformersAdapter
+from quest_transformers.choice import Choice
 
 
 def mechanisms(model):
@@ -189,7 +190,35 @@ def test_copies_and_pickles():
         torch.testing.assert_close(logits(twin, arguments), logits(model, arguments))
 
 
-# --- parts of a model apart ------------------------------------------------------------------------------------------
+# --- encoder and decoder apart ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ_MODELS)
+def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
+    chosen = {"encoder": "quest", "decoder": "standard", "cross": "qknorm-hs"}
+    model = build(name, attention=chosen).eval()
+    found = {}
+    for site in TransformersAdapter().sites(model):
+        role = "encoder" if "encoder." in site.path and "decoder." not in site.path else "decoder"
+        role = "cross" if "encoder_attn" in site.path or "EncDec" in site.path else role
+        found.setdefault(role, set()).add(str(site.module.mechanism.config))
+    assert found == {role: {attention} for role, attention in chosen.items()}
+    assert len(model.attention_report.replacements) == 6
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.attention == str(Choice.parse(chosen))
+    arguments = inputs(name)
+    torch.testing.assert_close(logits(again, arguments), logits(model, arguments))
+    swapped = {"encoder": "standard", "decoder": "quest", "cross": "qknorm-hs"}
+    with pytest.raises(CheckpointError):
+        type(model).from_pretrained(tmp_path, attn_implementation=swapped)
+
+
+def test_a_mapping_names_every_role():
+    with pytest.raises(ConfigError, match="lacks decoder, cross"):
+        Choice.parse({"encoder": "quest"})
+    with pytest.raises(ConfigError, match="did you mean 'encoder'"):
+        Choice.parse({"encoders": "quest", "decoder": "quest", "cross": "quest"})
 
 
 def clip():

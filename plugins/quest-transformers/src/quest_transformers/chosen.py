@@ -17,9 +17,10 @@ from quest_core.hosts.sites import looks_like_attention
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
+from .choice import Choice
 from .configs import asked_by, asked_for, attention_of
 from .examples import Example
-from .layers import is_attention
+from .layers import is_attention, role
 
 
 class Chosen(Adapter):
@@ -77,8 +78,8 @@ def fulfil(
     *,
     fresh: bool,
     loads: bool = False,
-    attention: AttentionConfig | None = None,
-    parts: Mapping[str, AttentionConfig] | None = None,
+    choice: Choice | None = None,
+    parts: Mapping[str, Choice] | None = None,
     runs: bool = True,
     example: Any = None,
     **options: Any,
@@ -90,7 +91,7 @@ def fulfil(
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
         fresh: the weights have only been initialized.
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
-        attention: what to put instead of what the configs ask for.
+        choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
         runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
             what adapters know is replaced.
@@ -100,7 +101,7 @@ def fulfil(
     Raises:
         As quest_core.inject.
     """
-    asked = attention or asked_by(model.config)
+    asked = choice or asked_by(model.config)
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig] = {}
@@ -109,11 +110,11 @@ def fulfil(
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        own = attention or (parts or {}).get(site.path) or (asked_for(model, module) if held is None else None)
+        own = choice or (parts or {}).get(site.path) or (asked_for(model, module) if held is None else None)
         if own is None and held is None:
             kept.append(site.path)
             continue
-        chosen[site.path] = held.config if own is None else own
+        chosen[site.path] = held.config if own is None else own.of(role(module))
         changed = changed or held is None or held.config != chosen[site.path]
     others: list[Adapter] = []
     if asked is not None:
@@ -144,10 +145,10 @@ def fulfil(
         if asked is None:
             apart = {_kind(part) for path in kept for part in _along(model, path)}
             apart |= {_kind(part) for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part)}
-        configs = sorted({*chosen.values()} or ({asked} if asked is not None else set()), key=str)
+        configs = sorted({*chosen.values()} or ({asked.decoder} if asked is not None else set()), key=str)
         if len(configs) > 1 and len(known) > len(chosen) + len(kept):
             raise UnsupportedError(
-                f"{type(model).__name__} has attention that belongs to no part, so it takes one attention, not "
+                f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
                 f"{', '.join(map(str, configs))}"
             )
         # inject links layers if its own argument is chained, and refuses one with a start for trained weights.

@@ -20,7 +20,7 @@ from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
 
 from .configs import asked_by, asked_for
-from .layers import has_mechanism, is_attention
+from .layers import has_mechanism, is_attention, role
 
 
 def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConfig | None, load: object) -> bool:
@@ -35,9 +35,10 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
     Raises:
         CheckpointError: the checkpoint has another attention, which `attention_from` does not name.
     """
-    parts = [part for part in model.modules() if is_attention(part)]
-    asked = [asked_for(model, part) for part in parts] if parts else [asked_by(model.config)]
-    wanted = {one for one in asked if one is not None}
+    choices = [(part, asked_for(model, part)) for part in model.modules() if is_attention(part)]
+    wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
+    if not choices and (choice := asked_by(model.config)) is not None:
+        wanted = {choice.decoder}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
     for key, entry in entries(stored).items():
         trained = decode(entry)

@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from quest_core.config import AttentionConfig
+from quest_core.config import STANDARD, AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
-from .layers import INTERFACE, NAMES, WHOLE_MASKS, is_attention, prepares
+from .choice import ROLES, Choice
+from .layers import INTERFACE, NAMES, WHOLE_MASKS, is_attention, prepares, role
 
 KEY = "attn_implementation"
 """The attribute of a config that holds the attention as text, and its key in config.json."""
@@ -43,9 +44,9 @@ def _implementation(stock: property) -> property:
         assert stock.fset is not None
         stock.fset(self, value)
         own = self._attn_implementation_internal
-        config = parse(own)
-        if config is not None:
-            self.__dict__[KEY] = str(config)
+        choice = parse(own)
+        if choice is not None:
+            self.__dict__[KEY] = str(choice)
             self._attn_implementation_internal = INTERFACE  # until a model is built, which chooses
         elif own is not None and own not in NAMES and not _is_constructing(sys._getframe(1)):
             self.__dict__.pop(KEY, None)
@@ -63,23 +64,23 @@ def _is_constructing(frame: FrameType) -> bool:
 
 
 def as_text(config: Any, value: Any) -> Any:
-    """A mapping of an attention's options as text; others, such as one of a config's parts, as they are."""
+    """A mapping of an attention's options or of roles as text; others, such as one of a config's parts, as they are."""
     parts = {"", *config.sub_configs}
     unknown = sorted({*value} - parts, key=str) if isinstance(value, Mapping) else []
-    if "name" in unknown:
-        return str(AttentionConfig.parse(value))
+    if {"name", *ROLES}.intersection(unknown):
+        return str(Choice.parse(value))
     if any(parse(value[key]) for key in unknown):  # transformers ignores the key
-        choices = sorted({*parts, "name"} - {""})
+        choices = sorted({*parts, *ROLES, "name"} - {""})
         raise ConfigError(
             f"{KEY}: {unknown[0]!r} is not a part of {type(config).__name__}; {one_of(unknown[0], choices)}"
         )
     return value
 
 
-def parse(text: Any) -> AttentionConfig | None:
-    """The attention that a text means; None for the names of transformers' own functions and for unknown ones."""
+def parse(text: Any) -> Choice | None:
+    """The choice that a text means; None for the names of transformers' own functions and for unknown ones."""
     try:
-        return AttentionConfig.parse(text) if isinstance(text, str) and text not in NAMES else None
+        return Choice.parse(text) if isinstance(text, str) and text not in NAMES else None
     except ConfigError:
         return None
 
@@ -94,18 +95,18 @@ def _set_implementation(config: Any, value: Any) -> None:
 
 
 def _set_attention(config: Any, attention: Any) -> None:
-    config._attn_implementation = None if attention is None else str(AttentionConfig.parse(attention))
+    config._attn_implementation = None if attention is None else str(Choice.parse(attention))
     if attention is None:
         config.__dict__.pop(KEY, None)
 
 
-def asked_by(config: Any) -> AttentionConfig | None:
+def asked_by(config: Any) -> Choice | None:
     """Return what a config asks for."""
     text = attention_of(config)
-    return None if text is None else AttentionConfig.parse(text)
+    return None if text is None else Choice.parse(text)
 
 
-def asked_for(model: Any, module: Any) -> AttentionConfig | None:
+def asked_for(model: Any, module: Any) -> Choice | None:
     """Return what the configs of a model ask for one of its attention modules.
 
     The config of the model decides if it does not hold the module's, which a constructor has made then.
@@ -133,11 +134,11 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
             found: list[Any] = [part for part in parts if is_attention(part) or hasattr(part, "mechanism")]
             if not found or not all(hasattr(part, "mechanism") for part in found):
                 continue  # parts of it have configs of their own
-            made = {part.mechanism.config for part in found}
-            if made != {asked_by(module.config)}:
-                one = next(iter(made)) if len(made) == 1 else None  # no text means several
-                name = interface_of(module, one) if one else INTERFACE
-                wanted[id(module.config)] = (module.config, None if one is None else str(one), name)
+            choice = asked_by(module.config)
+            if not (choice and all(choice.of(role(part)) == part.mechanism.config for part in found)):
+                text = _summary(found)
+                name = interface_of(module, Choice.parse(text)) if text else INTERFACE
+                wanted[id(module.config)] = (module.config, text, name)
     if not wanted:
         return
     memo: dict[int, Any] = {}
@@ -167,9 +168,22 @@ def parts_of(config: Any) -> Iterator[Any]:
             yield from parts_of(part)
 
 
-def interface_of(model: Any, config: AttentionConfig) -> str:
+def interface_of(model: Any, choice: Choice) -> str:
     """Return the name of the function that a model's config names: the host's own, or ours if it takes its place."""
-    if prepares(config) or not model._can_set_attn_implementation():
+    if all(prepares(choice.of(role)) for role in ROLES) or not model._can_set_attn_implementation():
         now = model.config._attn_implementation_internal
         return ("sdpa" if model._supports_sdpa else "eager") if now in (None, *NAMES) else now
     return INTERFACE if model._supports_sdpa else WHOLE_MASKS
+
+
+def _summary(modules: list[Any]) -> str | None:
+    """The text that says the attention of all modules; None where none can."""
+    configs: dict[str, set[AttentionConfig]] = {}
+    for module in modules:
+        configs.setdefault(role(module), set()).add(module.mechanism.config)
+    if any(len(found) > 1 for found in configs.values()):
+        return None
+    chosen = {role: next(iter(found)) for role, found in configs.items()}
+    if len(set(chosen.values())) == 1:
+        return str(next(iter(chosen.values())))
+    return str(Choice(**{role: chosen.get(role, STANDARD) for role in ROLES}))

@@ -61,7 +61,7 @@ class Anatomy:
         kv_heads: key/value heads G of the host's own model.
         head_dim: features D of a query/key head.
         scaling: the host's factor on q·k.
-        role: as `role` returns it.
+        role: "encoder", "decoder" or "cross"; see quest_transformers.choice.
         dropout: on the attention weights, in training.
         projections: where queries, keys and values are made, if each is a Linear of its own; else None.
     """
@@ -196,7 +196,7 @@ def _is_separate(module: nn.Module, projections: Projections) -> bool:
 
 
 def role(module: Any) -> str:
-    """Return "encoder" (a module sees every token), "decoder" (it is causal) or "cross" (another sequence)."""
+    """Return what a module attends to: "encoder", "decoder" or "cross"; see quest_transformers.choice."""
     causal = getattr(module, "is_causal", True)
     named = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if named or (getattr(module, "is_decoder", False) and not causal):

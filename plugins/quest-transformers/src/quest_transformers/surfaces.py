@@ -26,6 +26,7 @@ from quest_core.mechanism import Mechanism
 
 from . import configs
 from .caching import LAYERS, keep_unit_keys
+from .choice import Choice
 from .chosen import fulfil
 from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
 from .configs import KEY, as_text, asked_by, attention_of, interface_of, parse, parts_of
@@ -112,7 +113,7 @@ def _accept_names(stock: Any) -> Any:
             return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
         except ValueError as error:
             try:
-                AttentionConfig.parse(requested_attention or STANDARD)
+                Choice.parse(requested_attention or STANDARD)
             except ConfigError as ours:
                 raise ConfigError(f"{error} As an attention of quest it is refused too: {ours}") from None
             raise
@@ -196,25 +197,25 @@ def _inject_instead(adapter: Adapter, stock: Any) -> Any:
         self: Any, attn_implementation: Any, *arguments: Any, allow_partial: bool = False, **options: Any
     ) -> None:
         given = as_text(self.config, attn_implementation)
-        attention, parts = parse(given), dict[str, AttentionConfig]()
+        choice, parts = parse(given), dict[str, Choice]()
         if isinstance(given, Mapping):
             parts, given = _chosen_parts(self, given)
-        elif attention is None and self.config._attn_implementation in NAMES:
+        elif choice is None and self.config._attn_implementation in NAMES:
             raise _kept(self.config, given)
-        if attention is not None or parts:
-            fulfil(adapter, self, fresh=False, attention=attention, parts=parts, allow_partial=allow_partial)
+        if choice is not None or parts:
+            fulfil(adapter, self, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
             getattr(self, REPORT).announce()
-        if attention is None and given != {}:
+        if choice is None and given != {}:
             stock(self, given, *arguments, **options)
 
     return set_attn_implementation
 
 
-def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, AttentionConfig], dict[str, Any]]:
+def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Any]]:
     """Split a mapping of the parts of a model, as transformers reads it.
 
     Returns:
-        The attention of each path that shall have one of quest, and the rest of the mapping.
+        The choice for the path of each attention module that shall have one of quest, and the rest of the mapping.
 
     Raises:
         InjectionError: a part has no attention module.
@@ -226,7 +227,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Atten
     for path, owner in model.named_modules():
         if isinstance(owner, PreTrainedModel):
             owners |= {inner: owner.config for inner, part in owner.named_modules(prefix=path) if is_attention(part)}
-    chosen: dict[str, AttentionConfig] = {}
+    chosen: dict[str, Choice] = {}
 
     def rest(config: Any, value: Any, name: str) -> Any:
         value = as_text(config, value)
@@ -235,17 +236,17 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Atten
             return {key: each for key, each in left.items() if each is not chosen}
         parts = list(parts_of(config)) if name else [config]
         paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
-        attention = parse(value)
-        if attention is None:
+        choice = parse(value)
+        if choice is None:
             if any(part._attn_implementation in NAMES for part in parts):
                 raise _kept(config, value)
             return value
         if not paths:
             raise InjectionError(
-                f"{KEY}={{{name!r}: '{attention}'}}: no module of this part of {type(model).__name__} calls "
+                f"{KEY}={{{name!r}: '{choice}'}}: no module of this part of {type(model).__name__} calls "
                 "transformers' AttentionInterface"
             )
-        chosen.update(dict.fromkeys(paths, attention))
+        chosen.update(dict.fromkeys(paths, choice))
         return chosen
 
     left: dict[str, Any] = rest(model.config, given, "")
