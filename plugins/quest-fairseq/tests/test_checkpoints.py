@@ -133,6 +133,18 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path,
         averaging.newest(tmp_path / "quest", 9)
 
 
+def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    tools.train(lm_data, "--attention", "qknorm-hs", "--save-dir", tmp_path)
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint_last.pt"))["model"]
+    learned = [name for name in state if "mechanism" in name and not name.endswith(ENTRY)]
+    assert len(learned) == 2
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(tmp_path / "checkpoint_last.pt")], arg_overrides={"data": str(lm_data)}
+    )
+    for name in learned:
+        torch.testing.assert_close(models[0].state_dict()[name], state[name])
+
+
 def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
     """LayerDrop: fairseq renames the keys of the layers that are kept."""
     tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path, updates=1)

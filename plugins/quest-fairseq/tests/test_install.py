@@ -46,6 +46,21 @@ def test_uninstall_restores_fairseq(uninstalled: FairseqAdapter) -> None:
         assert str(model.attention_report).startswith("attention=quest in 1 module")
 
 
+def test_files_import_each_other_one_way() -> None:
+    """In any order, each in a new process."""
+    names = ("adapter", "attention", "config", "models", "patches", "transformer_xl")
+    imports: dict[str, set[str]] = {}
+    for name in names:
+        source = Path(USER_DIR, f"{name}.py").read_text()
+        found = re.findall(r"^ *from (?:\.(\w+) import|\. import ([\w, ]+))", source, re.MULTILINE)
+        imports[name] = {part for one, many in found for part in [one, *many.split(", ")] if part in names}
+    while imports:
+        free = [name for name, needs in imports.items() if not needs & imports.keys()]
+        assert free, f"import cycle: {imports}"
+        for name in free:
+            del imports[name]
+
+
 # --- fail early -----------------------------------------------------------------------------------------------------
 
 
@@ -72,6 +87,7 @@ WRONG = {
     "quest_wav2vec2 --attention elliptical --encoder-layerdrop 0.1": "encoder_layerdrop",
     "quest_hubert --attention qwest": "did you mean 'quest'",
     "quest_s2t_transformer_s --attention qwest": "did you mean 'quest'",
+    "quest_transformer_xl --attention qwest": "did you mean 'quest'",
     "transformer_lm --attention quest": None,
     "transformer --attention quest": None,
     "quest_transformer_lm --atention quest": None,

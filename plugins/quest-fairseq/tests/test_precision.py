@@ -15,6 +15,9 @@ from conftest import USER_DIR
 TOOLS = Path(sys.executable).parent
 CONFIGS = sorted((Path(USER_DIR) / "configs").glob("*.yaml"))
 SHORT = ["task.tokens_per_sample=8", "dataset.batch_size_valid=2", "optimization.max_update=3", "common.log_interval=1"]
+SIZES = {
+    "wikitext103-transformer-xl": ["model.n_layer=2", "dataset.batch_size=4"]
+}  # its batch is for the validation too
 # Gradients in one piece, as float16 has them by default, ask for the current GPU.
 HALF = {"bf16": ["common.bf16=true"], "fp16": ["common.fp16=true", "common.fp16_no_flatten_grads=true"]}
 
@@ -25,7 +28,7 @@ HALF = {"bf16": ["common.bf16=true"], "fp16": ["common.fp16=true", "common.fp16_
 def test_a_shipped_yaml_trains_in_half_precision(path: Path, precision: str, lm_data: Path, tmp_path: Path) -> None:
     command = [TOOLS / "quest", "run", TOOLS / "fairseq-hydra-train", "--config-dir", path.parent]
     command += ["--config-name", path.stem, f"task.data={lm_data}", "common.cpu=true", f"hydra.run.dir={tmp_path}"]
-    command += [*SHORT, "model.decoder_layers=2", *HALF[precision]]
+    command += [*SHORT, *SIZES.get(path.stem, ["model.decoder_layers=2"]), *HALF[precision]]
     done = subprocess.run(
         list(map(str, command)),
         capture_output=True,

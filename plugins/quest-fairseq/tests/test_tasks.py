@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -102,6 +105,22 @@ def test_a_cell_of_wikitext(tmp_path: Path) -> None:
         run_wikitext103(cell("lm/wikitext103", "small", work), lambda fraction, text: None)
     with pytest.raises(ConfigError, match=r"has no wiki.train.tokens, .*unpack"):
         run_wikitext103(cell("lm/wikitext103", "small", work, work), lambda fraction, text: None)
+
+
+USE = """
+import sys, quest_fairseq
+from fairseq.models import ARCH_MODEL_REGISTRY
+assert 'quest_transformer_lm' in ARCH_MODEL_REGISTRY
+print([name for name in sys.modules if name.startswith('quest_suites.fairseq')])
+"""
+
+
+@pytest.mark.slow
+def test_a_users_import_loads_no_benchmark_code() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
 def test_a_stopped_cell_starts_again_in_its_folder(tmp_path: Path) -> None:

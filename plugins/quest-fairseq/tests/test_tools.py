@@ -16,6 +16,7 @@ from fairseq.models import build_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
+import quest_core
 from quest_core.checkpoints import ENTRY, decode
 from quest_fairseq.config import parse
 from quest_suites.fairseq.tasks import configuration
@@ -193,7 +194,7 @@ def test_the_papers_models_have_the_papers_size(size: str, parameters: int) -> N
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56)]
+SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56), ("wikitext103-transformer-xl", 60)]
 
 
 @pytest.mark.parametrize(("name", "total"), SHIPPED)
@@ -219,6 +220,20 @@ def test_shipped_yamls_keep_the_sequences_an_update(name: str, total: int, proce
 def test_torchruns_number_of_processes_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert configuration("wikitext103-small").dataset.batch_size == 24
+
+
+def test_refusals_say_why() -> None:
+    for attention, why in (
+        ("sinkhorn", "a lower-triangular doubly stochastic matrix is the identity"),
+        ("kdgqa(kv_heads=2)", "cannot be causal"),
+        ("aft-conv", "cannot be causal"),
+    ):
+        with pytest.raises(quest_core.UnsupportedError, match=f"{why}.*Possible here: .*quest"):
+            build("quest_transformer_lm", "--attention", attention)
+    with pytest.raises(quest_core.UnsupportedError, match="attention dropout, which would have to be 0"):
+        build("quest_transformer_lm", "--attention", "linear", "--attention-dropout", "0.1")
+    with pytest.raises(quest_core.UnsupportedError, match="'aft-full' counts the positions of queries"):
+        build("quest_transformer", "--attention", "aft-full")
 
 
 def test_learned_positions_are_as_many_as_the_model_has() -> None:

@@ -10,13 +10,15 @@ from typing import ClassVar
 
 from torch import nn
 
+from quest_core.drafts import host_class
 from quest_core.errors import ConfigError
-from quest_core.hosts.adapter import Adapter, Capabilities, Site
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
 from quest_core.hosts.inject import REPORT, Report, inject
 
 from . import models, patches
 from .attention import Attention
 from .config import PARTS, Asked
+from .transformer_xl import RelativeAttention
 
 
 class FairseqAdapter(Adapter):
@@ -35,6 +37,11 @@ class FairseqAdapter(Adapter):
         self.parts = frozenset(parts)
         if self.parts != {*PARTS}:
             self.leaves_alone = frozenset({"MultiheadAttention", "Attention"})  # type: ignore[misc]
+
+    def replacement(self, module: nn.Module) -> type[HostAttention] | None:
+        """Return the class that replaces a module. That of transformers' TransfoXL moved between modules."""
+        relative = host_class(module).__name__ == "RelPartialLearnableMultiHeadAttn"
+        return RelativeAttention if relative else super().replacement(module)
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the sites of `parts`."""

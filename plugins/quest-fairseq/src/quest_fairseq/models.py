@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import fairseq.examples.truncated_bptt.transformer_xl_model  # noqa: F401  registers transformer_xl
 from fairseq import models as host
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from hydra.core.config_store import ConfigStore
@@ -56,7 +57,7 @@ def register(put: Callable[[Asked, nn.Module], None]) -> None:
         put: puts what options ask for into a model.
     """
     for stock, kind in [*host.MODEL_REGISTRY.items()]:
-        if not kind.__module__.startswith("fairseq.models."):
+        if not kind.__module__.startswith(("fairseq.models.", "fairseq.examples.")):
             continue  # of the user, or parallel in a way that needs other attention
         ours = type(f"Quest{kind.__name__}", (WithAttention, kind), {"put": staticmethod(put), "__module__": __name__})
         options = getattr(kind, "__dataclass", None)
