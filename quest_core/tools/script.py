@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..errors import QuestError
 from .curves import RECORD, draw
 from .watch import PAGE, Watch
 
@@ -66,7 +65,7 @@ class Script:
             module = getattr(module, wrapped)
         try:
             self.watch = Watch(module, every=self.every, example=lambda model: model(*args, **kwargs))
-        except QuestError as error:
+        except Exception as error:  # whatever it is, the script goes on
             say(f"{type(module).__name__} is not watched: {error}")
             return
         for handle in self._search:

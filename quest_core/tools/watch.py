@@ -28,9 +28,9 @@ class Watch:
     ...         train_step(model, batch)
     ...         logger.log(watch.step())  # {} between; else {"attention/layers.0.self_attn/max_logit/max": 31.2, ...}
 
-    Attention that is not of quest_core gets the mechanism `standard` meanwhile, which computes what the host computes.
-    The steps that are not measured run without hooks, and forward passes in evaluation do not count. What is measured
-    stands at :class:`quest_core.Monitor`.
+    A model without attention of quest_core gets the mechanism `standard` meanwhile, which computes what the host
+    computes. The steps that are not measured run without hooks, and forward passes in evaluation do not count. What is
+    measured stands at :class:`quest_core.Monitor`.
 
     Args:
         model: the model itself, without DistributedDataParallel or torch.compile around it.
