@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from .compat import (
     autocast_dtype,
     is_eager,
-    is_exporting,
     is_exporting_graph,
     is_tracing,
     may_read,
@@ -34,7 +33,7 @@ def unit(x: Tensor) -> Tensor:
     infinity; the result is zero then.
     """
     # The heads of a projection [B, N, H, D] are read in the order of memory. An exporter may not know the sizes.
-    turned = x.dim() == 4 and not is_exporting() and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    turned = x.dim() == 4 and not is_exporting_graph() and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
     x = x.transpose(1, 2) if turned else x
     # The hand-written derivative takes half the time of the recorded one. Transforms and compilers need the formula.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()

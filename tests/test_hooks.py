@@ -120,6 +120,7 @@ def test_functions_are_in_evaluation_and_bounded() -> None:
     assert len(vars(quest_core.mechanism._SHARED)) <= quest_core.mechanism.MOST
 
 
+@pytest.mark.needs_torch("2.7", "a function of torch that says whether it exports")
 def test_few_calls_lead_to_the_kernel() -> None:
     q, k, v = torch.randn(3, 1, 4, 1, 16)
     quest_core.attention(q, k, v)
