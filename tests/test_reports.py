@@ -295,17 +295,23 @@ def test_torch_fx_traces_a_model(kind: str, attention: str) -> None:
         torch.testing.assert_close(graph(*given), made(*given))
 
 
-@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest"])
-def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(attention: str) -> None:
-    """The routing mode went through its own call again inside of a compiled helper."""
+HELPERS = {
+    "call": F.scaled_dot_product_attention,
+    "call with scale 1": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=1.0),
+    "written": lambda q, k, v: (q @ k.mT * 8**-0.5).softmax(-1) @ v,
+}
 
-    def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v) * 1.0
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest", "quest+sigmoid"])
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper: str, attention: str, backend: str) -> None:
+    """The mode of a site went through its own call again inside of a compiled helper, whose graph calls functions."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.qkv, self.helper = nn.Linear(16, 48), helper
+            self.qkv, self.helper = nn.Linear(16, 48), lambda q, k, v: HELPERS[helper](q, k, v) * 1.0
 
         def forward(self, x: Tensor) -> Tensor:
             return self.helper(*self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4))
@@ -315,7 +321,8 @@ def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(attention: str
     for parameter in made.mechanism.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
     expected = made(x)
-    made.helper = torch.compile(helper, backend="aot_eager")
+    made.helper = torch.compile(made.helper, backend=backend)
+    torch.testing.assert_close(made(x), expected)
     torch.testing.assert_close(made(x), expected)
 
 

@@ -118,6 +118,16 @@ def refuse_checkpoint(path: str, levels: int) -> None:
         frame = frame.f_back
 
 
+def in_compiled_graph(site: nn.Module) -> bool:
+    """Return whether a graph of torch.compile makes the call that a mode sees; it was changed when it was compiled.
+
+    Such graphs are code of torch.fx. A site may hold code of torch.fx too, whose calls are the host's.
+    """
+    frame = sys._getframe(2)
+    owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith("<eval_with_key>") else None
+    return isinstance(owner, nn.Module) and all(owner is not module for module in site.modules())
+
+
 def in_autograd_function() -> bool:
     """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
     frame: FrameType | None = sys._getframe(2)

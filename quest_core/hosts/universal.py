@@ -37,7 +37,7 @@ from ..multihead import MultiheadAttention, leave_native_path
 from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
-from .sites import FoundSite, Watching, common_norm, norm_note, refuse_checkpoint, site_draft, within
+from .sites import FoundSite, Watching, common_norm, in_compiled_graph, norm_note, refuse_checkpoint, site_draft, within
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
@@ -139,6 +139,8 @@ class _Route(TorchFunctionMode):
         if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
             return args[0].unflatten(*args[1:], **kwargs)
         if func not in FUNCTIONS or FUNCTIONS[func].name != self.site.routed_call.function:
+            return func(*args, **kwargs)
+        if not is_compiling() and in_compiled_graph(self.site):
             return func(*args, **kwargs)
         self.calls += 1
         if not is_compiling():

@@ -21,7 +21,7 @@ from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import mechanism_for
 from .following import FUNCTIONS, SCALES, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
-from .sites import FoundSite, refuse_checkpoint, site_draft
+from .sites import FoundSite, in_compiled_graph, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
@@ -172,6 +172,8 @@ class _Preparing(Following):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (known := FUNCTIONS.get(func)) is not None:
+            if not is_compiling() and in_compiled_graph(self.site):
+                return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
         if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
             return args[0].unflatten(*args[1:], **kwargs)
