@@ -31,6 +31,9 @@ def test_the_same_inputs_reach_the_threshold_and_no_more(attention):
     made.layers[0].self_attn(x, x, x, need_weights=False)
     factors = clip.step()["layers.0.self_attn"]
     clip.close()
+    if attention is None:  # the model has its own attention again
+        assert type(made.layers[0].self_attn) is nn.MultiheadAttention
+        quest_core.inject(made, "standard")
     after = largest(made, x)
     for factor, top in zip(factors, after.tolist(), strict=True):
         assert top == pytest.approx(2, rel=1e-4) if factor < 1 else top <= 2
@@ -57,3 +60,26 @@ def test_heads_below_the_threshold_keep_their_weights():
 def test_errors(attention, threshold, words):
     with pytest.raises(quest_core.ConfigError, match=words):
         quest_core.QKClip(model(attention), threshold)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """The queries of attention that a run found, and those of a family, have no projection that can be scaled."""
+
+    class Called(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(
+                *self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            )
+
+    found, x = nn.Sequential(Called()), torch.randn(2, 5, 16)
+    quest_core.inject(found, "quest", example=x)
+    for made, error in ((found, quest_core.UnsupportedError), (model("linear"), quest_core.ConfigError)):
+        before = {name: value.clone() for name, value in made.state_dict().items()}
+        with pytest.raises(error):
+            quest_core.QKClip(made)
+        assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+        quest_core.Monitor(made).remove()  # no other observes it

@@ -1,5 +1,6 @@
 """quest_core.attention_maps: the weights that the outputs were made of."""
 
+import copy
 import math
 
 import pytest
@@ -26,7 +27,7 @@ class Model(nn.Module):
         return self.attn(x, x, x, need_weights=False, attn_mask=mask, is_causal=is_causal)[0]
 
 
-@pytest.mark.parametrize("queries", [None, [2, 0]])
+@pytest.mark.parametrize("queries", [None, [2, 0], [-1, 3, -6], []])
 @pytest.mark.parametrize("attention", [None, "quest", "quest+sigmoid", "standard+sinkhorn", "quest+gqa(kv_heads=2)"])
 def test_weights_equal_those_that_the_layer_returns(attention, queries):
     model, x = Model(attention).eval(), torch.randn(2, 6, 16)
@@ -58,6 +59,18 @@ def test_training_and_its_random_numbers_go_on_as_before():
     torch.manual_seed(3)
     quest_core.attention_maps(model, x)
     assert torch.equal(torch.rand(3), wanted)
+
+
+def test_buffers_stay_and_autocast_does_not_round_the_weights():
+    model = nn.Sequential(nn.BatchNorm1d(6), Model("quest")).train()
+    x = 3 * torch.randn(2, 6, 16)
+    before = copy.deepcopy(model.state_dict())
+    wanted = quest_core.attention_maps(model, x)["1.attn"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quest_core.attention_maps(model, x)["1.attn"].float()
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, 4, 6), rtol=0, atol=0.01)
+    torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.02)
 
 
 def test_a_layer_that_runs_twice_is_there_twice():
@@ -97,5 +110,8 @@ def test_attention_that_an_example_finds(attention):
 def test_errors():
     with pytest.raises(quest_core.UnsupportedError, match=r"'attn' is attention 'linear', which forms no weights"):
         quest_core.attention_maps(Model("linear"), (torch.randn(2, 6, 16),))
+    for query in (6, -7):
+        with pytest.raises(quest_core.InputError, match=f"queries holds {query}, .* has 6 queries"):
+            quest_core.attention_maps(Model("quest"), (torch.randn(2, 6, 16),), queries=[0, query])
     with pytest.raises(quest_core.InjectionError):
         quest_core.attention_maps(nn.Linear(2, 2), (torch.randn(2, 2),))

@@ -17,6 +17,7 @@ from quest_core import ConfigError, InjectionError, Monitor
 from quest_core.mechanism import count_kv_heads
 from quest_core.tools import monitor as monitor_module
 from quest_core.tools import packing
+from quest_core.tools.monitor import Call
 
 B, H, N, M, D = 2, 4, 5, 7, 3
 
@@ -524,6 +525,6 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
     monitor = Monitor(m)
     with Largest() as largest:
         layer = monitor._layers["mechanism"]
-        layer._count(q, k, None, causal, (1, H, 256, 256), layer._formed(q, k, 1.0))
+        layer._count(Call(q, k, None, causal, (1, H, 256, 256), layer._formed(q, k, 1.0)))
     assert largest.largest <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

@@ -6,10 +6,11 @@ else; it is active only inside that forward and in its thread, so PyTorch is not
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -176,6 +177,19 @@ def run_example(model: nn.Module, example: Any) -> Any:
     return example(model) if callable(example) else model(example)
 
 
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run a model in the block without gradients; its buffers and the random state are restored at the end."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        try:
+            with same_random_state(model):
+                yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
 class Watching:
     """Mixed into a TorchFunctionMode that watches the run of an example."""
 
@@ -195,20 +209,16 @@ class Watching:
     def run(self, example: Any, *, changed: bool = False) -> Any:
         """Run the model without gradients, on other values if `changed`. Random state and buffers stay as they were."""
         model, mode = self.model, self
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         handles = [module.register_forward_pre_hook(self.enter) for module in model.modules()]
         handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
         if changed:
             handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
         try:
-            with same_random_state(model), torch.no_grad(), force_eager(), mode:  # type: ignore[attr-defined]
+            with undisturbed(model), force_eager(), mode:  # type: ignore[attr-defined]
                 run_example(model, example)
         finally:
             for handle in handles:
                 handle.remove()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
         return self
 
 

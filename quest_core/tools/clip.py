@@ -6,12 +6,15 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedError
-from ..hosts.inject import REPORT, inject
+from ..hosts.finding import WrittenAdapter
+from ..hosts.inject import REPORT
 from ..hosts.plugins import adapter
+from ..hosts.universal import UniversalAdapter
 from ..mechanism import Mechanism
 from ..projections import Projected
 from .calibration import leaves
-from .monitor import Monitor
+from .monitor import borrow
+from .watch import TrainingMonitor
 
 
 class QKClip:
@@ -24,8 +27,8 @@ class QKClip:
 
     Where the largest logit S of a head in the step's forward passes is above the threshold τ, the head's query
     projection is multiplied by τ / S, so that the same inputs reach τ at most. (Kimi K2 gives √(τ/S) to the queries and
-    √(τ/S) to the keys; the logits are the same.) Attention that is not of quest_core gets the mechanism `standard`,
-    which computes what the host computes.
+    √(τ/S) to the keys; the logits are the same.) A model without attention of quest_core gets the mechanism
+    `standard` until `close`, which computes what the host computes. Forward passes in evaluation do not count.
 
     The logits are formed once more in every step (see :class:`quest_core.Monitor`); `quest` bounds them by its
     queries without that.
@@ -37,35 +40,42 @@ class QKClip:
     Raises:
         ConfigError: τ is not positive, or a score normalizes queries, so that their scale does not matter.
         InjectionError: no attention was found.
+        UnsupportedError: it is not known which projection makes a layer's queries.
     """
 
     def __init__(self, model: nn.Module, threshold: float = 100) -> None:
         if not threshold > 0:
             raise ConfigError(f"threshold is {threshold}; expected a positive number")
-        if not any(isinstance(module, Mechanism) for module in model.modules()):
-            inject(model, "standard")
-        for module in model.modules():
-            if isinstance(module, Mechanism) and not leaves(module.config, "query"):
-                raise ConfigError(
-                    f"attention '{module.config}' does not keep the scale of queries, so QK-clip has no effect; train "
-                    "without it"
-                )
         self.model, self.threshold = model, threshold
-        self._monitor = Monitor(model)
+        self._give_back = borrow(model)
+        try:
+            for path, module in model.named_modules():
+                if isinstance(module, Mechanism):
+                    self._refuse(path.rpartition(".")[0], module)
+            self._monitor = TrainingMonitor(model)
+        except Exception:
+            self._give_back()
+            raise
+
+    def _refuse(self, path: str, mechanism: Mechanism) -> None:
+        """Raise if the queries of an attention cannot be scaled; nothing is changed."""
+        if not leaves(mechanism.config, "query"):
+            raise ConfigError(
+                f"attention '{mechanism.config}' does not keep the scale of queries, so QK-clip has no effect; train "
+                "without it"
+            )
+        self._scale(path, torch.ones(mechanism.dims.num_heads if mechanism.dims else 1, dtype=torch.float64))
 
     def step(self) -> dict[str, list[float]]:
         """Clip what the forward passes since the last call exceeded.
 
         Returns:
             {path: [the factor of each head]} of the layers that were clipped.
-
-        Raises:
-            UnsupportedError: it is not known which projection makes a layer's queries; nothing of the layer changed.
         """
         clipped = {}
         for path, seen in self._monitor.collect().items():
             factor = (self.threshold / torch.tensor(seen["max_logit"], dtype=torch.float64)).clamp(max=1)
-            factor = torch.where(factor > 0, factor, 1)  # NaN: the head saw no pair
+            factor = torch.where(factor > 0, factor, 1)  # NaN: the head saw no pair; 0: no factor mends infinity
             if bool((factor < 1).any()):
                 self._scale(path, factor)
                 clipped[path] = factor.tolist()
@@ -77,11 +87,12 @@ class QKClip:
             module.projections.scale(module, module.head_sizes, "q", factor)
             return
         rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
-        for row in rows:
-            if row.path == path:
-                return adapter(row.adapter).scale_queries(module, factor)
-        raise UnsupportedError(f"QK-clip does not know which projection makes the queries of '{path}'")
+        owners = [row.adapter for row in rows if row.path == path]
+        if not owners or owners[0] in (UniversalAdapter.name, WrittenAdapter.name):
+            raise UnsupportedError(f"QK-clip does not know which projection makes the queries of '{path}'")
+        adapter(owners[0]).scale_queries(module, factor)
 
     def close(self) -> None:
-        """Stop measuring; the model keeps its attention."""
+        """Stop, and give a model back as it was but for the scaled projections."""
         self._monitor.remove()
+        self._give_back()

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..compat import same_random_state
-from ..errors import InjectionError, UnsupportedError
-from ..hosts.inject import inject, uninject
-from ..hosts.sites import run_example
+from ..errors import InjectionError, InputError, UnsupportedError
+from ..hosts.sites import run_example, undisturbed
 from ..mechanism import Mechanism
-from .monitor import Form, Layer, Monitor, blocks
+from .monitor import Call, Layer, Monitor, blocks, borrow
 
 
 def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | None = None) -> dict[str, Tensor]:
@@ -23,14 +20,15 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | N
     >>> maps["encoder.layers.0.self_attn"].shape  # [B, H, N, M]
     >>> first = quest_core.attention_maps(model, batch, queries=[0])  # of the class token only: [B, H, 1, M]
 
-    The model runs as it is, in training or evaluation, without gradients, and the random state is left as it was. The
-    weights are those before dropout. Attention that is not of
-    quest_core gets the mechanism `standard` for this run.
+    The model runs as it is, in training or evaluation, without gradients; its buffers and the random state are left as
+    they were. The weights are those before dropout. A model without attention of quest_core gets the mechanism
+    `standard` for this run.
 
     Args:
         model: a model whose attention is known, as for :func:`quest_core.inject`.
         example: its inputs, as the `example` of inject.
-        queries: positions of the queries whose weights are wanted, all by default. Few queries need little memory.
+        queries: positions of the queries whose weights are wanted, all by default; negative ones count from the end.
+            Few queries need little memory.
 
     Returns:
         {path: weights [B, H, N, M]} in the order of the run, on the model's device; a row of zeros for a query that
@@ -38,20 +36,24 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | N
 
     Raises:
         InjectionError: no attention was found, or none of it ran.
+        InputError: an attention has no query at one of these positions.
         UnsupportedError: an attention that forms no weights (linear, cosine, the AFTs).
     """
-    if not any(isinstance(module, Mechanism) for module in model.modules()):
-        inject(model, "standard", example=example, allow_partial=True)
-        try:
-            return attention_maps(model, example, queries=queries)
-        finally:
-            uninject(model)
+    give_back = borrow(model, example)
+    try:
+        return _maps(model, example, queries)
+    finally:
+        give_back()
+
+
+def _maps(model: nn.Module, example: Any, queries: Sequence[int] | None) -> dict[str, Tensor]:
+    """Return the maps of a model with attention of quest_core; as `attention_maps`."""
     for path, module in model.named_modules():
         if isinstance(module, Mechanism) and module.family is not None:
             raise UnsupportedError(
                 f"'{path.removesuffix('.mechanism')}' is attention '{module.config}', which forms no weights"
             )
-    with _Maps(model, queries) as maps, torch.no_grad(), same_random_state(model):
+    with _Maps(model, queries) as maps, undisturbed(model):
         run_example(model, example)
     found = maps.found()
     if not found:
@@ -90,29 +92,22 @@ class _Map(Layer):
     def saw_pairs(self, *_: Any) -> None:
         raise UnsupportedError("attention over the edges of a graph has a weight per edge, and no map")
 
-    def _count(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        shape: tuple[int, ...],
-        form: Form | None = None,
-        bounded: tuple[Tensor, float] | None = None,
-        known: bool = True,
-    ) -> None:
-        """Keep the weights of a call; arguments as of `Layer`."""
-        if not known:
+    def _see(self, call: Call) -> None:
+        """Keep the weights of a call."""
+        if not call.known:
             raise UnsupportedError(
                 f"the model writes attention '{self.mechanism.config}' out in a way that hides which sample, head and "
                 "key a weight is of; call scaled_dot_product_attention there"
             )
-        assert form is not None  # a family has been refused
-        wanted = list(range(shape[2]) if self._queries is None else self._queries)
-        kept = q.new_zeros(shape[0], shape[1], len(wanted), shape[3])
-        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-        for some, rows, _, logs in blocks(self.mechanism, form, shape, mask, is_causal):
-            here = [(i, n - rows.start) for i, n in enumerate(wanted) if rows.start <= n < rows.stop]
+        assert call.form is not None  # a family has been refused
+        batch, heads, n, m = call.shape
+        given = range(n) if self._queries is None else self._queries
+        if outside := [query for query in given if not -n <= query < n]:
+            raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
+        wanted = [query % n for query in given]
+        kept = call.q.new_zeros(batch, heads, len(wanted), m)
+        for some, rows, _, logs in blocks(self.mechanism, call.form, call.shape, call.mask, call.is_causal):
+            here = [(i, query - rows.start) for i, query in enumerate(wanted) if rows.start <= query < rows.stop]
             if here:
                 to, of = map(list, zip(*here, strict=True))
                 chosen = logs[:, :, of]

@@ -6,14 +6,16 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import ConfigError, InjectionError
+from ..hosts.inject import REPORT, inject, uninject
 from ..mechanism import Mechanism
+from ..notices import say
 from ..ops import logits, merge_masks
 from .packing import PIECE
 
@@ -141,6 +143,24 @@ class Monitor:
         self.remove()
 
 
+def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
+    """Give a model without attention of quest_core the mechanism `standard`; return what takes it away again.
+
+    What stays the host's, because no adapter knows it, is said in the host's log.
+    """
+    if any(isinstance(module, Mechanism) for module in model.modules()):
+        return lambda: None
+    _, report = inject(model, "standard", example=example, allow_partial=True)
+    if report.left_alone:
+        say(f"not measured: {', '.join(report.left_alone)}")
+
+    def give_back() -> None:
+        if getattr(model, REPORT, None) is report:  # and the user has not injected another since
+            uninject(model)
+
+    return give_back
+
+
 _Seen: TypeAlias = dict[tuple[str, str], Tensor]  # (name, "max", "sum" or "count") -> a value a head
 Form: TypeAlias = Callable[[slice, slice], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
 
@@ -163,6 +183,29 @@ def _values(seen: _Seen) -> dict[str, list[float]]:
         elif kind == "sum":
             out[name] = (seen[name, kind] / seen[name, "count"]).tolist()
     return out
+
+
+class Call(NamedTuple):
+    """One call of an attention.
+
+    Attributes:
+        q: [B, H, N, D] and k: [B, G, M, D], before any normalization; while decoding only the new tokens.
+        mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
+        is_causal: query i sees keys j ≤ i + M − N.
+        shape: that of the logits, [B, H, N, M] with cached tokens.
+        form: returns logits of some samples and some queries before any mask; None for a family.
+        bounded: q as the normalizer gets it, and the factor on q kᵀ.
+        known: whether the axes of the logits are those of `shape`.
+    """
+
+    q: Tensor
+    k: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    shape: tuple[int, ...]
+    form: Form | None = None
+    bounded: tuple[Tensor, float] | None = None
+    known: bool = True
 
 
 class _Hook:
@@ -232,7 +275,7 @@ class Layer:
         def form(samples: slice, rows: slice) -> Tensor:
             return logits[samples, :, rows].to(wider(logits.dtype), copy=True)
 
-        self._count(q, k, seen, False, logits.shape, form, known=seen is not None)
+        self._count(Call(q, k, seen, False, logits.shape, form, known=seen is not None))
 
     def saw_flex(self, q: Tensor, k: Tensor, scale: float, score_mod: Any, mask_mod: Any, sizes: Any) -> None:
         """Count a call of flex_attention, whose score this layer has seen.
@@ -253,7 +296,7 @@ class Layer:
         at = (*(place[:size] for place, size in zip(places, sizes, strict=False)), *places[2:])
         mask = _of_pairs(lambda _, *pair: mask_mod(*pair))(q.new_zeros([len(x) for x in at]), *at)
         raw_q, raw_k, _ = self._taken_raw()
-        self._count(raw_q, raw_k, mask, False, (*q.shape[:3], k.shape[2]), form)
+        self._count(Call(raw_q, raw_k, mask, False, (*q.shape[:3], k.shape[2]), form))
 
     @torch.no_grad()
     def saw_pairs(self, q: Tensor, k: Tensor, logits: Tensor, index: Tensor, count: int) -> None:
@@ -286,7 +329,7 @@ class Layer:
         q, k, _ = args
         key_mask = kwargs["key_mask"]
         mask = None if key_mask is None else key_mask[:, None, None]
-        self._count(q, k, mask, kwargs["is_causal"], (*q.shape[:3], k.shape[2]))
+        self._count(Call(q, k, mask, kwargs["is_causal"], (*q.shape[:3], k.shape[2])))
 
     def _saw_score(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._raw.q, self._raw.k, self._raw.is_causal = args[0], args[1], kwargs["is_causal"]
@@ -297,7 +340,7 @@ class Layer:
         mask = functools.reduce(merge_masks, masks) if masks else None
         q, k, scale = *args[:2], self.mechanism.score.scale(args[0].shape[-1])
         shape = (*q.shape[:3], k.shape[2])
-        self._count(raw_q, raw_k, mask, is_causal, shape, self._formed(q, k, scale), (q, scale))
+        self._count(Call(raw_q, raw_k, mask, is_causal, shape, self._formed(q, k, scale), (q, scale)))
 
     def _taken_raw(self) -> tuple[Tensor, Tensor, bool]:
         """Return q, k and is_causal as the score got them, and forget them."""
@@ -321,55 +364,41 @@ class Layer:
             return bool((self.calls - 1) % self.every)
 
     @torch.no_grad()
-    def _count(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        shape: tuple[int, ...],
-        form: Form | None = None,
-        bounded: tuple[Tensor, float] | None = None,
-        known: bool = True,
-    ) -> None:
-        """Add a call to what was seen.
-
-        Args:
-            q: [B, H, N, D] and k: [B, G, M, D], before any normalization; while decoding only the new tokens.
-            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N.
-            shape: that of the logits, [B, H, N, M] with cached tokens.
-            form: returns logits of some samples and some queries before any mask; None for a family.
-            bounded: q as the normalizer gets it, and the factor on q kᵀ.
-            known: whether the axes of the logits are those of `shape`.
-        """
-        if self._skips() or 0 in q.shape or 0 in k.shape:
+    def _count(self, call: Call) -> None:
+        """Add a call to what was seen."""
+        if self._skips() or 0 in call.q.shape or 0 in call.k.shape:
             return
+        mask = call.mask
         if (real := PIECE.get()[1]) is not None:
             mask = merge_masks(mask, real[:, None, :, None])
         mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-        with torch.autocast(q.device.type, enabled=False):
-            queries, keys = _visible(mask, is_causal, q.shape[2], shape[3], q.device)
-            self._add_norms("query_norm", q, queries)
-            self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
-            if bounded is not None and self.mechanism.unit_keys:
-                norm = torch.linalg.vector_norm(bounded[0], dim=-1, dtype=wider(q.dtype))
-                bound = torch.where(queries, norm, -math.inf).amax((0, 2)) * abs(bounded[1])  # [H]
-                if mask is not None and mask.dtype != torch.bool:
-                    bound = bound + mask.amax()
-                self._add_max("logit_bound", bound)
-            if self.logits and form is not None:
-                columns = q.new_zeros(*shape[:2], shape[3], dtype=torch.float32)  # [B, H, M]: weights of all queries
-                for some, _, z, rows in blocks(self.mechanism, form, shape, mask, is_causal):
-                    self._add_max("max_logit", z.amax((0, 2, 3)))
-                    weights, entropy, counted = _weights(rows)
-                    self._add_mean("entropy", entropy, counted)
-                    columns[some] += weights.sum(2)
-                if not known:
-                    return
-                total = columns.sum(-1)  # [B, H]
-                share = torch.where(total > 0, columns.amax(-1) / total, 0)
-                self._add_mean("top_key_share", share[..., None], (total > 0)[..., None])
+        with torch.autocast(call.q.device.type, enabled=False):
+            self._see(call._replace(mask=mask))
+
+    def _see(self, call: Call) -> None:
+        """Sum up a call, whose mask has four axes."""
+        q, k, mask, is_causal, shape, form, bounded, known = call
+        queries, keys = _visible(mask, is_causal, q.shape[2], shape[3], q.device)
+        self._add_norms("query_norm", q, queries)
+        self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
+        if bounded is not None and self.mechanism.unit_keys:
+            norm = torch.linalg.vector_norm(bounded[0], dim=-1, dtype=wider(q.dtype))
+            bound = torch.where(queries, norm, -math.inf).amax((0, 2)) * abs(bounded[1])  # [H]
+            if mask is not None and mask.dtype != torch.bool:
+                bound = bound + mask.amax()
+            self._add_max("logit_bound", bound)
+        if not self.logits or form is None:
+            return
+        columns = q.new_zeros(*shape[:2], shape[3], dtype=torch.float32)  # [B, H, M]: weights of all queries
+        for some, _, z, rows in blocks(self.mechanism, form, shape, mask, is_causal):
+            self._add_max("max_logit", z.amax((0, 2, 3)))
+            weights, entropy, counted = _weights(rows)
+            self._add_mean("entropy", entropy, counted)
+            columns[some] += weights.sum(2)
+        if known:
+            total = columns.sum(-1)  # [B, H]
+            share = torch.where(total > 0, columns.amax(-1) / total, 0)
+            self._add_mean("top_key_share", share[..., None], (total > 0)[..., None])
 
     def _add_norms(self, name: str, x: Tensor, counted: Tensor) -> None:
         """Add norms of `x` [B, heads, tokens, D] where `counted`, broadcastable to [B, heads, tokens]."""

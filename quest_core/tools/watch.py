@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from ..hosts.inject import inject, uninject
 from ..mechanism import Mechanism
-from .monitor import Layer, Monitor
+from .monitor import Layer, Monitor, borrow
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
@@ -51,10 +50,8 @@ class Watch:
             raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
         self.model, self.every, self.steps = model, every, 0
         self.history: list[tuple[int, dict[str, Any]]] = []
-        self._borrowed = not any(isinstance(module, Mechanism) for module in model.modules())
-        if self._borrowed:
-            inject(model, "standard", example=example, allow_partial=True)
-        self._monitor: Monitor | None = _TrainingMonitor(model)
+        self._give_back = borrow(model, example)
+        self._monitor: Monitor | None = TrainingMonitor(model)
 
     def step(self) -> dict[str, float]:
         """Say that a step has ended; return what was measured in it, or {}.
@@ -72,7 +69,7 @@ class Watch:
                 self.history.append((self.steps, seen))
                 values = summary(seen)
         if (self.steps + 1) % self.every == 0:
-            self._monitor = _TrainingMonitor(self.model)
+            self._monitor = TrainingMonitor(self.model)
         return values
 
     def totals(self) -> dict[str, float]:
@@ -89,9 +86,7 @@ class Watch:
     def close(self) -> None:
         """Stop, and leave the model as it was. `history` stays."""
         self._stop()
-        if self._borrowed:
-            uninject(self.model)
-            self._borrowed = False
+        self._give_back()
 
     def _stop(self) -> None:
         if self._monitor is not None:
@@ -105,7 +100,7 @@ class Watch:
         self.close()
 
 
-class _TrainingMonitor(Monitor):
+class TrainingMonitor(Monitor):
     """A Monitor that leaves validation between two steps out."""
 
     def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
