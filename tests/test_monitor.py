@@ -421,12 +421,19 @@ def test_errors_name_the_fix() -> None:
     for every in (0, 1.5):
         with pytest.raises(ConfigError, match=f"every is {every}"):
             Monitor(model, every=every)  # type: ignore[arg-type]
-    monitor = Monitor(model)
-    with pytest.raises(ConfigError, match=r"'self_attn' is observed already.*remove\(\)"):
-        Monitor(model.layers[1])
-    monitor.remove()
-    monitor.remove()
-    Monitor(model)
+
+
+def test_several_monitors_see_the_same_and_stop_by_themselves() -> None:
+    model, x = encoder(), torch.randn(2, 5, 8)
+    first, second = Monitor(model), Monitor(model)
+    model(x)
+    assert first.collect() == second.collect() != {}
+    first.remove()
+    first.remove()
+    model(x)
+    assert (first.collect(), bool(second.collect())) == ({}, True)
+    second.remove()
+    assert all(m.monitor is None for m in model.modules() if isinstance(m, quest_core.Mechanism))
 
 
 # --- what a monitor must not change ---------------------------------------------------------------------------------

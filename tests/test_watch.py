@@ -92,6 +92,21 @@ def test_validation_between_two_steps_does_not_count():
         assert watch.step()["attention/max_logit"] == values["attention/max_logit"]
 
 
+def test_tools_share_a_model_and_the_last_gives_it_back():
+    model, x = encoder(), torch.randn(3, 5, 16)
+    kinds = [type(module) for module in model.modules()]
+    watch, clip = quest_core.Watch(model), quest_core.QKClip(model, threshold=1e-3)
+    model.train()(x)
+    assert {*quest_core.attention_maps(model, x)} == {*clip.step()} == {"layers.0.self_attn", "layers.1.self_attn"}
+    assert watch.step()
+    watch.close()
+    watch.close()
+    model(x)
+    assert clip.step()
+    clip.close()
+    assert [type(module) for module in model.modules()] == kinds
+
+
 def test_a_model_that_cannot_be_measured_stays_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(quest_core.InjectionError):

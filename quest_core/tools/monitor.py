@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Monitor:
 
     Raises:
         InjectionError: the model has no quest_core attention.
-        ConfigError: `every` is not a positive whole number, or another Monitor watches the model.
+        ConfigError: `every` is not a positive whole number.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
@@ -87,11 +88,9 @@ class Monitor:
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        if observed := [path for path, module in found.items() if module.monitor is not None]:
-            raise ConfigError(f"'{observed[0]}' is observed already; call remove() of the other Monitor first")
         self._layers = {path: self.layer(module, every, logits) for path, module in found.items()}
         for path, module in found.items():
-            module.monitor = self._layers[path]
+            module.monitor = Layers((*(module.monitor or ()), self._layers[path]))
 
     def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
         """Return what sees the calls of one mechanism."""
@@ -143,20 +142,30 @@ class Monitor:
         self.remove()
 
 
-def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
-    """Give a model without attention of quest_core the mechanism `standard`; return what takes it away again.
+_BORROWED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # a model -> its borrowers
 
-    What stays the host's, because no adapter knows it, is said in the host's log.
+
+def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
+    """Give a model without attention of quest_core the mechanism `standard`; return what gives it back.
+
+    The last of several borrowers gives it back. What stays the host's, because no adapter knows it, is said in the
+    host's log.
     """
-    if any(isinstance(module, Mechanism) for module in model.modules()):
-        return lambda: None
-    _, report = inject(model, "standard", example=example, allow_partial=True)
-    if report.left_alone:
-        say(f"not measured: {', '.join(report.left_alone)}")
+    if model not in _BORROWED:
+        if any(isinstance(module, Mechanism) for module in model.modules()):
+            return lambda: None
+        _, report = inject(model, "standard", example=example, allow_partial=True)
+        _BORROWED[model] = set()
+        if report.left_alone:
+            say(f"not measured: {', '.join(report.left_alone)}")
+    report, borrower = getattr(model, REPORT, None), object()
+    _BORROWED[model].add(borrower)
 
     def give_back() -> None:
-        if getattr(model, REPORT, None) is report:  # and the user has not injected another since
-            uninject(model)
+        borrowers = _BORROWED.get(model, set())
+        borrowers.discard(borrower)
+        if not borrowers and _BORROWED.pop(model, None) is not None and getattr(model, REPORT, None) is report:
+            uninject(model)  # the user has not injected another since
 
     return give_back
 
@@ -243,8 +252,8 @@ class Layer:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._handles:
-            self.mechanism.monitor = None
+        rest = Layers(layer for layer in self.mechanism.monitor or () if layer is not self)
+        self.mechanism.monitor = rest or None
         self._handles = []
 
     def take(self) -> _Seen:
@@ -258,9 +267,6 @@ class Layer:
             full[share] = own
             taken[name, kind] = full.flatten()
         return taken
-
-    def breaks_graphs(self) -> None:
-        """Do nothing; the hooks break the graphs of torch.compile."""
 
     def saw_logits(self, q: Tensor, k: Tensor, logits: Tensor, seen: Tensor | None) -> None:
         """Count a call in which the host formed the logits.
@@ -415,6 +421,25 @@ class Layer:
         sums = {(name, "sum"): values.sum((0, 2), dtype=torch.float64)}
         with self._lock:
             _add(self.seen, sums | {(name, "count"): counted.expand(values.shape).sum((0, 2))})
+
+
+class Layers(tuple[Layer, ...]):
+    """All that see the calls of one mechanism: `Mechanism.monitor`. Methods as those of `Layer`."""
+
+    def breaks_graphs(self) -> None:
+        """Do nothing; the hooks break the graphs of torch.compile."""
+
+    def saw_logits(self, *call: Any) -> None:
+        for layer in self:
+            layer.saw_logits(*call)
+
+    def saw_flex(self, *call: Any) -> None:
+        for layer in self:
+            layer.saw_flex(*call)
+
+    def saw_pairs(self, *call: Any) -> None:
+        for layer in self:
+            layer.saw_pairs(*call)
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
