@@ -59,6 +59,15 @@ def test_a_cell_measures_every_rate(data: Path, task: str) -> None:
         assert all(map(math.isfinite, result.series[f"{name}/lr=0.0032"]))
 
 
+def test_clipping_bounds_the_logits_of_training(data: Path) -> None:
+    tops = {}
+    for threshold in (0, 0.01):
+        more = {**SMALL, "epochs": 5, "qk_clip": threshold}  # 10 steps
+        series = run(cell("stability/rates", "vit", data=data, smoke=False, **more)).series
+        first, tops[threshold] = series["training_logit/lr=0.0032"]
+    assert tops[0.01] < tops[0] / 2
+
+
 def test_the_language_model_sees_no_later_character() -> None:
     model = stability.LanguageModel("quest", 11, cell("stability/rates", "vit", **SMALL).options).eval()
     tokens = torch.randint(11, (1, 20))

@@ -169,7 +169,8 @@ def classify(
     precision: str = "float32",
     clip: float = math.inf,
     change: Callable[[Tensor, Tensor], Split] | None = None,
-    watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    watch: Callable[[nn.Module], Mapping[str, float | list[float]]] | None = None,
+    after: Callable[[], object] = lambda: None,
 ) -> Fit:
     """Train a classifier and choose its epoch by the accuracy on a split; see `quest_research.suites.training.fit`.
 
@@ -184,7 +185,7 @@ def classify(
         precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
         clip: the largest norm of the gradients.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
-        watch: gives further values after each epoch.
+        watch, after: `watch` gives further values after each epoch; see `measure` and `after` of `fit`.
 
     Raises:
         DivergedError: a loss is not finite.
@@ -215,6 +216,7 @@ def classify(
             draw=draw,
             clip=clip,
             scale_loss=precision == "float16",
+            after=after,
         )
 
 

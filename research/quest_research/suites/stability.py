@@ -6,7 +6,7 @@ which a loss is not finite has diverged: it stays in the result, with the accura
 Task "vit" is the Vision Transformer of images/*, on Fashion-MNIST. Task "pydocs" is a causal model of the characters
 of Python's documentation topics; its accuracy is that of the next character in held-out text.
 
-Warm-up, depth and precision are options, for example `--set warmup=0,100 --set layers=4,12`.
+Warm-up, depth, precision and QK-clip are options, for example `--set warmup=0,100 --set layers=4,12`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from .training import DivergedError
 
 CONTEXT = 64
 """Characters that the language model sees."""
+EVERY = 10
+"""Steps from one measurement of the largest logit in training to the next; the first step is measured too."""
 WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
 
 
@@ -108,7 +110,8 @@ def run(cell: Cell, progress: Progress) -> Result:
         progress: called after each epoch.
 
     Returns:
-        What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`.
+        What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`, and
+        ``training_logit``, the largest logit of every `EVERY`-th step.
 
     Raises:
         ConfigError: a size is invalid, or the data is missing.
@@ -123,6 +126,20 @@ def run(cell: Cell, progress: Progress) -> Result:
     def train(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
         model = problem.make()
+        watch = quest_core.Watch(model, every=EVERY)
+        clip = quest_core.QKClip(model, options["qk_clip"]) if options["qk_clip"] else None
+        logits: list[float] = []
+
+        def after() -> None:
+            if values := watch.step():
+                logits.append(values["attention/max_logit"])
+            if clip:
+                clip.step()
+
+        def look(model: nn.Module) -> dict[str, float | list[float]]:
+            seen, logits[:] = logits[:], []
+            return {**observe(model, probe), "training_logit": seen}
+
         try:
             found = classify(
                 cell,
@@ -135,7 +152,8 @@ def run(cell: Cell, progress: Progress) -> Result:
                 draw=torch.Generator().manual_seed(cell.seed),
                 progress=progress,
                 precision=options["precision"],
-                watch=lambda model: observe(model, probe),
+                watch=look,
+                after=after,
             )
         except DivergedError as error:
             return Trained(problem.guess, problem.guess, error.series, diverged=True)

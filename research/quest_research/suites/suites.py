@@ -65,6 +65,7 @@ STABILITY_OPTIONS = [
     whole("rates", 5, "learning rates, half a decade apart", 2),
     number("lowest", 0.001, "lowest learning rate"),
     _PRECISION,
+    number("qk_clip", 0, "threshold of QK-clip after each step; 0 for none"),
 ]
 ROBUSTNESS_OPTIONS = [
     *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quest_suites.contract import Cell, load_state, save_state
 
 Curves = dict[str, list[float]]
-"""A name -> its values, one an epoch."""
+"""A name -> its values, one an epoch; or as many an epoch, where it is measured in steps."""
 
 
 class DivergedError(Exception):
@@ -71,7 +71,7 @@ def fit(
     batch: int,
     rate: float,
     weight_decay: float,
-    measure: Callable[[], Mapping[str, float]],
+    measure: Callable[[], Mapping[str, float | list[float]]],
     progress: Callable[[float, str], None],
     select: str | None = None,
     best: Callable[[list[float]], float] = max,
@@ -79,6 +79,7 @@ def fit(
     warmup: int = 0,
     clip: float = math.inf,
     scale_loss: bool = False,
+    after: Callable[[], object] = lambda: None,
 ) -> Fit:
     """Train with AdamW and a cosine schedule that starts at the full rate and ends at 0.
 
@@ -91,7 +92,8 @@ def fit(
         loss: the mean loss of the samples with these indices [b].
         count: samples; an epoch shows each once.
         epochs, batch, rate, weight_decay: of this phase.
-        measure: called after each epoch, with the model in evaluation and without gradients.
+        measure: called after each epoch, with the model in evaluation and without gradients. A list is a value for
+            each of some steps of the epoch.
         progress: called after each epoch with the share of this phase.
         select: the measurement that chooses an epoch; None for the last one.
         best: max or min.
@@ -99,6 +101,7 @@ def fit(
         warmup: steps in which the rate rises to its value.
         clip: the largest norm of the gradients.
         scale_loss: scale the loss, for float16.
+        after: called after each step of the optimizer.
 
     Raises:
         DivergedError: the mean loss of an epoch is not finite.
@@ -140,6 +143,7 @@ def fit(
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
+            after()
             losses.append(value.detach())
         mean = torch.stack(losses).mean().item()
         if not math.isfinite(mean):
@@ -148,8 +152,8 @@ def fit(
         model.eval()
         with torch.no_grad():
             values = {"train_loss": mean, **measure()}
-        for name, number in values.items():
-            found.series.setdefault(name, []).append(number)
+        for name, value in values.items():
+            found.series.setdefault(name, []).extend(value if isinstance(value, list) else [value])
         chosen = found.series[select] if select else []
         if not select or chosen.index(best(chosen)) == epoch:
             found.selected = epoch
