@@ -1,13 +1,17 @@
 """quest_core.attention_maps: the weights that the outputs were made of."""
 
 import copy
+import json
 import math
+import os
 
 import pytest
 import torch
 from torch import nn
 
 import quest_core
+from quest_core.cli import watch
+from quest_core.tools import pictures, script
 
 
 def layer(attention=None):
@@ -27,14 +31,16 @@ class Model(nn.Module):
         return self.attn(x, x, x, need_weights=False, attn_mask=mask, is_causal=is_causal)[0]
 
 
-@pytest.mark.parametrize("queries", [None, [2, 0], [-1, 3, -6], []])
+@pytest.mark.parametrize("queries", [None, [2, 0], [-1, 3, -6], [], lambda n: range(0, n, 2)])
 @pytest.mark.parametrize("attention", [None, "quest", "quest+sigmoid", "standard+sinkhorn", "quest+gqa(kv_heads=2)"])
 def test_weights_equal_those_that_the_layer_returns(attention, queries):
     model, x = Model(attention).eval(), torch.randn(2, 6, 16)
     _, wanted = layer(attention).eval()(x, x, x, need_weights=True, average_attn_weights=False)  # [B, H, N, M]
     found = quest_core.attention_maps(model, (x,), queries=queries)
     assert list(found) == ["attn"]
-    torch.testing.assert_close(found["attn"], wanted if queries is None else wanted[:, :, queries])
+    torch.testing.assert_close(
+        found["attn"], wanted if queries is None else wanted[:, :, queries(6) if callable(queries) else queries]
+    )
     assert type(model.attn) is nn.MultiheadAttention or attention
 
 
@@ -115,3 +121,66 @@ def test_errors():
             quest_core.attention_maps(Model("quest"), (torch.randn(2, 6, 16),), queries=[0, query])
     with pytest.raises(quest_core.InjectionError):
         quest_core.attention_maps(nn.Linear(2, 2), (torch.randn(2, 2),))
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "keys", "grid"),
+    [
+        ((224, 224), 2, 197, (14, 14)),  # and a class token
+        ((224, 224), 2, 201, (14, 14)),  # and four registers
+        ((32, 64), 2, 8, (2, 4)),
+        ((64, 64), 2, 77, None),  # words
+        ((224, 224), 128, 49, None),  # windows
+    ],
+)
+def test_the_patches_of_an_image(size, batch, keys, grid):
+    assert pictures._patches(torch.zeros(batch, 3, 5, keys), torch.zeros(2, 3, *size)) == grid
+
+
+@pytest.mark.parametrize("query", [None, 3])
+def test_pictures_show_the_weights(tmp_path, monkeypatch, query):
+    pytest.importorskip("matplotlib")
+    model, x, seen = Model("quest").eval(), torch.randn(2, 100, 16), []
+    table = pictures._table
+    monkeypatch.setattr(pictures, "_table", lambda *given: seen.append(table(*given)) or seen[0])
+    files = pictures.draw_maps(model, x, tmp_path / "new" / "a", query=query)
+    assert [file.name for file in files if file.stat().st_size] == ["a-heads.png", "a-keys.png"]
+    weights = quest_core.attention_maps(model, x)["attn"][0]  # [H, N, M]
+    wanted = weights[:, ::2].mean(1) if query is None else weights[:, query]
+    torch.testing.assert_close(torch.tensor(seen[0].axes[0].images[0].get_array()), wanted)
+    with pytest.raises(quest_core.InputError, match="tokens has 2 words; the layers have 100 keys"):
+        pictures.draw_maps(model, x, tmp_path / "b", tokens=["a", "b"])
+
+
+class Cached(nn.Module):
+    """Attends to all that a cache has seen; called once, with keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = layer()
+
+    def forward(self, images, *, cache):
+        cache.append(images.flatten(2).mT)  # [B, M, 16]
+        x = torch.cat(cache, 1)
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+def test_the_models_of_a_script_are_drawn_and_compute_what_they_did(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(watch, "start", lambda command, plugins, variables: os.environ.update(variables))
+    monkeypatch.setenv(script.MAPPED, "")
+    watch.maps(["--out", str(tmp_path), "--", "python", "predict.py"])
+    maps = script.Maps(**json.loads(os.environ[script.MAPPED]))
+    try:
+        images, cache = torch.randn(2, 16, 4, 4), []
+        outputs = [Cached().eval()(images, cache=cache), Cached().eval()(images, cache=[]), nn.Linear(4, 1)(images)]
+    finally:
+        maps.close()
+    assert len(cache) == 1
+    torch.testing.assert_close(outputs[0], outputs[1])
+    names = [f"Cached{number}-{what}.png" for number in ("-2", "") for what in ("heads", "keys")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert "Linear is not drawn: " in capsys.readouterr().err

@@ -174,7 +174,7 @@ def test_a_script_is_measured_and_computes_what_it_did(tmp_path, capsys):
     assert out == alone
     assert "step 10: largest logit" in said
     lines = [json.loads(line) for line in (tmp_path / "seen" / "watch.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 5, 10]  # the step before the first showed which model is trained
+    assert [line["step"] for line in lines] == [1, 5, 10]
     assert {*lines[0]["layers"]} == {"body.layers.0.self_attn", "body.layers.1.self_attn"}
     assert "<svg" in (tmp_path / "seen" / "watch.html").read_text()
 

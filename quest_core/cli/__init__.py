@@ -21,6 +21,7 @@ EPILOG = """examples:
   quest doctor                                which plugins work here, and how to fix the others
   quest run -- python train.py ...            a training script as it is, with the plugins installed
   quest watch -- python train.py ...          any training script, with its largest logits and entropies
+  quest maps -- python predict.py             pictures of the attention of any script's model
   quest new-mechanism mine                    copy an example: a mechanism with its reference and tests
   quest new-plugin mylab                      copy an example: a plugin for a framework, with its tests
   quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
@@ -47,8 +48,8 @@ def _run(arguments: list[str]) -> int:
     command = arguments[0] if arguments else ""
     if command == "run":  # the words after our options belong to the user's command
         run.main(arguments[1:])
-    if command == "watch":
-        return watch.main(arguments[1:])
+    if command in ("watch", "maps"):
+        return int(getattr(watch, command)(arguments[1:]))
     if command in others:
         return int(others[command].load()(arguments[1:]))
     chosen = _parser(others).parse_args(arguments)
@@ -78,6 +79,7 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     add("run", "start a training command with the plugins installed (quest run --help)")
     add("watch", "start a training command and measure its attention (quest watch --help)")
+    add("maps", "start a command and draw the attention of its model (quest maps --help)")
     for kind in EXAMPLES:
         copied = add(f"new-{kind}", f"copy an example of a {kind}, with tests that pass")
         copied.add_argument("name", metavar="NAME", help="the new distribution is quest-NAME")
@@ -100,6 +102,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": lambda given: doctor.main(given.timeout),
     "run": lambda _: 0,  # not reached: the process becomes the command
     "watch": lambda _: 0,
+    "maps": lambda _: 0,
     "new-mechanism": lambda given: new("mechanism", given.name, given.out),
     "new-plugin": lambda given: new("plugin", given.name, given.out),
 }

@@ -42,12 +42,14 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
     start(command, wanted(hosts), required=hosts is not None)
 
 
-def start(command: Sequence[str], chosen: Sequence[Plugin], *, required: bool = False, **variables: str) -> NoReturn:
+def start(
+    command: Sequence[str], chosen: Sequence[Plugin], *, required: bool = False, variables: Mapping[str, str] = {}
+) -> NoReturn:
     """Replace this process by a command, with `variables` in its environment; else as in `environment` and `run`."""
     words = complete(command)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(words[0], words, environment(chosen, required) | variables)
+    os.execve(words[0], words, environment(chosen, required) | dict(variables))
 
 
 def wanted(hosts: Sequence[str] | None) -> list[Plugin]:

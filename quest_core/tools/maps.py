@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -12,8 +12,10 @@ from ..hosts.sites import run_example, undisturbed
 from ..mechanism import Mechanism
 from .monitor import Call, Layer, Monitor, blocks, borrow
 
+Queries: TypeAlias = Sequence[int] | Callable[[int], Sequence[int]] | None
 
-def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | None = None) -> dict[str, Tensor]:
+
+def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -> dict[str, Tensor]:
     """Return the weights of every attention in one run of a model: any mechanism, or the host's own attention.
 
     >>> maps = quest_core.attention_maps(model, batch)
@@ -28,7 +30,8 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | N
         model: a model whose attention is known, as for :func:`quest_core.inject`.
         example: its inputs, as the `example` of inject.
         queries: positions of the queries whose weights are wanted, all by default; negative ones count from the end.
-            Few queries need little memory.
+            Or a function that returns them for a number of queries, which layers may differ in. Few queries need
+            little memory.
 
     Returns:
         {path: weights [B, H, N, M]} in the order of the run, on the model's device; a row of zeros for a query that
@@ -46,7 +49,7 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Sequence[int] | N
         give_back()
 
 
-def _maps(model: nn.Module, example: Any, queries: Sequence[int] | None) -> dict[str, Tensor]:
+def _maps(model: nn.Module, example: Any, queries: Queries) -> dict[str, Tensor]:
     """Return the maps of a model with attention of quest_core; as `attention_maps`."""
     for path, module in model.named_modules():
         if isinstance(module, Mechanism) and module.family is not None:
@@ -64,7 +67,7 @@ def _maps(model: nn.Module, example: Any, queries: Sequence[int] | None) -> dict
 class _Maps(Monitor):
     """A Monitor that keeps weights."""
 
-    def __init__(self, model: nn.Module, queries: Sequence[int] | None) -> None:
+    def __init__(self, model: nn.Module, queries: Queries) -> None:
         self._queries = queries
         super().__init__(model)
 
@@ -84,7 +87,7 @@ class _Maps(Monitor):
 class _Map(Layer):
     """The weights of each call of one mechanism."""
 
-    def __init__(self, mechanism: Mechanism, queries: Sequence[int] | None) -> None:
+    def __init__(self, mechanism: Mechanism, queries: Queries) -> None:
         super().__init__(mechanism, every=1, logits=True)
         self.maps: list[Tensor] = []
         self._queries = queries
@@ -101,7 +104,8 @@ class _Map(Layer):
             )
         assert call.form is not None  # a family has been refused
         batch, heads, n, m = call.shape
-        given = range(n) if self._queries is None else self._queries
+        asked = range(n) if self._queries is None else self._queries
+        given = asked(n) if callable(asked) else asked
         if outside := [query for query in given if not -n <= query < n]:
             raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
         wanted = [query % n for query in given]

@@ -158,13 +158,13 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
         _BORROWED[model] = set()
         if report.left_alone:
             say(f"not measured: {', '.join(report.left_alone)}")
-    report, borrower = getattr(model, REPORT, None), object()
+    owned, borrower = getattr(model, REPORT, None), object()
     _BORROWED[model].add(borrower)
 
     def give_back() -> None:
         borrowers = _BORROWED.get(model, set())
         borrowers.discard(borrower)
-        if not borrowers and _BORROWED.pop(model, None) is not None and getattr(model, REPORT, None) is report:
+        if not borrowers and _BORROWED.pop(model, None) is not None and getattr(model, REPORT, None) is owned:
             uninject(model)  # the user has not injected another since
 
     return give_back

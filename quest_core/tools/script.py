@@ -1,78 +1,100 @@
-"""quest watch: measure the model that a training script trains, without a change of the script."""
+"""quest watch and quest maps: look into the models of a script, without a change of the script."""
 
 from __future__ import annotations
 
 import atexit
+import copy
+import functools
 import json
 import os
 import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .curves import RECORD, draw
+from . import curves
+from .pictures import draw_maps
 from .watch import PAGE, Watch
 
 WATCHED = "QUEST_WATCH"
 """The environment variable of watched processes, "100:/folder": steps from one measurement to the next, and where the
 measurements are written."""
+MAPPED = "QUEST_MAPS"
+"""The environment variable of `quest maps`: the JSON of what `Maps` takes."""
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+def look_at_models(look: Look) -> Callable[[], None]:
+    """Call `look` before the calls of models in this process; return what ends that.
+
+    A model is a module with parameters that no other module calls. Hooks for all modules do not see keyword arguments
+    before a call, so `nn.Module.__call__` is wrapped, as torch.fx does.
+
+    Args:
+        look: takes the model, out of its wrappers, and the arguments.
+    """
+    original, inside, ended = nn.Module.__call__, threading.local(), threading.Event()
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if ended.is_set() or getattr(inside, "model", False) or next(module.parameters(), None) is None:
+            return original(module, *args, **kwargs)
+        inside.model = True
+        try:
+            model = module
+            while wrapped := WRAPPERS.get(type(model).__name__):
+                model = getattr(model, wrapped)
+            look(model, args, kwargs)
+            return original(module, *args, **kwargs)
+        finally:
+            inside.model = False
+
+    def end() -> None:
+        ended.set()
+        if nn.Module.__call__ is call:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    return end
 
 
 class Script:
     """Watches the first model with attention that the process trains.
 
-    PyTorch's hooks for all modules find the model, and then are removed; its hook for all optimizers counts the steps.
-    A model that cannot be watched is said in one line, and the script goes on.
+    PyTorch's hook for all optimizers counts the steps. A model that cannot be watched is said in one line, and the
+    script goes on.
     """
 
     def __init__(self, every: int, folder: Path) -> None:
         self.every, self.folder = every, folder
         self.watch: Watch | None = None
-        self._depth = 0
-        self._tried: set[int] = set()
+        self._tried: WeakSet[nn.Module] = WeakSet()
         self._optimizer: torch.optim.Optimizer | None = None  # the one whose steps count
-        self._search = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
         self._steps = register_optimizer_step_post_hook(self._step)
+        self._end_search = look_at_models(self._begin)
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        self._depth += 1
-        outermost = self._depth == 1 and module.training and torch.is_grad_enabled()
-        if outermost and id(module) not in self._tried and next(module.parameters(), None) is not None:
-            self._tried.add(id(module))
-
-            def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                handle.remove()
-                self._begin(module, args, kwargs)
-
-            handle = module.register_forward_pre_hook(begin, with_kwargs=True)  # its next call, which shows keywords
-
-    def _leave(self, *_: Any) -> None:
-        self._depth -= 1
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch the model that is about to be called with these arguments."""
-        if self.watch is not None:
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Watch a model that is about to be called with these arguments, if it trains."""
+        if not model.training or not torch.is_grad_enabled() or model in self._tried:
             return
-        while wrapped := WRAPPERS.get(type(module).__name__):
-            module = getattr(module, wrapped)
+        self._tried.add(model)
         try:
-            self.watch = Watch(module, every=self.every, example=lambda model: model(*args, **kwargs))
+            self.watch = Watch(model, every=self.every, example=lambda model: model(*args, **kwargs))
         except Exception as error:  # whatever it is, the script goes on
-            say(f"{type(module).__name__} is not watched: {error}")
+            say(f"{type(model).__name__} is not watched: {error}")
             return
-        for handle in self._search:
-            handle.remove()
+        self._end_search()
         if is_first():
             self.folder.mkdir(parents=True, exist_ok=True)
-            say(f"measures {type(module).__name__} every {self.every} steps; curves: {self.folder / 'watch.html'}")
+            say(f"measures {type(model).__name__} every {self.every} steps; curves: {self.folder / 'watch.html'}")
             atexit.register(self.close)
 
     def _step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -85,7 +107,7 @@ class Script:
             self._optimizer = optimizer
         if optimizer is self._optimizer and self.watch.step() and is_first():
             step, layers = self.watch.history[-1]
-            with (self.folder / RECORD).open("a") as out:
+            with (self.folder / curves.RECORD).open("a") as out:
                 out.write(json.dumps({"step": step, "layers": layers}) + "\n")
             say(f"step {step}: {in_short(layers)}")
             for line in self.watch.remarks():
@@ -93,12 +115,52 @@ class Script:
 
     def close(self) -> None:
         """Stop, give the model back as it was, and draw the page; at the end of the process."""
-        for handle in (*self._search, self._steps):
-            handle.remove()
+        self._end_search()
+        self._steps.remove()
         if self.watch is not None:
             self.watch.close()
             if self.watch.history and is_first():
-                draw(self.folder)
+                curves.draw(self.folder)
+
+
+class Maps:
+    """Draws the attention of every model of the process, in one of its calls.
+
+    Args:
+        folder: where the pictures are written.
+        call: the number of the call, from 1.
+        query, tokens: as for `draw_maps`.
+    """
+
+    def __init__(self, folder: str, call: int, query: int | None, tokens: list[str] | None) -> None:
+        self.folder, self.call, self.query, self.tokens = Path(folder), call, query, tokens
+        self._calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._drawn: Counter[str] = Counter()
+        self.close = look_at_models(self._draw)
+
+    def _draw(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw the maps of a model that is about to be called."""
+        self._calls[model] = self._calls.get(model, 0) + 1
+        if self._calls[model] != self.call or not is_first():
+            return
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        images = [x for x in tensors if x.dim() == 4 and x.is_floating_point()]
+        ids = [x[0].tolist() for x in tensors if x.dim() == 2 and x.dtype in (torch.int32, torch.int64)]
+        tokens = self.tokens or (list(map(str, ids[0])) if ids else None)
+
+        def run(model: nn.Module) -> Any:  # with copies, because a call may fill a cache
+            given, named = copy.deepcopy((args, kwargs))
+            return model(*given, **named)
+
+        name = type(model).__name__
+        self._drawn[name] += 1
+        to = self.folder / (f"{name}-{self._drawn[name]}" if self._drawn[name] > 1 else name)
+        try:
+            found = draw_maps(model, run, to, query=self.query, tokens=tokens, image=images[0] if images else None)
+        except Exception as error:  # whatever it is, the script goes on
+            say(f"{name} is not drawn: {error}", "maps")
+        else:
+            say(f"drew {' and '.join(map(str, found))}", "maps")
 
 
 def in_short(layers: dict[str, Any]) -> str:
@@ -118,11 +180,14 @@ def is_first() -> bool:
     )
 
 
-def say(text: str) -> None:
-    print(f"quest watch: {text}", file=sys.stderr, flush=True)
+def say(text: str, command: str = "watch") -> None:
+    print(f"quest {command}: {text}", file=sys.stderr, flush=True)
 
 
 def start() -> None:
     """Begin in this process what the environment asks for."""
-    every, _, folder = os.environ[WATCHED].partition(":")
-    Script(int(every), Path(folder))
+    if MAPPED in os.environ:
+        Maps(**json.loads(os.environ[MAPPED]))
+    if WATCHED in os.environ:
+        every, _, folder = os.environ[WATCHED].partition(":")
+        Script(int(every), Path(folder))

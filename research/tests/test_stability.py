@@ -64,7 +64,7 @@ def test_clipping_bounds_the_logits_of_training(data: Path) -> None:
     for threshold in (0, 0.01):
         more = {**SMALL, "epochs": 5, "qk_clip": threshold}  # 10 steps
         series = run(cell("stability/rates", "vit", data=data, smoke=False, **more)).series
-        first, tops[threshold] = series["training_logit/lr=0.0032"]
+        _, tops[threshold] = series["training_logit/lr=0.0032"]
     assert tops[0.01] < tops[0] / 2
 
 

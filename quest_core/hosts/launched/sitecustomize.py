@@ -30,21 +30,21 @@ def install(name: str, required: bool) -> None:
 
 
 def measure() -> None:
-    """Begin what `quest watch` asks for, in a process that has just imported PyTorch."""
+    """Begin what `quest watch` or `quest maps` asks for, in a process that has just imported PyTorch."""
     from quest_core.tools.script import start
 
     start()
 
 
 def watch() -> None:
-    """Wait for the hosts that QUEST_RUN names, as plugin=module pairs, and for PyTorch if QUEST_WATCH is set."""
+    """Wait for the hosts that QUEST_RUN names, as plugin=module pairs, and for PyTorch if models are looked into."""
     spec: Any = importlib.util.spec_from_file_location("quest_patching", HERE.parent / "patching.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     for pair in filter(None, os.environ.get("QUEST_RUN", "").split(",")):
         name, _, module = pair.partition("=")
         hook.when_imported(module.rstrip("!"), partial(install, name, module.endswith("!")))
-    if os.environ.get("QUEST_WATCH"):
+    if os.environ.get("QUEST_WATCH") or os.environ.get("QUEST_MAPS"):
         hook.when_imported("torch", measure)
 
 

@@ -152,8 +152,8 @@ def fit(
         model.eval()
         with torch.no_grad():
             values = {"train_loss": mean, **measure()}
-        for name, value in values.items():
-            found.series.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+        for name, seen in values.items():
+            found.series.setdefault(name, []).extend(seen if isinstance(seen, list) else [seen])
         chosen = found.series[select] if select else []
         if not select or chosen.index(best(chosen)) == epoch:
             found.selected = epoch
