@@ -170,7 +170,7 @@ def classify(
     clip: float = math.inf,
     change: Callable[[Tensor, Tensor], Split] | None = None,
     watch: Callable[[nn.Module], Mapping[str, float | list[float]]] | None = None,
-    after: Callable[[], object] = lambda: None,
+    after: Callable[[int], object] = lambda step: None,
 ) -> Fit:
     """Train a classifier and choose its epoch by the accuracy on a split; see `quest_research.suites.training.fit`.
 

@@ -130,8 +130,9 @@ def run(cell: Cell, progress: Progress) -> Result:
         clip = quest_core.QKClip(model, options["qk_clip"]) if options["qk_clip"] else None
         logits: list[float] = []
 
-        def after() -> None:
-            if values := watch.step():
+        def after(step: int) -> None:
+            watch.steps = step - 1  # of a cell that continues, too
+            if (values := watch.step()) and (step == 1 or step % EVERY == 0):
                 logits.append(values["attention/max_logit"])
             if clip:
                 clip.step()

@@ -79,7 +79,7 @@ def fit(
     warmup: int = 0,
     clip: float = math.inf,
     scale_loss: bool = False,
-    after: Callable[[], object] = lambda: None,
+    after: Callable[[int], object] = lambda step: None,
 ) -> Fit:
     """Train with AdamW and a cosine schedule that starts at the full rate and ends at 0.
 
@@ -101,7 +101,7 @@ def fit(
         warmup: steps in which the rate rises to its value.
         clip: the largest norm of the gradients.
         scale_loss: scale the loss, for float16.
-        after: called after each step of the optimizer.
+        after: called after each step of the optimizer with its number, from 1.
 
     Raises:
         DivergedError: the mean loss of an epoch is not finite.
@@ -143,7 +143,7 @@ def fit(
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
-            after()
+            after(schedule.last_epoch)
             losses.append(value.detach())
         mean = torch.stack(losses).mean().item()
         if not math.isfinite(mean):
